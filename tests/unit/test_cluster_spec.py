@@ -1,0 +1,297 @@
+"""Task, ClusterSpec and the cluster of a whole job."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.cluster import ClusterSpec, Task, addressed_tasks, build_cluster
+from tfdist.cluster.address import check_address, split_address
+from tfdist.errors import UsageError
+
+PS_JOB = ClusterSpec(chief=("c:1",), worker=("w:1", "w:2"), ps=("p:1",), evaluator=("e:1",))
+GOOD_ADDRESSES = [
+    "localhost:1",
+    "10.0.0.1:65535",
+    "[::1]:1234",
+    "[fe80::1%eth0]:2222",
+    "worker-0.job.ns.svc.cluster.local:2222",
+    "fully.qualified.:2222",
+    "my_service:80",
+    "127.example.com:2222",
+    "9gag:2222",
+]
+BAD_ADDRESSES = [
+    ("host", "a port too", "'host:2222'"),
+    ("[::1]", "a port too", "'[::1]:2222'"),
+    ("host:", "a port from 1 to 65535", "'host:2222'"),
+    ("host:http", "a port from 1 to 65535", "'host:2222'"),
+    ("host:0", "a port from 1 to 65535", "'host:2222'"),
+    ("host:65536", "a port from 1 to 65535", "'host:2222'"),
+    ("host:-1", "a port from 1 to 65535", "'host:2222'"),
+    ("host:99999999999", "a port from 1 to 65535", "'host:2222'"),
+    (":2222", "a host too", "'localhost:2222'"),
+    ("http://host:80", "no scheme", "'host:80'"),
+    (" host:80", "no spaces", "'host:80'"),
+    ("ho\nst:80", "no spaces", "'host:80'"),
+    ("a:1,b:1", "one address", "an element of the list"),
+    ("::1:1234", "IPv6 host in brackets", "'[::1]:1234'"),
+    ("::1", "IPv6 host in brackets", "'[::1]:2222'"),
+    ("1:2:3:4:5:6:7:8:80", "IPv6 host in brackets", "'[1:2:3:4:5:6:7:8]:80'"),
+    ("[zz]:80", "IPv6 address in brackets", "'[zz]'"),
+    ("999.0.0.1:80", "IPv4 address", "'999.0.0.1'"),
+    ("1.2.3:80", "IPv4 address", "'1.2.3'"),
+    ("a..b:80", "a host name", "'a..b'"),
+    ("a/b:80", "a host name", "'a/b'"),
+    ("x" * 254 + ":80", "a host name", "correct"),
+    (80, '"host:port"', "in quotes"),
+    (None, '"host:port"', "in quotes"),
+    (["host:80"], '"host:port"', "in quotes"),
+]
+
+
+def message(error: pytest.ExceptionInfo[UsageError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    assert error.value.exit_code == 2
+    return text
+
+
+def test_a_task_is_named_after_its_type_and_index() -> None:
+    assert str(Task("worker", 3)) == "worker-3"
+
+
+def test_tasks_sort_in_the_order_in_which_they_start() -> None:
+    expected = [Task("chief", 0), Task("worker", 2), Task("worker", 10), Task("ps", 0)]
+    expected.append(Task("evaluator", 0))
+    assert sorted(reversed(expected)) == expected
+    assert max(expected) >= min(expected)
+
+
+@pytest.mark.parametrize(
+    ("type_", "meant"),
+    [("wroker", "worker"), ("Worker", "worker"), ("master", "chief"), ("parameter-server", "ps")],
+)
+def test_an_unknown_type_is_refused_with_the_near_name(type_: str, meant: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Task(type_, 0)
+    assert f"received {type_!r}" in message(error)
+    assert f"did you mean {meant!r}?" in message(error)
+
+
+@pytest.mark.parametrize(
+    ("index", "fix"),
+    [
+        ("0", 'write "index": 0 without quotes'),
+        (1.0, 'write "index": 1 without a decimal point'),
+        ("one", "position of the task"),
+        (-1, "position of the task"),
+        (True, "position of the task"),
+        (None, "position of the task"),
+    ],
+)
+def test_an_index_that_is_no_integer_is_refused_with_the_fix(index: object, fix: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Task("worker", index)  # type: ignore[arg-type]
+    assert f"received {index!r}; expected an integer" in message(error)
+    assert fix in message(error)
+
+
+def test_specs_and_tasks_are_frozen_hashable_and_survive_pickling() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PS_JOB.chief = ()  # type: ignore[misc]
+    assert len({PS_JOB, pickle.loads(pickle.dumps(PS_JOB))}) == 1
+    assert len({Task("ps", 0), pickle.loads(pickle.dumps(Task("ps", 0)))}) == 1
+
+
+def test_lists_of_addresses_become_tuples() -> None:
+    assert ClusterSpec.from_dict({"worker": ["a:1"]}) == ClusterSpec(worker=("a:1",))
+
+
+def test_a_dict_holds_only_the_types_that_have_tasks() -> None:
+    cluster = ClusterSpec(worker=("a:1", "b:1"))
+    assert cluster.as_dict() == {"worker": ["a:1", "b:1"]}
+    assert ClusterSpec().as_dict() == {}
+    assert ClusterSpec.from_dict(PS_JOB.as_dict()) == PS_JOB
+
+
+def test_tasks_and_addresses_of_a_job() -> None:
+    names = [str(task) for task in PS_JOB.tasks()]
+    assert names == ["chief-0", "worker-0", "worker-1", "ps-0", "evaluator-0"]
+    assert [str(task) for task in PS_JOB.training_tasks()] == names[:-1]
+    assert PS_JOB.address(Task("worker", 1)) == "w:2"
+    assert PS_JOB.without_evaluator().as_dict().keys() == {"chief", "worker", "ps"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kind", "chief", "replica_tasks"),
+    [
+        (ClusterSpec(), "single", "worker-0", 1),
+        (ClusterSpec(evaluator=("e:1",)), "single", "worker-0", 1),
+        (ClusterSpec(worker=("a:1",)), "multiworker", "worker-0", 1),
+        (ClusterSpec(chief=("a:1",)), "multiworker", "chief-0", 1),
+        (ClusterSpec(worker=("a:1", "b:1")), "multiworker", "worker-0", 2),
+        (ClusterSpec(chief=("c:1",), worker=("a:1", "b:1")), "multiworker", "chief-0", 3),
+        (PS_JOB, "ps", "chief-0", 2),
+    ],
+)
+def test_the_kind_the_chief_and_the_replicas_follow_from_the_addresses(
+    cluster: ClusterSpec, kind: str, chief: str, replica_tasks: int
+) -> None:
+    assert cluster.kind == kind
+    assert str(cluster.chief_task) == chief
+    assert cluster.num_replica_tasks == replica_tasks
+
+
+def test_a_task_that_the_cluster_does_not_have_is_refused() -> None:
+    with pytest.raises(UsageError) as error:
+        PS_JOB.address(Task("worker", 2))
+    assert "received worker-2; expected an index from 0 to 1" in message(error)
+    with pytest.raises(UsageError) as error:
+        ClusterSpec(worker=("a:1",)).address(Task("chief", 0))
+    assert "received chief-0; expected a task of the cluster, which has worker" in message(error)
+
+
+@pytest.mark.parametrize("address", GOOD_ADDRESSES)
+def test_an_address_of_any_usual_form_is_accepted(address: str) -> None:
+    assert ClusterSpec(worker=(address,)).address(Task("worker", 0)) == address
+
+
+def test_an_address_splits_into_host_and_port() -> None:
+    assert split_address("[::1]:1234") == ("::1", 1234)
+    assert split_address("host:80") == ("host", 80)
+
+
+@pytest.mark.parametrize(("address", "expected", "fix"), BAD_ADDRESSES)
+def test_a_bad_address_is_refused_with_its_task_and_the_fix(
+    address: object, expected: str, fix: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        ClusterSpec(worker=("good:1", address))  # type: ignore[arg-type]
+    text = message(error)
+    assert text.startswith("cluster worker-1: received ")
+    assert expected in text.partition("expected")[2]
+    assert fix in text.partition("Fix:")[2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a:1", "a:1"),
+        ("a:1", "A.:01"),
+        ("localhost:1", "127.0.0.1:1"),
+        ("127.0.0.1:1", "127.0.0.2:1"),
+        ("[::1]:1", "localhost:1"),
+        ("0.0.0.0:1", "[::]:1"),
+        ("[::ffff:10.0.0.1]:1", "10.0.0.1:1"),
+        ("[fd00::1]:1", "[FD00:0::0001]:1"),
+    ],
+)
+def test_two_tasks_at_one_address_are_both_named(first: str, second: str) -> None:
+    with pytest.raises(UsageError) as error:
+        ClusterSpec(chief=(first,), worker=("other:1", second))
+    assert "for both chief-0 and worker-1" in message(error)
+    assert "give worker-1 another port" in message(error)
+
+
+def test_an_evaluator_at_a_trainings_address_is_refused() -> None:
+    with pytest.raises(UsageError, match="for both worker-0 and evaluator-0"):
+        ClusterSpec(worker=("a:1",), evaluator=("a:1",))
+
+
+def test_the_same_port_on_different_hosts_is_accepted() -> None:
+    hosts = ["a", "b", "10.0.0.1", "10.0.0.2", "[fd00::1]", "[fd00::2]", "localhost"]
+    cluster = ClusterSpec(worker=tuple(f"{host}:2222" for host in hosts))
+    assert cluster.num_replica_tasks == len(hosts)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "received", "fix"),
+    [
+        ({"ps": ["p:1"], "worker": ["w:1"]}, "ps without chief", 'add "chief"'),
+        ({"ps": ["p:1"], "chief": ["c:1"]}, "chief and ps without worker", 'add "worker"'),
+        ({"chief": ["a:1", "b:1"]}, "2 addresses for chief", "make the others workers"),
+        ({"evaluator": ["a:1", "b:1"]}, "2 addresses for evaluator", "keep one evaluator"),
+        ({"wokrer": ["a:1"]}, "'wokrer'", "did you mean 'worker'?"),
+        ({"worker": "a:1"}, "'a:1'", '"worker": ["a:1"]'),
+        ({"worker": {"0": "a:1"}}, "{'0': 'a:1'}", '"worker": ["host:port", ...]'),
+        ({"worker": None}, "None", "leave worker out"),
+    ],
+)
+def test_a_cluster_that_cannot_work_is_refused_with_the_fix(
+    addresses: dict[str, object], received: str, fix: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        ClusterSpec.from_dict(addresses)
+    assert f"received {received}" in message(error)
+    assert fix in message(error).partition("Fix:")[2]
+
+
+@pytest.mark.parametrize(
+    ("job", "tasks"),
+    [
+        ({"strategy": "single"}, []),
+        ({"strategy": "mirrored"}, []),
+        ({"strategy": "auto"}, []),
+        ({"strategy": "single", "evaluator": True}, ["evaluator-0"]),
+        ({"strategy": "multiworker"}, ["worker-0"]),
+        ({"strategy": "auto", "workers": 2}, ["worker-0", "worker-1"]),
+        ({"strategy": "multiworker", "workers": 1, "chief": True}, ["chief-0", "worker-0"]),
+        (
+            {"strategy": "ps", "workers": 2, "ps": 2, "evaluator": True},
+            ["chief-0", "worker-0", "worker-1", "ps-0", "ps-1", "evaluator-0"],
+        ),
+        ({"strategy": "auto", "ps": 1}, ["chief-0", "worker-0", "ps-0"]),
+    ],
+)
+def test_the_tasks_of_a_job_get_the_addresses_in_order(
+    job: dict[str, object], tasks: list[str]
+) -> None:
+    assert [str(task) for task in addressed_tasks(**job)] == tasks  # type: ignore[arg-type]
+    addresses = [f"host-{i}:1" for i in range(len(tasks))]
+    cluster = build_cluster(addresses=addresses, **job)  # type: ignore[arg-type]
+    assert [str(task) for task in cluster.tasks()] == tasks
+    assert [cluster.address(task) for task in cluster.tasks()] == addresses
+
+
+@pytest.mark.parametrize(
+    ("job", "where", "fix"),
+    [
+        ({"strategy": "ps"}, "ps", "--ps 1"),
+        ({"strategy": "ps", "workers": 0, "ps": 1}, "workers", "--workers 1"),
+        ({"strategy": "multiworker", "workers": 0}, "workers", "--workers 1"),
+        ({"strategy": "multiworker", "workers": 2, "ps": 1}, "ps", "ask for strategy ps"),
+        ({"strategy": "single", "ps": 1}, "ps", "ask for strategy ps"),
+        ({"strategy": "single", "workers": 2}, "workers", "ask for strategy multiworker"),
+        ({"strategy": "mirrored", "chief": True}, "workers", "ask for strategy multiworker"),
+        ({"strategy": "multiworkers"}, "strategy", "did you mean 'multiworker'?"),
+        ({"strategy": "multiworker", "workers": "2"}, "workers", "--workers 1"),
+        ({"strategy": "ps", "ps": -1}, "ps", "--ps 1"),
+        ({"strategy": "multiworker", "workers": 3}, "addresses", "as many addresses"),
+    ],
+)
+def test_a_job_of_impossible_size_is_refused(job: dict[str, object], where: str, fix: str) -> None:
+    with pytest.raises(UsageError) as error:
+        build_cluster(addresses=["a:1"], **job)  # type: ignore[arg-type]
+    assert message(error).startswith(f"{where}: received ")
+    assert fix in message(error)
+
+
+def test_equal_keys_mean_that_two_servers_cannot_both_listen() -> None:
+    assert check_address("localhost:7", where="") == check_address("[::1]:7", where="")
+    assert check_address("localhost:7", where="") != check_address("localhost:8", where="")
+
+
+def test_the_room_loads_no_tensorflow_keras_or_numpy() -> None:
+    code = (
+        "import sys, tfdist.cluster\n"
+        "print({'tensorflow', 'keras', 'numpy'} & {name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "set()"

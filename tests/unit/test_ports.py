@@ -1,0 +1,250 @@
+"""Ports that are held until their task starts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tfdist.cluster import HeldPort, hold_ports, is_port_free, ports
+from tfdist.errors import UsageError
+
+DEADLINE_S = 60
+EPHEMERAL = ports._ephemeral_ports()
+
+TRY_TO_LISTEN = """
+import socket, sys
+port, reuse = map(int, sys.argv[1:])
+with socket.socket(socket.AF_INET) as server:
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+    try:
+        server.bind(("", port))
+        server.listen()
+    except OSError as error:
+        sys.exit(error.errno)
+"""
+
+HOLD_MANY = """
+import sys
+from tfdist.cluster import hold_ports
+held = hold_ports(int(sys.argv[1]))
+print(*[port.port for port in held], flush=True)
+sys.stdin.read()
+"""
+
+HOLD_TOO_MANY = """
+import os, resource
+from tfdist.cluster import hold_ports
+from tfdist.errors import UsageError
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
+before = len(os.listdir("/proc/self/fd"))
+try:
+    hold_ports(100)
+except UsageError as error:
+    print(error)
+assert len(os.listdir("/proc/self/fd")) == before
+"""
+
+
+def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def other_process_listens(port: HeldPort, *, reuse_address: bool) -> int:
+    """Returns 0 when another process can listen on the port, or the error number."""
+    return python(TRY_TO_LISTEN, port.port, int(reuse_address)).returncode
+
+
+@contextlib.contextmanager
+def listening(
+    port: HeldPort, host: str, *, family: socket.AddressFamily = socket.AF_INET
+) -> Iterator[socket.socket]:
+    with socket.socket(family) as server:
+        if family == socket.AF_INET6:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port.port))
+        server.listen()
+        yield server
+
+
+def test_ports_are_distinct_and_have_an_address() -> None:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(port) for port in hold_ports(200)]
+        assert len({port.port for port in held}) == 200
+        assert held[0].address == f"127.0.0.1:{held[0].port}"
+        assert repr(held[0]) == f"HeldPort('{held[0].address}')"
+
+
+def test_the_address_has_the_host_that_peers_use() -> None:
+    for host, written in [("::1", "[::1]"), ("node-3.cluster", "node-3.cluster")]:
+        (port,) = hold_ports(1, host=host)
+        with port:
+            assert port.address == f"{written}:{port.port}"
+
+
+def test_a_host_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^host: received"):
+        hold_ports(1, host="no host")
+
+
+def test_a_held_port_is_refused_to_a_stranger_and_free_once_released() -> None:
+    (port,) = hold_ports(1)
+    with port:
+        assert other_process_listens(port, reuse_address=False) == errno.EADDRINUSE
+    assert other_process_listens(port, reuse_address=False) == 0
+    port.release()
+
+
+def test_a_task_can_listen_while_its_port_is_still_held() -> None:
+    (port,) = hold_ports(1)
+    with port:
+        assert other_process_listens(port, reuse_address=True) == 0
+        assert other_process_listens(port, reuse_address=True) == 0
+
+
+def test_a_held_port_does_not_answer() -> None:
+    (port,) = hold_ports(1)
+    with port, socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", port.port)) == errno.ECONNREFUSED
+
+
+def test_jobs_at_the_same_time_never_get_the_same_port() -> None:
+    jobs, each = 4, 500  # of 4,536 that are tried first: by chance they would meet
+    command = [sys.executable, "-c", HOLD_MANY, str(each)]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for _ in range(jobs)
+        ]
+        lines = [job.stdout.readline().split() for job in started if job.stdout]
+        for job in started:
+            job.communicate(timeout=DEADLINE_S)
+    got = [port for line in lines for port in line]
+    assert len(got) == jobs * each
+    assert len(set(got)) == len(got)
+
+
+@pytest.mark.parametrize(
+    ("host", "family"),
+    [
+        ("", socket.AF_INET),
+        ("127.0.0.1", socket.AF_INET),
+        ("127.0.0.2", socket.AF_INET),
+        ("::1", socket.AF_INET6),
+    ],
+)
+def test_a_port_on_which_anyone_listens_is_not_free(
+    host: str, family: socket.AddressFamily
+) -> None:
+    (port,) = hold_ports(1)
+    with port:
+        with listening(port, host, family=family):
+            assert not is_port_free(port.address)
+        assert is_port_free(port.address)
+
+
+def test_a_held_port_counts_as_free_for_its_task() -> None:
+    (port,) = hold_ports(1)
+    with port:
+        assert is_port_free(port.address)
+
+
+def test_a_port_is_free_again_while_an_old_connection_fades() -> None:
+    (port,) = hold_ports(1)
+    with listening(port, "127.0.0.1") as server:
+        port.release()
+        with socket.create_connection(("127.0.0.1", port.port)) as client:
+            server.accept()[0].close()  # the end that closes first keeps the port in TIME_WAIT
+            assert client.recv(1) == b""
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("127.0.0.1", port.port))
+    assert is_port_free(port.address)
+
+
+def test_asking_about_a_bad_address_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="a port too"):
+        is_port_free("localhost")
+
+
+def test_outgoing_connections_never_get_the_preferred_ports() -> None:
+    preferred = list(ports.preferred_ports(EPHEMERAL))
+    assert len(set(preferred)) == len(preferred)
+    assert not set(preferred) & set(EPHEMERAL)
+    assert all(1024 <= port <= 65_535 for port in preferred)
+
+
+def test_ports_above_the_ephemeral_ones_come_first() -> None:
+    preferred = list(ports.preferred_ports(range(32_768, 61_000)))
+    assert set(preferred[:4_536]) == set(range(61_000, 65_536))
+    assert set(preferred[4_536:]) == set(range(20_000, 30_000))
+
+
+def test_the_system_chooses_where_all_ports_are_ephemeral(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    everything = tmp_path / "range"
+    everything.write_text("1024\t65535\n")
+    monkeypatch.setattr(ports, "_RANGE_FILE", everything)
+    assert not list(ports.preferred_ports(ports._ephemeral_ports()))
+    for port in hold_ports(3):
+        with port:
+            assert other_process_listens(port, reuse_address=False) == errno.EADDRINUSE
+
+
+@pytest.mark.parametrize("text", [None, "", "many few"])
+def test_an_unreadable_range_counts_as_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "range").write_text(text)
+    monkeypatch.setattr(ports, "_RANGE_FILE", tmp_path / "range")
+    assert ports._ephemeral_ports() == range(32_768, 61_000)
+
+
+def test_a_system_without_ipv6_holds_ports_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.socket
+
+    def ipv4_only(family: int, kind: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(family, kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", ipv4_only)
+        (port,) = hold_ports(1)
+        assert is_port_free(port.address)
+    with port:
+        assert other_process_listens(port, reuse_address=False) == errno.EADDRINUSE
+
+
+def test_a_child_process_does_not_keep_the_port() -> None:
+    (port,) = hold_ports(1)
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    with (
+        port,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False
+        ) as child,
+    ):
+        assert child.stdout is not None
+        child.stdout.readline()
+        port.release()
+        assert other_process_listens(port, reuse_address=False) == 0
+        child.communicate(timeout=DEADLINE_S)
+
+
+def test_too_many_ports_are_a_usage_error_and_none_is_kept() -> None:
+    done = python(HOLD_TOO_MANY)
+    assert done.returncode == 0, done.stderr
+    assert "ports: received 100 to hold (Too many open files)" in done.stdout
+    assert "ulimit -n" in done.stdout

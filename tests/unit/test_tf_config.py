@@ -1,0 +1,424 @@
+"""TF_CONFIG and the job options in it: encode, decode, and every mistake."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist.cluster import (
+    STRATEGIES,
+    ClusterSpec,
+    JobOptions,
+    Task,
+    TaskConfig,
+    decode,
+    encode,
+    from_environ,
+    job_configs,
+    read_environment,
+    resolved_strategy,
+)
+from tfdist.errors import UsageError
+
+WORKERS = {"worker": ["a:1", "b:2"]}
+PS = {"chief": ["c:1"], "worker": ["a:1"], "ps": ["p:1"]}
+WORKER_0 = {"type": "worker", "index": 0}
+GOOD = json.dumps({"cluster": WORKERS, "task": WORKER_0})
+
+
+def config_text(cluster: object = None, task: object = None, **more: object) -> str:
+    return json.dumps({"cluster": cluster or WORKERS, "task": task or WORKER_0, **more})
+
+
+def refusal(text: str | bytes) -> str:
+    with pytest.raises(UsageError) as error:
+        decode(text)
+    said = str(error.value)
+    assert said.isprintable()
+    assert said.startswith("TF_CONFIG")
+    return said
+
+
+# Round trips
+
+
+def hosts() -> st.SearchStrategy[str]:
+    label = st.from_regex(r"[a-z0-9_]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
+    name = st.lists(label, min_size=1, max_size=3).map(".".join)
+    named = name.filter(lambda host: not host.replace(".", "").isdigit())
+    ipv4, ipv6 = st.ip_addresses(v=4), st.ip_addresses(v=6)
+    return st.one_of(named, ipv4.map(str), ipv6.map(lambda address: f"[{address}]"))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterSpec:
+    kind = draw(st.sampled_from(["single", "multiworker", "ps"]))
+    workers = draw(st.integers(1, 4)) if kind != "single" else 0
+    servers = draw(st.integers(1, 3)) if kind == "ps" else 0
+    chiefs = {"single": 0, "multiworker": draw(st.integers(0, 1)), "ps": 1}[kind]
+    count = chiefs + workers + servers + 1
+    ports = draw(st.lists(st.integers(1, 65535), min_size=count, max_size=count, unique=True))
+    addresses = tuple(f"{draw(hosts())}:{port}" for port in ports)
+    return ClusterSpec(
+        chief=addresses[:chiefs],
+        worker=addresses[chiefs : chiefs + workers],
+        ps=addresses[chiefs + workers : count - 1],
+        evaluator=addresses[count - 1 :] if draw(st.booleans()) else (),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TaskConfig:
+    cluster = draw(clusters())
+    tasks = [*cluster.tasks(), Task("evaluator", 0)]
+    if cluster.kind == "single":
+        tasks.append(Task("worker", 0))
+    options = JobOptions(
+        strategy=draw(st.sampled_from(["auto", cluster.kind])),
+        devices_per_worker=draw(st.none() | st.integers(1, 64)),
+        startup_timeout_s=draw(st.floats(0, 1e9, exclude_min=True)),
+        run_dir=draw(st.none() | st.text(min_size=1).filter(lambda s: s.strip() and "\0" not in s)),
+        attempt=draw(st.integers(1, 2**31 - 1)),
+        threads_per_task=draw(st.none() | st.integers(1, 1024)),
+    )
+    return TaskConfig(cluster=cluster, task=draw(st.sampled_from(tasks)), options=options)
+
+
+@given(configs())
+@settings(deadline=None)
+def test_what_is_encoded_is_decoded_again(config: TaskConfig) -> None:
+    text = encode(config)
+    assert text.isascii()
+    assert text.isprintable()
+    assert decode(text) == config
+    assert decode(text.encode()) == config
+
+
+def test_tensorflow_finds_its_part_where_it_looks_for_it() -> None:
+    config = TaskConfig(cluster=ClusterSpec.from_dict(PS), task=Task("ps", 0))
+    value = json.loads(encode(config))
+    assert value["cluster"] == PS
+    assert value["task"] == {"type": "ps", "index": 0}
+
+
+def test_a_run_dir_that_is_not_utf8_survives() -> None:
+    options = JobOptions(run_dir=b"run\xff".decode("utf-8", "surrogateescape"))
+    config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
+    assert decode(encode(config)) == config
+
+
+def test_keys_that_schedulers_add_are_left_alone() -> None:
+    task = {**WORKER_0, "trial": "1", "cloud": "x"}
+    text = config_text(task=task, environment="cloud", rpc_layer="grpc", job={"a": 1})
+    assert decode(text) == decode(GOOD)
+
+
+def test_options_that_are_not_given_have_their_defaults() -> None:
+    assert decode(GOOD).options == JobOptions()
+    assert decode(config_text(tfdist={"attempt": 2})).options == JobOptions(attempt=2)
+
+
+def test_ten_thousand_tasks_take_less_than_a_tenth_of_a_second() -> None:
+    cluster = {"worker": [f"worker-{i}.job.svc.cluster.local:2222" for i in range(10_000)]}
+    text = config_text(cluster=cluster, task={"type": "worker", "index": 9_999})
+    durations_s = []
+    for _ in range(5):
+        start = time.perf_counter()
+        encode(decode(text))
+        durations_s.append(time.perf_counter() - start)
+    assert min(durations_s) < 0.1
+
+
+# The environment
+
+
+@pytest.mark.parametrize("read", [from_environ, read_environment])
+def test_no_tf_config_means_no_job(read: Callable[..., TaskConfig | None]) -> None:
+    assert read({}) is None
+    assert read({"TF_CONFIG": ""}) is None
+    assert read({"TF_CONFIG": " \n"}) is None
+    assert read({"TF_CONFIG": GOOD}) == decode(GOOD)
+
+
+def test_the_first_reader_that_knows_the_environment_decides() -> None:
+    first, second = decode(GOOD), decode(config_text(cluster=PS))
+    readers = (lambda environ: None, lambda environ: first, lambda environ: second)
+    assert read_environment({}, readers=readers) == first
+
+
+# The evaluator
+
+
+def test_a_training_task_never_sees_the_evaluator() -> None:
+    with_evaluator = {**PS, "evaluator": ["e:1"]}
+    chief = decode(config_text(cluster=with_evaluator, task={"type": "chief", "index": 0}))
+    assert chief.cluster == ClusterSpec.from_dict(PS)
+    assert "evaluator" not in encode(chief)
+
+
+@pytest.mark.parametrize("cluster", [PS, {**PS, "evaluator": ["e:1"]}, WORKERS])
+def test_an_evaluator_may_stand_in_its_cluster_or_not(cluster: dict[str, Any]) -> None:
+    config = decode(config_text(cluster=cluster, task={"type": "evaluator", "index": 0}))
+    assert config.cluster == ClusterSpec.from_dict(cluster)
+    assert resolved_strategy(config) == "auto"
+
+
+def test_only_one_evaluator_is_known() -> None:
+    assert "evaluator-1" in refusal(config_text(task={"type": "evaluator", "index": 1}))
+
+
+# A whole job
+
+
+def test_each_task_of_a_job_gets_its_config_in_order() -> None:
+    cluster = ClusterSpec(**{k: tuple(v) for k, v in PS.items()}, evaluator=("e:1",))
+    options = JobOptions(strategy="ps", attempt=3)
+    made = list(job_configs(cluster, options=options))
+    assert [config.task for config in made] == list(cluster.tasks())
+    assert ["evaluator" in config.cluster.as_dict() for config in made] == [False] * 3 + [True]
+    assert all(config.options is options for config in made)
+
+
+def test_a_job_of_one_process_is_worker_0_without_a_cluster() -> None:
+    (config,) = job_configs(ClusterSpec(), options=JobOptions(strategy="mirrored"))
+    assert (config.task, config.cluster) == (Task("worker", 0), ClusterSpec())
+    with_evaluator = job_configs(ClusterSpec(evaluator=("e:1",)), options=JobOptions())
+    assert [str(config.task) for config in with_evaluator] == ["worker-0", "evaluator-0"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked", "resolved"),
+    [
+        (PS, "auto", "ps"),
+        (PS, "ps", "ps"),
+        (WORKERS, "auto", "multiworker"),
+        ({"worker": ["a:1"]}, "auto", "multiworker"),
+        ({"worker": ["a:1"]}, "mirrored", "mirrored"),
+        ({"worker": ["a:1"]}, "single", "single"),
+        ({}, "auto", "auto"),
+        ({}, "single", "single"),
+        ({}, "mirrored", "mirrored"),
+    ],
+)
+def test_auto_is_resolved_by_the_cluster(
+    cluster: dict[str, object], asked: str, resolved: str
+) -> None:
+    spec, options = ClusterSpec.from_dict(cluster), JobOptions(strategy=asked)
+    config = TaskConfig(cluster=spec, task=Task("worker", 0), options=options)
+    assert resolved_strategy(config) == resolved
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked", "received"),
+    [
+        (PS, "multiworker", "'multiworker' and a cluster with 1 ps"),
+        (WORKERS, "ps", "'ps' and a cluster with no ps"),
+        ({}, "ps", "'ps' and a cluster with no ps"),
+        ({}, "multiworker", "'multiworker' and a cluster with no address"),
+        (WORKERS, "single", "'single' and a cluster with 2 training tasks"),
+        (PS, "mirrored", "'mirrored' and a cluster with 3 training tasks"),
+    ],
+)
+def test_a_strategy_that_the_cluster_is_not_for_is_refused(
+    cluster: dict[str, object], asked: str, received: str
+) -> None:
+    text = json.dumps({"cluster": cluster, "task": WORKER_0, "tfdist": {"strategy": asked}})
+    said = refusal(text)
+    assert f"tfdist.strategy: received {received};" in said
+    assert "ask for" in said
+
+
+# Mistakes in the text
+
+
+def test_single_quotes_are_named_and_the_fix_is_the_right_text() -> None:
+    said = refusal(str(json.loads(GOOD)))
+    assert "single quotes" in said
+    assert f"Fix: TF_CONFIG='{GOOD}'" in said
+
+
+def test_a_printed_python_dict_is_repaired_with_its_none_and_true() -> None:
+    said = refusal(str({"cluster": {}, "task": WORKER_0, "tfdist": {"run_dir": None}, "x": True}))
+    assert '"run_dir": null' in said
+    assert '"x": true' in said
+
+
+@pytest.mark.parametrize(
+    ("text", "received"),
+    [
+        (f"'{GOOD}'", "one more pair of quotes"),
+        (f'"{GOOD}"', "one more pair of quotes"),
+        (json.dumps(GOOD), "backslashes"),
+        (GOOD.replace('"', '\\"'), "backslashes"),
+    ],
+)
+def test_usual_mistakes_of_quoting_are_shown_repaired(text: str, received: str) -> None:
+    said = refusal(text)
+    assert received in said
+    assert f"Fix: TF_CONFIG='{GOOD}'" in said
+
+
+def test_a_long_repaired_text_is_cut() -> None:
+    cluster = {"worker": [f"host-{i}:1" for i in range(1000)]}
+    assert len(refusal(str({"cluster": cluster, "task": WORKER_0}))) < 1500
+
+
+@pytest.mark.parametrize(
+    ("text", "received"),
+    [
+        ("nonsense", "'nonsense' (Expecting value at character 1)"),
+        ('{"cluster": {"worker": ["a:1"]} "task"}', "Expecting ',' delimiter at character 33"),
+        ("[1]", "[1]"),
+        ("3", "3"),
+        ("null", "None"),
+        (b"\xff\xfe", "Expecting value"),
+        ("[" * 100_000, "deep nesting"),
+        ('{"a":' * 100_000, "deep nesting"),
+        ('{"a": ' + "9" * 5000 + "}", '\'{"a": 999'),
+        ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', "the key 'worker' twice"),
+    ],
+)
+def test_text_that_is_no_json_object_is_refused(text: str | bytes, received: str) -> None:
+    assert received in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({}, "TF_CONFIG cluster: received no 'cluster'"),
+        ({"task": WORKER_0}, "received no 'cluster', only 'task'"),
+        ({"clusters": WORKERS, "task": WORKER_0}, "Fix: write 'cluster' for 'clusters'"),
+        ({"cluster": WORKERS}, 'Fix: add "task": {"type": "worker", "index": 0}'),
+        ({"cluster": WORKERS, "Task": WORKER_0}, "Fix: write 'task' for 'Task'"),
+        ({"cluster": [], "task": WORKER_0}, "TF_CONFIG cluster: received []; expected an object"),
+        ({"cluster": WORKERS, "task": []}, "TF_CONFIG task: received []; expected an object"),
+        ({"cluster": WORKERS, "task": {}}, 'Fix: add "type": "worker"'),
+        ({"cluster": WORKERS, "task": {"type": "worker"}}, 'Fix: add "index": 0'),
+        ({"cluster": WORKERS, "task": {"typ": "ps", "index": 0}}, "write 'type' for 'typ'"),
+        ({"cluster": {"wroker": ["a:1"]}, "task": WORKER_0}, "did you mean 'worker'?"),
+        ({"cluster": {"worker": ["a"]}, "task": WORKER_0}, "TF_CONFIG cluster worker-0: received"),
+        ({"cluster": {"worker": ["a:1"] * 2}, "task": WORKER_0}, "both worker-0 and worker-1"),
+        ({"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": WORKER_0}, "ps without chief"),
+        ({"cluster": WORKERS, "task": {"type": "wroker", "index": 0}}, "did you mean 'worker'?"),
+        ({"cluster": WORKERS, "task": {"type": "worker", "index": 2}}, "an index from 0 to 1"),
+        ({"cluster": WORKERS, "task": {"type": "worker", "index": "0"}}, 'write "index": 0'),
+        ({"cluster": WORKERS, "task": {"type": "worker", "index": 10**300}}, "from 0 to 1"),
+        ({"cluster": WORKERS, "task": {"type": "ps", "index": 0}}, "received ps-0"),
+        ({"cluster": {}, "task": {"type": "worker", "index": 1}}, "received worker-1"),
+        ({"cluster": WORKERS, "task": WORKER_0, "tf_dist": {}}, "write 'tfdist' for 'tf_dist'"),
+        ({"cluster": WORKERS, "task": WORKER_0, "tfdist": 3}, "tfdist: received 3"),
+    ],
+)
+def test_a_mistake_in_the_object_is_one_line_with_its_place_and_fix(
+    value: dict[str, object], said: str
+) -> None:
+    assert said in refusal(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "said"),
+    [
+        ({"startup_timeout": 3}, "tfdist", "did you mean 'startup_timeout_s'?"),
+        ({"startup_timeout_s": 0}, "tfdist.startup_timeout_s", "received 0"),
+        ({"startup_timeout_s": -1.5}, "tfdist.startup_timeout_s", "received -1.5"),
+        ({"startup_timeout_s": "60"}, "tfdist.startup_timeout_s", "without quotes"),
+        ({"startup_timeout_s": True}, "tfdist.startup_timeout_s", "received True"),
+        ({"startup_timeout_s": None}, "tfdist.startup_timeout_s", "received None"),
+        ({"startup_timeout_s": float("nan")}, "tfdist.startup_timeout_s", "received nan"),
+        ({"startup_timeout_s": float("inf")}, "tfdist.startup_timeout_s", "received inf"),
+        ({"startup_timeout_s": 10**400}, "tfdist.startup_timeout_s", "at most 1e9"),
+        ({"attempt": 0}, "tfdist.attempt", "received 0"),
+        ({"attempt": None}, "tfdist.attempt", "received None"),
+        ({"attempt": 1.0}, "tfdist.attempt", "received 1.0"),
+        ({"devices_per_worker": 0}, "tfdist.devices_per_worker", "or null"),
+        ({"devices_per_worker": "2"}, "tfdist.devices_per_worker", "without quotes"),
+        ({"threads_per_task": True}, "tfdist.threads_per_task", "received True"),
+        ({"threads_per_task": 2**31}, "tfdist.threads_per_task", "to 2147483647"),
+        ({"run_dir": ""}, "tfdist.run_dir", "received ''"),
+        ({"run_dir": 3}, "tfdist.run_dir", "received 3"),
+        ({"run_dir": "a\0b"}, "tfdist.run_dir", "the path of a directory"),
+        ({"strategy": "mutliworker"}, "tfdist.strategy", "did you mean 'multiworker'?"),
+        ({"strategy": "Mirrored"}, "tfdist.strategy", "did you mean 'mirrored'?"),
+        ({"strategy": None}, "tfdist.strategy", "received None"),
+        ({"strategy": ["ps"]}, "tfdist.strategy", "received ['ps']"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_its_name(
+    options: dict[str, object], place: str, said: str
+) -> None:
+    text = refusal(config_text(tfdist=options))
+    assert text.startswith(f"TF_CONFIG {place}: ")
+    assert said in text
+    with pytest.raises(UsageError, match=f"^{place}: "):
+        JobOptions.from_dict(options)
+
+
+def test_a_whole_number_of_seconds_is_accepted() -> None:
+    assert JobOptions(startup_timeout_s=60) == JobOptions(startup_timeout_s=60.0)
+
+
+# Anything at all
+
+
+def only_usage_errors(text: str | bytes) -> None:
+    try:
+        config = decode(text)
+    except UsageError as error:
+        said = str(error)
+    else:
+        said = encode(config)
+        assert decode(said) == config
+    assert said.isprintable()
+
+
+@given(st.binary())
+@settings(deadline=None)
+def test_random_bytes_raise_nothing_but_usage_errors(data: bytes) -> None:
+    only_usage_errors(data)
+    only_usage_errors(data.decode("utf-8", "surrogateescape"))
+
+
+WORDS = ["cluster", "task", "tfdist", "type", "index", *STRATEGIES, "worker", "chief", "evaluator"]
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.sampled_from([*WORDS, "a:1", "b:2", "[::1]:3", "::1:4", "0"]),
+)
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(WORDS) | st.text(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+ALMOST = st.fixed_dictionaries(
+    {},
+    optional={
+        "cluster": JSON | st.dictionaries(st.sampled_from(WORDS), st.lists(LEAVES, max_size=3)),
+        "task": JSON | st.fixed_dictionaries({"type": LEAVES, "index": LEAVES}),
+        "tfdist": JSON | st.dictionaries(st.sampled_from([*WORDS, "attempt", "run_dir"]), LEAVES),
+    },
+)
+
+
+@given(JSON | ALMOST)
+@settings(deadline=None, max_examples=300)
+def test_random_json_raises_nothing_but_usage_errors(value: object) -> None:
+    only_usage_errors(json.dumps(value))
+    only_usage_errors(str(value))
+
+
+@given(st.integers(0, len(GOOD) - 1), st.text(max_size=3), st.integers(0, 3))
+@settings(deadline=None, max_examples=300)
+def test_a_damaged_text_raises_nothing_but_usage_errors(at: int, put: str, cut: int) -> None:
+    only_usage_errors(GOOD[:at] + put + GOOD[at + cut :])

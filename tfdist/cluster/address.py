@@ -1,0 +1,134 @@
+"""Addresses of tasks: ``host:port``, checked before anything tries to connect to them."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import socket
+
+from tfdist.errors import UsageError
+
+_ADDRESS = re.compile(
+    r"(\[[0-9A-Za-z:.%_-]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?):([0-9]{1,5})"
+)
+_MAX_HOST_CHARS = 253
+_IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
+_EXAMPLE_PORT = 2222
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlevel = 2
+_short.maxlist = _short.maxdict = _short.maxtuple = 3
+
+
+def shown(value: object) -> str:
+    """Returns `value` as one short line for an error message, whatever it holds."""
+    return _short.repr(value)
+
+
+def check_address(address: object, *, where: str) -> tuple[str, int]:
+    """Returns a key that is equal for two addresses at which two servers cannot both listen.
+
+    A server listens on every interface of its machine, so all names of this machine
+    (``localhost``, ``127.0.0.2``, ``[::1]``) are one host to it.
+
+    Raises:
+        UsageError: `address` is not ``host:port``; the message says what about it.
+    """
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None:
+        raise _mistake(address, where=where)
+    host, port = match[1], int(match[2])
+    if not 1 <= port <= 65535:
+        raise _port_mistake(match[0], where=where)
+    key = _host_key(host)
+    if key is None:
+        raise _host_mistake(match[0], where=where)
+    return key, port
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns the host, without the brackets of IPv6, and the port of a valid address."""
+    check_address(address, where="address")
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _host_key(host: str) -> str | None:
+    """Returns the host in its one spelling, or None when it is no host."""
+    if host[0] == "[":
+        return _ipv6_key(_packed(host[1:-1].partition("%")[0], socket.AF_INET6))
+    if host.replace(".", "").isdigit():
+        return _ipv4_key(_packed(host, socket.AF_INET))
+    if len(host) > _MAX_HOST_CHARS or ".." in host:
+        return None
+    return host.lower().removesuffix(".")
+
+
+def _ipv4_key(packed: bytes | None) -> str | None:
+    if packed is None:
+        return None
+    return "localhost" if packed[0] == 127 or not any(packed) else socket.inet_ntoa(packed)
+
+
+def _ipv6_key(packed: bytes | None) -> str | None:
+    if packed is None:
+        return None
+    if packed.startswith(_IPV4_IN_IPV6):
+        return _ipv4_key(packed[-4:])
+    return "localhost" if int.from_bytes(packed, "big") <= 1 else packed.hex()
+
+
+def _packed(host: str, family: socket.AddressFamily) -> bytes | None:
+    try:
+        return socket.inet_pton(family, host)
+    except (OSError, ValueError):
+        return None
+
+
+def _mistake(address: object, *, where: str) -> UsageError:
+    """Finds what is wrong with an address that has not the form ``host:port``."""
+    if not isinstance(address, str):
+        fix = f'write "host:{_EXAMPLE_PORT}", in quotes'
+        return UsageError(where, received=shown(address), expected='"host:port"', fix=fix)
+    if "," in address:
+        return _error(address, where, "one address", "make each address an element of the list")
+    if "://" in address:
+        return _error(address, where, "no scheme", f"write {shown(address.split('://', 1)[1])}")
+    if address.strip() != address or any(c.isspace() for c in address):
+        return _error(address, where, "no spaces", f"write {shown(''.join(address.split()))}")
+    if _packed(address, socket.AF_INET6):
+        host, _, port = address.rpartition(":")
+        if _packed(host, socket.AF_INET6) and port.isdecimal():
+            fix = f"put the IPv6 host in brackets: {shown(f'[{host}]:{port}')}"
+        else:
+            fix = f"put the host in brackets and add a port: '[{address}]:{_EXAMPLE_PORT}'"
+        return _error(address, where, "an IPv6 host in brackets", fix)
+    host, colon, port = address.rpartition(":")
+    if not colon or address.endswith("]"):
+        fix = f"add the port that the task listens on, as in {shown(f'{address}:{_EXAMPLE_PORT}')}"
+        return _error(address, where, "a port too", fix)
+    if _packed(host, socket.AF_INET6):
+        fix = f"put the IPv6 host in brackets: {shown(f'[{host}]:{port}')}"
+        return _error(address, where, "an IPv6 host in brackets", fix)
+    if not host:
+        return _error(address, where, "a host too", f"write {shown(f'localhost:{port}')}")
+    if not re.fullmatch("[0-9]{1,5}", port):
+        return _port_mistake(address, where=where)
+    return _host_mistake(address, where=where)
+
+
+def _port_mistake(address: str, *, where: str) -> UsageError:
+    host = address.rpartition(":")[0]
+    fix = f"give the port that the task listens on, as in {shown(f'{host}:{_EXAMPLE_PORT}')}"
+    return _error(address, where, "a port from 1 to 65535", fix)
+
+
+def _host_mistake(address: str, *, where: str) -> UsageError:
+    expected = "a host name, an IPv4 address, or an IPv6 address in brackets"
+    return _error(address, where, expected, f"correct {shown(address.rpartition(':')[0])}")
+
+
+def _error(address: object, where: str, detail: str, fix: str) -> UsageError:
+    expected = f'"host:port" with {detail}'
+    return UsageError(where, received=shown(address), expected=expected, fix=fix)

@@ -1,0 +1,100 @@
+"""What the launcher tells every task of a job besides the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfdist.cluster.address import shown
+from tfdist.errors import UsageError, near
+
+STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps")
+
+_MAX_INT = 2**31 - 1
+_MAX_TIMEOUT_S = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """Settings of a job that are the same for all its tasks; checked when created."""
+
+    strategy: str = "auto"
+    """One of `STRATEGIES`; ``auto`` lets the cluster and the devices decide."""
+    devices_per_worker: int | None = None
+    """Devices that compute gradients in each task; None takes what the strategy finds."""
+    startup_timeout_s: float = 60.0
+    """How long a task waits for the others before it gives up and names them."""
+    run_dir: str | None = None
+    """Where the job writes; None writes nothing."""
+    attempt: int = 1
+    """Which start of the job by its supervisor this is, from 1 on."""
+    threads_per_task: int | None = None
+    """CPU threads of each task; None leaves it to the strategy."""
+
+    def __post_init__(self) -> None:
+        check_strategy(self.strategy, where="tfdist.strategy")
+        _check_count("devices_per_worker", self.devices_per_worker, optional=True)
+        _check_count("threads_per_task", self.threads_per_task, optional=True)
+        _check_count("attempt", self.attempt, optional=False)
+        _check_seconds("startup_timeout_s", self.startup_timeout_s)
+        object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
+        _check_directory("run_dir", self.run_dir)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
+        """Returns the options of ``{name: value}``; `UsageError` for a name it does not have."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                fix = f"correct the name or take it out{near(name, names)}"
+                expected = "one of " + ", ".join(names)
+                raise UsageError("tfdist", received=shown(name), expected=expected, fix=fix)
+        return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
+
+    def as_dict(self) -> dict[str, str | int | float | None]:
+        """Returns ``{name: value}`` of every option."""
+        return dataclasses.asdict(self)
+
+
+def check_strategy(strategy: object, *, where: str) -> None:
+    """Raises `UsageError`, with the name that was probably meant, unless it is known."""
+    if isinstance(strategy, str) and strategy in STRATEGIES:
+        return
+    hint = near(strategy.strip().lower(), STRATEGIES) if isinstance(strategy, str) else ""
+    expected = "one of " + ", ".join(STRATEGIES)
+    fix = f"use one of these names{hint}"
+    raise UsageError(where, received=shown(strategy), expected=expected, fix=fix)
+
+
+def _check_count(name: str, value: object, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_INT:
+        return
+    fix = "give an integer, without quotes" + (", or null for the default" * optional)
+    expected = f"an integer from 1 to {_MAX_INT}"
+    raise UsageError(f"tfdist.{name}", received=shown(value), expected=expected, fix=fix)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and 0 < value <= _MAX_TIMEOUT_S:  # type: ignore[operator]
+        return
+    raise UsageError(
+        f"tfdist.{name}",
+        received=shown(value),
+        expected="a positive number of seconds, at most 1e9",
+        fix="give a number such as 60, without quotes",
+    )
+
+
+def _check_directory(name: str, value: object) -> None:
+    if value is None or (isinstance(value, str) and value.strip() and "\0" not in value):
+        return
+    raise UsageError(
+        f"tfdist.{name}",
+        received=shown(value),
+        expected="the path of a directory",
+        fix="give a path as a string, or null for none",
+    )

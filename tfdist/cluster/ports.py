@@ -1,0 +1,173 @@
+"""Free ports of this machine, held until the task that was given one listens on it.
+
+How a port is held. The socket is bound without SO_REUSEADDR, which fails if anyone at all
+has the port, so two jobs never hold the same one. The option is set after that. From then
+on Linux lets a server that sets it too, as gRPC and so TensorFlow do, bind and listen while
+the port is still held, because the holder itself never listens. So there need be no moment
+at which the port belongs to nobody: a launcher can hold it as long as the job lives, and a
+task that is started again finds its port.
+
+Which ports. Not those of ``ip_local_port_range``, from which the system serves outgoing
+connections and everyone who asks for any free port. Measured, in a network namespace whose
+range had 20 ports: connections left held ports alone; 10 released ports inside the range
+were all taken by the next 10 connections, and a server could then not bind them; of 10
+released outside it none was. A port inside the range has a second trap: a task that keeps
+trying to reach a peer that is not up yet may be given the peer's port as its own end, and
+then talks to itself (1 of 200 tries there).
+
+The wildcard address of both IP versions is bound, as TensorFlow's servers listen on every
+interface whatever address they are given: a port that is free on 127.0.0.1 alone is no use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from tfdist.cluster.address import check_address, split_address
+from tfdist.errors import UsageError
+
+_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOW_BAND = range(20_000, 30_000)  # past most services, below the node ports of Kubernetes
+_TAKEN = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
+
+
+class HeldPort:
+    """A port that no other job gets until it is released; a context manager.
+
+    A process that is forked while it holds a port holds it too: it releases its own copy.
+    """
+
+    def __init__(self, bound: socket.socket, *, host: str) -> None:
+        self._bound = bound
+        self.host = host
+        self.port: int = bound.getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        """Returns ``host:port``, with brackets around an IPv6 host."""
+        return _join(self.host, self.port)
+
+    def release(self) -> None:
+        """Gives the port up at once, for any process; a second call does nothing."""
+        self._bound.close()
+
+    def __enter__(self) -> HeldPort:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"HeldPort({self.address!r})"
+
+
+def hold_ports(n: int, *, host: str = "127.0.0.1") -> list[HeldPort]:
+    """Returns `n` different free ports of this machine, which peers reach under `host`.
+
+    Raises:
+        UsageError: `n` ports cannot be held, or `host` is no host.
+    """
+    check_address(_join(host, 1), where="host")
+    candidates = preferred_ports(_ephemeral_ports())
+    with contextlib.ExitStack() as stack:
+        try:
+            held = [stack.enter_context(_hold_one(candidates, host=host)) for _ in range(n)]
+        except OSError as error:
+            raise _cannot_hold(n, error) from error
+        stack.pop_all()
+    return held
+
+
+def is_port_free(address: str) -> bool:
+    """Returns whether a server that is told to listen at `address` could do so now.
+
+    Only the port counts, as servers listen on every interface. The answer for a port that
+    a `HeldPort` holds is yes: it is held for just that server.
+    """
+    _, port = split_address(address)
+    with contextlib.closing(_unbound()) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return _bind(server, port)
+
+
+def preferred_ports(ephemeral: range) -> Iterator[int]:
+    """Yields ports in random order that are not `ephemeral`: those above it, then low ones."""
+    source = random.Random()  # of its own: a program's seed must not choose the ports
+    for band in (range(ephemeral.stop, 65_536), _LOW_BAND):
+        ports = [port for port in band if port not in ephemeral]
+        yield from source.sample(ports, len(ports))
+
+
+def _hold_one(candidates: Iterator[int], *, host: str) -> HeldPort:
+    for port in candidates:
+        bound = _unbound()
+        if _bind(bound, port):
+            return _held(bound, host=host)
+        bound.close()
+    bound = _unbound()
+    if _bind(bound, 0):  # the system's own choice, from the ephemeral ports
+        return _held(bound, host=host)
+    bound.close()
+    raise OSError(errno.EADDRINUSE, "no port is free")
+
+
+def _held(bound: socket.socket, *, host: str) -> HeldPort:
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return HeldPort(bound, host=host)
+
+
+def _unbound() -> socket.socket:
+    """Returns a socket for both IP versions, or for IPv4 where the system has no IPv6."""
+    try:
+        made = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    except OSError as error:
+        if error.errno != errno.EAFNOSUPPORT:
+            raise
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return made
+
+
+def _bind(unbound: socket.socket, port: int) -> bool:
+    """Binds `port` on every interface; returns False when someone else has it."""
+    try:
+        unbound.bind(("::" if unbound.family == socket.AF_INET6 else "", port))
+    except OSError as error:
+        if error.errno in _TAKEN:
+            return False
+        raise
+    return True
+
+
+def _ephemeral_ports() -> range:
+    """Returns the ports of outgoing connections; Linux' defaults where it does not say."""
+    try:
+        first, last = map(int, _RANGE_FILE.read_text().split())
+    except (OSError, ValueError):
+        return range(32_768, 61_000)
+    return range(first, last + 1)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _cannot_hold(n: int, error: OSError) -> UsageError:
+    files = error.errno in (errno.EMFILE, errno.ENFILE)
+    return UsageError(
+        "ports",
+        received=f"{n} to hold ({error.strerror})",
+        expected="as many as the system lets one process hold",
+        fix="raise the limit of open files (ulimit -n)" if files else "start fewer tasks",
+    )

@@ -1,0 +1,213 @@
+"""Which tasks a job has, and where each of them listens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tfdist.cluster.address import check_address, shown
+from tfdist.errors import UsageError, near
+
+TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+Kind = Literal["single", "multiworker", "ps"]
+
+_RANK = {type_: rank for rank, type_ in enumerate(TASK_TYPES)}
+_OTHER_NAMES = {"master": "chief", "parameter_server": "ps", "eval": "evaluator"}
+
+
+@functools.total_ordering
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One process of a job: its type and its index among the tasks of that type.
+
+    Tasks sort as they start: chief, workers, ps, evaluator.
+    """
+
+    type: str
+    index: int
+
+    def __post_init__(self) -> None:
+        check_task_type(self.type, where="task type")
+        _check_index(self.index)
+
+    def __str__(self) -> str:
+        return f"{self.type}-{self.index}"
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, Task):
+            return NotImplemented
+        return (_RANK[self.type], self.index) < (_RANK[other.type], other.index)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSpec:
+    """The addresses, ``host:port``, of all tasks of a job, by type and in order of index.
+
+    Without any address it describes a job of one process. Creating one checks it all, in
+    time linear in the number of tasks, and raises `UsageError` for the first mistake.
+    """
+
+    chief: tuple[str, ...] = ()
+    worker: tuple[str, ...] = ()
+    ps: tuple[str, ...] = ()
+    evaluator: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for type_ in TASK_TYPES:
+            object.__setattr__(self, type_, _address_tuple(getattr(self, type_), type_))
+        _check_addresses(self)
+        _check_roles(self)
+
+    @classmethod
+    def from_dict(cls, addresses: Mapping[str, object]) -> ClusterSpec:
+        """Returns the spec of ``{task type: list of addresses}``, as TF_CONFIG holds it."""
+        for type_ in addresses:
+            check_task_type(type_, where="cluster")
+        return cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """Returns ``{task type: list of addresses}`` without the types that have no task."""
+        return {type_: list(self.of_type(type_)) for type_ in TASK_TYPES if self.of_type(type_)}
+
+    def of_type(self, type_: str) -> tuple[str, ...]:
+        """Returns the addresses of the tasks of one type, in order of index."""
+        check_task_type(type_, where="task type")
+        addresses: tuple[str, ...] = getattr(self, type_)
+        return addresses
+
+    def tasks(self) -> tuple[Task, ...]:
+        """Returns every task that has an address, in the order in which they start."""
+        return tuple(Task(t, i) for t in TASK_TYPES for i in range(len(self.of_type(t))))
+
+    def training_tasks(self) -> tuple[Task, ...]:
+        """Returns every task but the evaluator: chief, workers and ps."""
+        return tuple(task for task in self.tasks() if task.type != "evaluator")
+
+    def address(self, task: Task) -> str:
+        """Returns where `task` listens; `UsageError` if the cluster has no such task."""
+        addresses = self.of_type(task.type)
+        if task.index >= len(addresses):
+            raise self._no_such(task)
+        return addresses[task.index]
+
+    def without_evaluator(self) -> ClusterSpec:
+        """Returns the cluster as training tasks see it."""
+        if not self.evaluator:
+            return self
+        return ClusterSpec(chief=self.chief, worker=self.worker, ps=self.ps)
+
+    @property
+    def kind(self) -> Kind:
+        """Returns ``ps`` if there is a ps; else ``multiworker`` if any training task has an
+        address, be it the only one; else ``single``."""
+        if self.ps:
+            return "ps"
+        return "multiworker" if self.chief or self.worker else "single"
+
+    @property
+    def chief_task(self) -> Task:
+        """Returns the task that writes and decides: the chief, or else worker 0."""
+        return Task("chief", 0) if self.chief else Task("worker", 0)
+
+    @property
+    def num_replica_tasks(self) -> int:
+        """Returns how many tasks compute gradients.
+
+        Under multiworker these are the chief and the workers, under ps the workers.
+        """
+        if self.kind == "ps":
+            return len(self.worker)
+        return max(1, len(self.chief) + len(self.worker))
+
+    def _no_such(self, task: Task) -> UsageError:
+        count = len(self.of_type(task.type))
+        if count:
+            expected = f"an index from 0 to {count - 1}, as the cluster has {count} of this type"
+            fix = f"correct the index, or add the task's address to the cluster's {task.type} list"
+        else:
+            has = ", ".join(self.as_dict()) or "no tasks"
+            expected = f"a task of the cluster, which has {has}"
+            fix = f'correct the task, or add "{task.type}": ["host:port"] to the cluster'
+        name = f"{task.type}-{shown(task.index)}"
+        return UsageError("task", received=name, expected=expected, fix=fix)
+
+
+def check_task_type(type_: object, *, where: str) -> None:
+    """Raises `UsageError`, with the name that was probably meant, unless `type_` is known."""
+    if isinstance(type_, str) and type_ in _RANK:
+        return
+    expected = "one of " + ", ".join(TASK_TYPES)
+    hint = ""
+    if isinstance(type_, str):
+        plain = type_.strip().lower().replace("-", "_")
+        meant = _OTHER_NAMES.get(plain)
+        hint = f" (did you mean {meant!r}?)" if meant else near(plain, TASK_TYPES)
+    fix = f"use one of these types{hint}"
+    raise UsageError(where, received=shown(type_), expected=expected, fix=fix)
+
+
+def _check_index(index: object) -> None:
+    if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
+        return
+    fix = "give the position of the task in its list"
+    if isinstance(index, str) and index.isascii() and index.isdecimal():
+        fix = f'write "index": {shown(index)[1:-1]} without quotes around the number'
+    elif isinstance(index, float) and index.is_integer() and index >= 0:
+        fix = f'write "index": {shown(index).removesuffix(".0")} without a decimal point'
+    expected = "an integer from 0 on"
+    raise UsageError("task index", received=shown(index), expected=expected, fix=fix)
+
+
+def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
+    if isinstance(addresses, (list, tuple)):
+        return tuple(addresses)
+    fix = f'write "{type_}": ["host:port", ...], or leave {type_} out if there is none'
+    if isinstance(addresses, str):
+        fix = f'put it in a list: "{type_}": ["{shown(addresses)[1:-1]}"]'
+    expected = 'a list of "host:port"'
+    raise UsageError(f"cluster {type_}", received=shown(addresses), expected=expected, fix=fix)
+
+
+def _check_addresses(cluster: ClusterSpec) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for type_ in TASK_TYPES:
+        for index, address in enumerate(getattr(cluster, type_)):
+            name = f"{type_}-{index}"
+            key = check_address(address, where=f"cluster {name}")
+            first = seen.setdefault(key, name)
+            if first is not name:
+                raise _duplicate(cluster, address=address, first=first, second=name)
+
+
+def _duplicate(cluster: ClusterSpec, *, address: str, first: str, second: str) -> UsageError:
+    type_, _, index = first.rpartition("-")
+    other: str = getattr(cluster, type_)[int(index)]
+    also = "" if other == address else f" ({shown(other)} is the same place)"
+    return UsageError(
+        "cluster",
+        received=f"{shown(address)} for both {first} and {second}{also}",
+        expected="an address of its own for each task",
+        fix=f"give {second} another port",
+    )
+
+
+def _check_roles(cluster: ClusterSpec) -> None:
+    for type_ in ("chief", "evaluator"):
+        count = len(getattr(cluster, type_))
+        if count > 1:
+            fix = f"keep one {type_}" + (" and make the others workers" * (type_ == "chief"))
+            _refuse(f"{count} addresses for {type_}", expected=f"at most one {type_}", fix=fix)
+    if not cluster.ps:
+        return
+    if not cluster.chief:
+        fix = 'add "chief": ["host:port"], or take ps out for a multiworker job'
+        _refuse("ps without chief", expected="a chief, which coordinates a ps job", fix=fix)
+    if not cluster.worker:
+        fix = 'add "worker": ["host:port"], or take ps out for a multiworker job'
+        _refuse("chief and ps without worker", expected="at least one worker", fix=fix)
+
+
+def _refuse(received: str, *, expected: str, fix: str) -> None:
+    raise UsageError("cluster", received=received, expected=expected, fix=fix)

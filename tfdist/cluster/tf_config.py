@@ -1,0 +1,208 @@
+"""TF_CONFIG: the one contract between what starts the tasks of a job and the tasks.
+
+It is what TensorFlow itself reads, a JSON object with ``cluster`` and ``task``, plus our
+options under ``tfdist``, a key that TensorFlow leaves alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tfdist.cluster.address import shown
+from tfdist.cluster.config_text import parse_object
+from tfdist.cluster.job import addressed_tasks, build_cluster
+from tfdist.cluster.options import STRATEGIES, JobOptions
+from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.errors import UsageError, near
+
+__all__ = [
+    "STRATEGIES",
+    "VARIABLE",
+    "JobOptions",
+    "TaskConfig",
+    "addressed_tasks",
+    "build_cluster",
+    "decode",
+    "encode",
+    "from_environ",
+    "job_configs",
+    "resolved_strategy",
+]
+
+VARIABLE = "TF_CONFIG"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """All that one task is told: the cluster, which task of it this is, and the options.
+
+    A job of one process has an empty cluster and is ``worker-0``. The cluster of a training
+    task never holds the evaluator, which is dropped here: a coordinator that sees one waits
+    for it for ever (tensorflow#46169). That of an evaluator may or may not hold it, as
+    schedulers differ.
+
+    Raises:
+        UsageError: the cluster has no such task, or is not one for the strategy asked for.
+    """
+
+    cluster: ClusterSpec
+    task: Task
+    options: JobOptions = field(default_factory=JobOptions)
+
+    def __post_init__(self) -> None:
+        if self.task.type != "evaluator":
+            object.__setattr__(self, "cluster", self.cluster.without_evaluator())
+        _check_membership(self)
+        _check_agreement(self)
+
+
+def encode(config: TaskConfig) -> str:
+    """Returns the value of TF_CONFIG, in ASCII and on one line, that `decode` reads back."""
+    return json.dumps(
+        {
+            "cluster": config.cluster.as_dict(),
+            "task": {"type": config.task.type, "index": config.task.index},
+            "tfdist": config.options.as_dict(),
+        }
+    )
+
+
+def decode(text: str | bytes) -> TaskConfig:
+    """Returns what a value of TF_CONFIG says, ours or a scheduler's.
+
+    Other keys than ``cluster``, ``task`` and ``tfdist`` are left alone: schedulers add theirs.
+
+    Raises:
+        UsageError: for anything wrong with it; the message names the place and the fix.
+    """
+    fields = parse_object(text, where=VARIABLE)
+    with _place(VARIABLE):
+        _refuse_misspelt_options(fields)
+        cluster = ClusterSpec.from_dict(_section(fields, "cluster", '{"worker": ["host:port"]}'))
+        task = _task(_section(fields, "task", '{"type": "worker", "index": 0}'))
+        options = JobOptions.from_dict(_object(fields.get("tfdist", {}), "tfdist"))
+        return TaskConfig(cluster=cluster, task=task, options=options)
+
+
+def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
+    """Returns what TF_CONFIG says in `environ`, or None when it is unset or empty."""
+    text = environ.get(VARIABLE, "")
+    return decode(text) if text.strip() else None
+
+
+def job_configs(cluster: ClusterSpec, *, options: JobOptions) -> Iterator[TaskConfig]:
+    """Yields the config of each task of a whole job, in the order in which they start.
+
+    A job of one process has ``worker-0``, and an evaluator if the cluster holds one.
+    """
+    training = cluster.without_evaluator()  # once, and not again for each task
+    alone = (Task("worker", 0),) if cluster.kind == "single" else ()
+    for task in alone + cluster.tasks():
+        seen = cluster if task.type == "evaluator" else training
+        yield TaskConfig(cluster=seen, task=task, options=options)
+
+
+def resolved_strategy(config: TaskConfig) -> str:
+    """Returns the strategy a task is to use, as far as its config decides it.
+
+    A strategy that was asked for stays. For ``auto``, a cluster with a ps means ``ps``, any
+    other cluster ``multiworker``, one address alone being a job of size 1. With no cluster
+    the answer is ``auto``: single or mirrored, which the devices decide. An evaluator works
+    by itself beside the cluster, so for it ``ps`` and ``multiworker`` become ``auto`` too.
+    """
+    asked = config.options.strategy
+    if config.task.type == "evaluator":
+        return asked if asked in ("single", "mirrored") else "auto"
+    if asked != "auto" or config.cluster.kind == "single":
+        return asked
+    return config.cluster.kind
+
+
+def _check_membership(config: TaskConfig) -> None:
+    cluster, task = config.cluster, config.task
+    if cluster.kind == "single" and task == Task("worker", 0):
+        return
+    if task == Task("evaluator", 0):
+        return
+    cluster.address(task)
+
+
+def _check_agreement(config: TaskConfig) -> None:
+    asked, kind, cluster = config.options.strategy, config.cluster.kind, config.cluster
+    if asked == "multiworker" and kind == "ps":
+        fix = 'take "ps" out of the cluster, or ask for strategy ps'
+        _disagree(asked, has=f"{len(cluster.ps)} ps", expected="no ps in the cluster", fix=fix)
+    if config.task.type == "evaluator":
+        return
+    if asked == "ps" and kind != "ps":
+        fix = "add chief, worker and ps to the cluster, or ask for another strategy"
+        _disagree(asked, has="no ps", expected="at least one ps in the cluster", fix=fix)
+    if asked == "multiworker" and kind == "single":
+        fix = 'add "worker": ["host:port", ...] to the cluster, or ask for strategy single'
+        _disagree(asked, has="no address", expected="the workers' addresses", fix=fix)
+    count = len(cluster.chief) + len(cluster.worker) + len(cluster.ps)
+    if asked in ("single", "mirrored") and count > 1:
+        fix = f"ask for strategy {kind} or auto, or empty the cluster"
+        _disagree(asked, has=f"{count} training tasks", expected="one training task", fix=fix)
+
+
+def _disagree(strategy: str, *, has: str, expected: str, fix: str) -> None:
+    received = f"{strategy!r} and a cluster with {has}"
+    raise UsageError("tfdist.strategy", received=received, expected=expected, fix=fix)
+
+
+def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
+    """Refuses a key that was meant to be ``tfdist``: left alone, its options would be lost."""
+    if "tfdist" in fields:
+        return
+    for key in fields:
+        if near(key.lower(), ["tfdist"]):
+            expected = "our options under the key 'tfdist'"
+            fix = f"write 'tfdist' for {shown(key)}"
+            raise UsageError("key", received=shown(key), expected=expected, fix=fix)
+
+
+def _section(fields: Mapping[str, object], key: str, example: str) -> dict[str, object]:
+    return _object(_present(fields, key, where=key, example=example), key)
+
+
+def _present(fields: Mapping[str, object], key: str, *, where: str, example: str) -> object:
+    if key in fields:
+        return fields[key]
+    fix = f'add "{key}": {example}'
+    for other in fields:
+        if near(other.strip().lower(), [key]):
+            fix = f"write {key!r} for {shown(other)}"
+    others = ", ".join(shown(other) for other in list(fields)[:5])
+    received = f"no {key!r}" + (f", only {others}" if others else "")
+    raise UsageError(where, received=received, expected=f"the key {key!r}", fix=fix)
+
+
+def _object(value: object, key: str) -> dict[str, object]:
+    if isinstance(value, dict):
+        return value
+    fix = f'write "{key}": {{...}}'
+    raise UsageError(key, received=shown(value), expected="an object", fix=fix)
+
+
+def _task(fields: Mapping[str, object]) -> Task:
+    type_ = _present(fields, "type", where="task", example='"worker"')
+    index = _present(fields, "index", where="task", example="0")
+    return Task(type_, index)  # type: ignore[arg-type]  # it checks them
+
+
+@contextlib.contextmanager
+def _place(name: str) -> Iterator[None]:
+    """Puts `name` before the place that an error inside names."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(
+            f"{name} {error.where}",
+            received=error.received,
+            expected=error.expected,
+            fix=error.fix,
+        ) from None

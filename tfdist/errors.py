@@ -1,0 +1,54 @@
+"""What can go wrong, and the exit code each kind ends a task with.
+
+A user's mistake is one line, ``where: received X; expected Y. Fix: Z``, and no traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PEER_MISSING = 75
+EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 143
+
+
+class TfdistError(Exception):
+    """Base of every error that tfdist raises; `exit_code` is what a program ends with."""
+
+    exit_code: int = EXIT_FAILED
+
+
+class UsageError(TfdistError, ValueError):
+    """A mistake in what the user wrote; found before anything is started or overwritten."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, where: str, *, received: object, expected: str, fix: str) -> None:
+        super().__init__(f"{where}: received {received}; expected {expected}. Fix: {fix}")
+        self.where = where
+        self.received = received
+        self.expected = expected
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_usage_error, (self.where, self.received, self.expected, self.fix))
+
+
+class StartupTimeout(TfdistError, TimeoutError):
+    """A peer did not come within the time given; the message names it. Worth another try."""
+
+    exit_code = EXIT_PEER_MISSING
+
+
+def near(name: str, choices: Iterable[str]) -> str:
+    """Returns ``" (did you mean 'x'?)"`` for the choice closest to `name`, or ``""``."""
+    match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _usage_error(where: str, received: object, expected: str, fix: str) -> UsageError:
+    return UsageError(where, received=received, expected=expected, fix=fix)
