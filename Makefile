@@ -1,0 +1,39 @@
+# Needs make and a python3 (3.11) with venv; everything else goes into .venv, once.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+ARGS ?=
+
+# The demo and the tests are meant for any machine, so they leave its GPUs alone.
+CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-2}
+
+.PHONY: help setup demo test lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(READY)  ## a virtual environment in .venv with the pinned versions, once
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tfdist needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[digits,plots,dev]' -c constraints.txt
+	touch $@
+
+demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
+	$(CPU_ONLY) $(PY) -m tfdist.launch --strategy ps --workers 4 --ps 1 $(ARGS)
+
+test: setup  ## every test; make test ARGS="tests/unit -k store" for some
+	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
+
+lint: setup  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
+	benchmarks/run.sh $(ARGS)
+
+clean:  ## remove what the targets above made, runs excepted
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+"""One process, three logical devices: every strategy that needs no second process."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "4")
+
+import keras
+import pytest
+import tensorflow as tf
+
+CPU = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfiguration()] * 3)
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Each test starts from the same names, seeds and precision."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="session")
+def strategies():
+    """The strategies of one process, by the number of replicas."""
+    return {1: tf.distribute.OneDeviceStrategy("/CPU:0"), 2: mirrored(2), 3: mirrored(3)}
+
+
+def mirrored(replicas):
+    """A MirroredStrategy whose collectives are not those of another in the same process."""
+
+    class Strategy(tf.distribute.MirroredStrategy):
+        _collective_key_base = 100 * replicas
+
+    return Strategy([f"/CPU:{i}" for i in range(replicas)])

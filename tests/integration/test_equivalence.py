@@ -1,0 +1,222 @@
+"""Replicas against one device: the same weights, whatever the optimizer and the split."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(64, 6).astype("float32")
+Y = (RNG.randn(64, 1) * 3).astype("float32")
+Y[7] *= 20  # an example whose gradient dominates its replica's, so that clipping tells
+
+
+class CustomStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"mine": loss}
+
+
+class HandMadeLoss(keras.Sequential):
+    """A mean that nobody scaled, as in most published custom training steps."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"mine": loss}
+
+
+def loss_scaled():
+    inner = keras.optimizers.SGD(0.05, clipnorm=1.0)
+    return keras.optimizers.LossScaleOptimizer(inner)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw_clipped": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5),
+    "clipvalue": lambda: keras.optimizers.SGD(0.05, clipvalue=0.1),
+    "clipnorm": lambda: keras.optimizers.SGD(0.05, clipnorm=0.5),
+    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "accumulation_clipped": lambda: keras.optimizers.SGD(
+        0.05, global_clipnorm=0.5, gradient_accumulation_steps=3
+    ),
+    "ema": lambda: keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=2),
+    "loss_scaling": loss_scaled,
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    ),
+}
+
+
+def make_model(kind, optimizer, loss="mse"):
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((6,)),
+        keras.layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)),
+        keras.layers.Dense(1, kernel_constraint=keras.constraints.MaxNorm(1.5)),
+    ]
+    model = kind(layers)
+    model.compile(OPTIMIZERS[optimizer](), loss)
+    return model
+
+
+def trained(
+    strategy,
+    *,
+    kind=keras.Sequential,
+    optimizer="sgd",
+    loss="mse",
+    examples=64,
+    batch_size=8,
+    epochs=1,
+    **fit,
+):
+    with strategy.scope():
+        model = make_model(kind, optimizer, loss)
+    history = tfdist.fit(
+        model,
+        X[:examples],
+        Y[:examples],
+        batch_size=batch_size,
+        epochs=epochs,
+        seed=3,
+        verbose=0,
+        **fit,
+    )
+    return model, history
+
+
+def difference(one, other):
+    return max(
+        float(np.abs(a - b).max())
+        for a, b in zip(one.get_weights(), other.get_weights(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_replicas_equal_one_device(strategies, optimizer, replicas):
+    # 60 examples in batches of 8: shares of 2, 3, 3 under three replicas, and a last batch of 4.
+    one, one_history = trained(strategies[1], optimizer=optimizer, examples=60)
+    many, many_history = trained(strategies[replicas], optimizer=optimizer, examples=60)
+    assert difference(one, many) < 1e-6
+    assert many.optimizer.iterations.numpy() == one.optimizer.iterations.numpy() > 0
+    np.testing.assert_allclose(many_history.history["loss"], one_history.history["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_clipped"])
+def test_replicas_equal_one_device_after_a_hundred_steps(strategies, optimizer):
+    one, _ = trained(strategies[1], optimizer=optimizer, epochs=13)
+    many, _ = trained(strategies[3], optimizer=optimizer, epochs=13)
+    assert one.optimizer.iterations.numpy() == 104
+    assert difference(one, many) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [CustomStep, HandMadeLoss])
+def test_custom_train_step_equals_one_device(strategies, kind):
+    one, one_history = trained(strategies[1], kind=kind, optimizer="adamw_clipped", examples=60)
+    many, many_history = trained(strategies[3], kind=kind, optimizer="adamw_clipped", examples=60)
+    assert difference(one, many) < 1e-6
+    assert list(many_history.history) == ["mine"]
+
+
+def test_an_empty_share_counts_nothing(strategies):
+    # 41 examples in batches of 4: the last step has one example for three replicas.
+    one, one_history = trained(strategies[1], examples=41, batch_size=4, epochs=2)
+    many, many_history = trained(strategies[3], examples=41, batch_size=4, epochs=2)
+    assert difference(one, many) < 1e-6
+    np.testing.assert_allclose(many_history.history["loss"], one_history.history["loss"], rtol=1e-5)
+
+
+def test_sum_reduction_is_not_divided_by_the_replicas(strategies):
+    losses = [keras.losses.MeanSquaredError(reduction="sum") for _ in range(2)]
+    one, _ = trained(strategies[1], loss=losses[0], optimizer="clipvalue", examples=60)
+    many, _ = trained(strategies[3], loss=losses[1], optimizer="clipvalue", examples=60)
+    assert difference(one, many) < 1e-6
+
+
+def test_sample_and_class_weights_equal_one_device(strategies):
+    weights = RNG.rand(60).astype("float32")
+    one, _ = trained(strategies[1], examples=60, sample_weight=weights)
+    many, _ = trained(strategies[3], examples=60, sample_weight=weights)
+    assert difference(one, many) < 1e-6
+
+
+def test_fit_equals_keras_fit_in_the_order_of_the_data():
+    ours = make_model(keras.Sequential, "adam")
+    theirs = make_model(keras.Sequential, "adam")
+    mine = tfdist.fit(
+        ours, X, Y, batch_size=10, epochs=3, shuffle=False, verbose=0, validation_split=0.25
+    )
+    keras_history = theirs.fit(
+        X, Y, batch_size=10, epochs=3, shuffle=False, verbose=0, validation_split=0.25
+    )
+    assert difference(ours, theirs) < 1e-6
+    assert list(mine.history) == list(keras_history.history)
+    for name in mine.history:
+        np.testing.assert_allclose(mine.history[name], keras_history.history[name], rtol=1e-5)
+
+
+def test_an_overflow_on_one_replica_is_seen_by_all(strategies):
+    for position in (0, 2, 5):
+        with strategies[3].scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
+        y = np.ones((6, 1), "float32")
+        y[position] = 3e38
+        before = model.get_weights()
+        tfdist.fit(model, np.ones((6, 1), "float32"), y, batch_size=6, verbose=0)
+        for old, new in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(old, new)
+        assert float(model.optimizer.dynamic_scale.numpy()) == 2.0**14
+
+
+def test_batch_statistics_are_the_same_on_every_replica(strategies):
+    with strategies[3].scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(4),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse")
+    tfdist.fit(model, X, Y, batch_size=8, epochs=2, verbose=0)
+    for variable in model.non_trainable_variables:
+        copies = [c.numpy() for c in strategies[3].experimental_local_results(variable.value)]
+        for copy in copies[1:]:
+            np.testing.assert_array_equal(copy, copies[0])
+    assert np.abs(model.layers[1].moving_mean.numpy()).max() > 0
+
+
+def test_synchronized_batch_normalization_equals_one_device(strategies):
+    def train(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    keras.layers.Dense(4),
+                    keras.layers.BatchNormalization(synchronized=True),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(keras.optimizers.SGD(0.001), "mse")
+        tfdist.fit(model, X, Y, batch_size=8, seed=3, verbose=0)
+        return model
+
+    assert difference(train(strategies[1]), train(strategies[2])) < 1e-5

@@ -1,0 +1,243 @@
+"""Arrays as a source: in memory, or mapped from files where they are too large for that."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import mapped
+from tfdist.data.array_input import as_column, describe_lengths
+from tfdist.data.cache import SpillDirectory
+from tfdist.data.source import GraphSource, Nest, Transform
+from tfdist.errors import UsageError
+
+_log = logging.getLogger(__name__)
+MEMORY_LIMIT_BYTES = 2**31
+"""Past this sum, arrays are mapped from files: a graph or message cannot carry 2 GiB."""
+
+
+class ArraySource(GraphSource):
+    """Arrays `[num_examples, ...]` as the arguments of `keras.Model.fit` take them.
+
+    `x`, `y` and `sample_weight` are arrays, tensors, pandas frames, or tuples or dicts of them.
+    They are packed and converted as Keras does it: floating point becomes `keras.config.floatx()`,
+    everything else keeps its type, and `y` of shape `(n,)` stays so. An `np.memmap` is mapped from
+    its own file; when the others pass `memory_limit_bytes` together, they are written to files
+    below `cache_dir` that end with the process, and mapped. Raises `UsageError` for what is not an
+    array and for lengths that differ.
+    """
+
+    def __init__(
+        self,
+        x: Nest,
+        y: Nest = None,
+        *,
+        sample_weight: Nest = None,
+        transform: Transform | None = None,
+        memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+        cache_dir: Path | None = None,
+    ) -> None:
+        x, y, sample_weight = (_lists_to_tuples(part) for part in (x, y, sample_weight))
+        sample_weight = _weight_per_output(y, sample_weight)
+        parts = {"x": x, "y": y, "sample_weight": sample_weight}
+        columns = {
+            name: _map_present(functools.partial(as_column, where=name), part)
+            for name, part in parts.items()
+        }
+        self.transform = transform
+        self._num_examples = _common_length(columns)
+        packed = keras.utils.pack_x_y_sample_weight(*columns.values())
+        self._columns = _place(packed, memory_limit_bytes=memory_limit_bytes, cache_dir=cache_dir)
+
+    @property
+    def num_examples(self) -> int:
+        """The length of the arrays."""
+        return self._num_examples
+
+    @property
+    def element_spec(self) -> Nest:
+        """Nest of `tf.TensorSpec` of one example."""
+        return _map_present(lambda column: column.spec, self._columns)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all arrays, as they are kept."""
+        return sum(leaf.size_bytes for leaf in tf.nest.flatten(self._columns) if leaf is not None)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
+        """Returns the examples at `indices`, int64[b] -> nest of [b, ...]."""
+        if arrays is None:
+            arrays = _map_present(lambda column: column.held(), self._columns)
+
+        def take(column: _Column | None, array: tf.Tensor) -> tf.Tensor | None:
+            if column is None:
+                return None
+            return tf.cast(tf.gather(array, indices, axis=0), column.spec.dtype)
+
+        return tf.nest.map_structure(take, self._columns, arrays)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def arrays(self) -> Nest:
+        """Returns the arrays as tensors; in a graph, a mapped file as what maps it there."""
+        return _map_present(lambda column: column.sent(), self._columns)
+
+    def describe(self) -> str:
+        """Returns one line for the log."""
+        leaves = [leaf for leaf in tf.nest.flatten(self._columns) if leaf is not None]
+        files = sum(leaf.file is not None for leaf in leaves)
+        place = f"{files} of {len(leaves)} arrays mapped from files" if files else "in memory"
+        size = f"{self.num_examples:,} examples, {self.size_bytes / 1e6:,.1f} MB"
+        return f"graph-indexed arrays: {size}, {place}"
+
+
+class _Column:
+    """One array: a tensor in memory or a mapped file, and the type its examples are given as."""
+
+    def __init__(
+        self,
+        *,
+        tensor: tf.Tensor | None = None,
+        file: mapped.MappedFile | None = None,
+        spec: tf.TensorSpec,
+        owner: SpillDirectory | None = None,
+    ) -> None:
+        self.file = file
+        self.spec = spec
+        self._tensor = tensor
+        self._owner = owner  # its folder lives as long as the column
+
+    @property
+    def size_bytes(self) -> int:
+        if self.file is not None:
+            return int(np.prod(self.file.shape)) * self.file.dtype.size
+        assert self._tensor is not None
+        size = 16 if self._tensor.dtype == tf.string else self._tensor.dtype.size
+        return int(np.prod(self._tensor.shape)) * size
+
+    def held(self) -> tf.Tensor:
+        """Returns the eager tensor of this process, made on first use; functions capture it."""
+        if self._tensor is None:
+            assert self.file is not None
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._tensor = self.file.tensor()
+        return self._tensor
+
+    def sent(self) -> tf.Tensor:
+        if self.file is not None and not tf.executing_eagerly():
+            return self.file.tensor()
+        return self.held()
+
+
+def _place(packed: Nest, *, memory_limit_bytes: int, cache_dir: Path | None) -> Nest:
+    """Decides for each array whether it is kept in memory or mapped; returns the columns."""
+    files: dict[int, mapped.MappedFile] = {}
+    leaves = [leaf for leaf in tf.nest.flatten(packed) if leaf is not None]
+    for leaf in leaves:
+        if isinstance(leaf, np.memmap) and (file := mapped.of_memmap(leaf, cache_dir=cache_dir)):
+            files[id(leaf)] = file
+    in_memory = sum(_array_bytes(leaf) for leaf in leaves if id(leaf) not in files)
+    spill = None
+    if in_memory > memory_limit_bytes:
+        spill = SpillDirectory(cache_dir)
+        _log.info(
+            "arrays of %.2f GB pass the limit of %.2f GB: writing them to %s and mapping them",
+            in_memory / 1e9, memory_limit_bytes / 1e9, spill.path,
+        )  # fmt: skip
+
+    def column(leaf: Any) -> _Column:
+        spec = _spec(leaf)
+        file = files.get(id(leaf))
+        if file is None and spill is not None and spec.dtype != tf.string:
+            array = leaf if isinstance(leaf, np.ndarray) else leaf.numpy()
+            file = mapped.of_array(_cast(array, spec.dtype), spill.path / f"{len(files)}.bin")
+            files[id(leaf)] = file
+        if file is not None:
+            return _Column(file=file, spec=spec, owner=spill)
+        with tf.init_scope(), tf.device("/CPU:0"):
+            return _Column(tensor=_to_tensor(leaf, spec.dtype), spec=spec)
+
+    return _map_present(column, packed)
+
+
+def _spec(leaf: Any) -> tf.TensorSpec:
+    """Returns the spec of one example; floating point of any other type becomes Keras' floatx."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUS":
+        return tf.TensorSpec(leaf.shape[1:], tf.string)
+    dtype = tf.as_dtype(leaf.dtype)
+    if dtype.is_floating:
+        dtype = tf.as_dtype(keras.config.floatx())
+    return tf.TensorSpec(leaf.shape[1:], dtype)
+
+
+def _cast(array: np.ndarray[Any, Any], dtype: tf.DType) -> np.ndarray[Any, Any]:
+    return array.astype(dtype.as_numpy_dtype, copy=False)
+
+
+def _to_tensor(leaf: Any, dtype: tf.DType) -> tf.Tensor:
+    if isinstance(leaf, np.ndarray):
+        array = leaf if dtype == tf.string else _cast(leaf, dtype)
+        return tf.constant(array, dtype)
+    return tf.cast(tf.identity(leaf), dtype)
+
+
+def _array_bytes(leaf: Any) -> int:
+    if isinstance(leaf, np.ndarray):
+        return int(leaf.nbytes)
+    size = 16 if leaf.dtype == tf.string else leaf.dtype.size
+    return int(np.prod(leaf.shape)) * size
+
+
+def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
+    """Maps the leaves of a nest that are not None."""
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
+
+
+def _lists_to_tuples(nest: Nest) -> Nest:
+    if isinstance(nest, list | tuple) and not hasattr(nest, "_fields"):
+        return tuple(_lists_to_tuples(part) for part in nest)
+    if isinstance(nest, dict):
+        return {key: _lists_to_tuples(part) for key, part in nest.items()}
+    return nest
+
+
+def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
+    """Repeats one weight per example for each of several outputs, as Keras does."""
+    if sample_weight is None or not tf.nest.is_nested(y):
+        return sample_weight
+    if not tf.nest.is_nested(sample_weight):
+        return tf.nest.map_structure(lambda _: sample_weight, y)
+    try:
+        tf.nest.assert_same_structure(y, sample_weight)
+    except (TypeError, ValueError):
+        raise UsageError(
+            "sample_weight",
+            received="a structure that is not that of y",
+            expected="one array per output in y, in the same structure, or one for all",
+            fix="name the outputs alike in y and sample_weight",
+        ) from None
+    return sample_weight
+
+
+def _common_length(columns: dict[str, Nest]) -> int:
+    lengths = {
+        int(leaf.shape[0])
+        for part in columns.values()
+        for leaf in tf.nest.flatten(part)
+        if leaf is not None
+    }
+    if len(lengths) != 1 or 0 in lengths:
+        raise UsageError(
+            "data",
+            received=f"arrays of {describe_lengths(columns) or 'no examples'}",
+            expected="the same number of examples, at least one, in every array",
+            fix="check how the arrays were cut",
+        )
+    return lengths.pop()

@@ -1,0 +1,135 @@
+"""Files that tfdist makes once and every process of a job reads, and files that end with a run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tfdist.errors import StartupTimeout
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_REPORT_EVERY_S = 10.0
+_OWNER_LOCK = "owner.lock"
+
+
+def default_cache_dir() -> Path:
+    """Returns `~/.cache/tfdist`, or a folder of this user's in the temporary directory."""
+    home = Path("~/.cache/tfdist").expanduser()
+    with contextlib.suppress(OSError):
+        home.mkdir(parents=True, exist_ok=True)
+        if os.access(home, os.W_OK):
+            return home
+    return Path(tempfile.gettempdir()) / f"tfdist-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def exclusive(lock_file: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
+    """Holds a lock that dies with its owner; says whom it waits for, and gives up in the end.
+
+    Raises `StartupTimeout` after `timeout_s` seconds.
+    """
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock_file, "a+") as handle:
+        _acquire(handle.fileno(), lock_file, purpose=purpose, timeout_s=timeout_s)
+        handle.seek(0)
+        handle.truncate()
+        handle.write(f"process {os.getpid()}")
+        handle.flush()
+        try:
+            yield
+        finally:
+            handle.truncate(0)
+            fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def _acquire(descriptor: int, lock_file: Path, *, purpose: str, timeout_s: float) -> None:
+    begin = time.monotonic()
+    next_report = begin
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            now = time.monotonic()
+        owner = lock_file.read_text() or "another process"
+        if now - begin > timeout_s:
+            raise StartupTimeout(
+                f"{purpose}: {owner} has held {lock_file} for more than {timeout_s:g} s"
+            ) from None
+        if now >= next_report:
+            _log.info("%s: waiting for %s (%s)", purpose, owner, lock_file)
+            next_report = now + _REPORT_EVERY_S
+        time.sleep(_POLL_S)
+
+
+def cached_file(
+    key: str,
+    *,
+    suffix: str,
+    write: Callable[[Path], None],
+    cache_dir: Path | None = None,
+    purpose: str,
+    timeout_s: float = 3600.0,
+) -> Path:
+    """Returns the file made for `key`, after making it if no process on this machine has yet.
+
+    `write` fills the path it is given; the result appears under its name whole or not at all.
+    """
+    directory = cache_dir or default_cache_dir()
+    target = directory / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
+    if target.exists():
+        return target
+    with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=timeout_s):
+        if not target.exists():
+            beside = Path(f"{target}.{os.getpid()}.part")
+            try:
+                write(beside)
+                os.replace(beside, target)
+            finally:
+                beside.unlink(missing_ok=True)
+    return target
+
+
+class SpillDirectory:
+    """A folder that is deleted with this object, at the latest at the end of the process.
+
+    A process that is killed cannot delete its folder: the next one to make a folder in the same
+    place removes those whose owner no longer holds their lock.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or default_cache_dir() / "spill"
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(parent)
+        self.path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
+        descriptor = os.open(self.path / _OWNER_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._close = weakref.finalize(self, _remove_own, self.path, descriptor, os.getpid())
+
+    def close(self) -> None:
+        """Deletes the folder now. What has been mapped from it stays readable."""
+        self._close()
+
+
+def _remove_own(path: Path, descriptor: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child holds the same object and must not delete it
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for lock_file in parent.glob(f"run-*/{_OWNER_LOCK}"):
+        with contextlib.suppress(OSError), open(lock_file, "r+") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _log.info("removing %s, left by a process that was killed", lock_file.parent)
+            shutil.rmtree(lock_file.parent, ignore_errors=True)

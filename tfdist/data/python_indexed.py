@@ -1,0 +1,222 @@
+"""Examples by index in Python: map-style datasets, and Keras' PyDataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.source import Nest, Source, Transform
+from tfdist.errors import UsageError
+
+
+class Indexable(Protocol):
+    """A collection of examples, each a nest of arrays and numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class PythonSource(Source):
+    """Anything with `__len__` and `__getitem__` that gives one example: ``(x, y)`` or a dict.
+
+    `__getitems__(indices)` is used where there is one (TFDS `array_record`, torch style).
+    `convert` makes ``(x, y)`` of what the collection holds. Examples must have one shape. Floating
+    point becomes `keras.config.floatx()`. Reads happen in threads of this process, several at
+    once.
+    """
+
+    kind = "python"
+
+    def __init__(
+        self,
+        examples: Indexable,
+        *,
+        convert: Callable[[Any], Nest] | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        if len(examples) == 0:
+            raise UsageError(
+                type(examples).__name__,
+                received="no examples",
+                expected="at least one",
+                fix="check the split or the files it reads",
+            )
+        self._examples = examples
+        self._convert = convert or _as_pair
+        self._num_examples = len(examples)
+        self._spec = tf.nest.map_structure(_leaf_spec, self._convert(examples[0]))
+        self.transform = transform
+
+    @property
+    def num_examples(self) -> int:
+        """`len()` of the collection, read once."""
+        return self._num_examples
+
+    @property
+    def element_spec(self) -> Nest:
+        """Nest of `tf.TensorSpec`, taken from the first example."""
+        return self._spec
+
+    def fetch(self, indices: np.ndarray[Any, Any]) -> Nest:
+        """Returns the examples at `indices` (int64[b], b may be 0) as arrays [b, ...]."""
+        wanted = [int(index) for index in indices]
+        if not wanted:
+            return tf.nest.map_structure(_no_examples, self._spec)
+        get_many = getattr(self._examples, "__getitems__", None)
+        found = get_many(wanted) if get_many else [self._examples[index] for index in wanted]
+        columns = [tf.nest.flatten(self._convert(example)) for example in found]
+        specs = tf.nest.flatten(self._spec)
+        stacked = [
+            _stack(leaves, spec, wanted)
+            for leaves, spec in zip(zip(*columns, strict=True), specs, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self._spec, stacked)
+
+    def describe(self) -> str:
+        """Returns one line for the log."""
+        name = type(self._examples).__name__
+        return f"Python-indexed, {name}: {self.num_examples:,} examples"
+
+
+class PyDatasetSource(Source):
+    """A `keras.utils.PyDataset`: each item is a whole batch, made by the user's code.
+
+    `num_examples` is not known; the loop counts batches. The batches of one pass are permuted
+    like examples elsewhere.
+    """
+
+    kind = "python"
+
+    def __init__(
+        self, dataset: keras.utils.PyDataset, *, transform: Transform | None = None
+    ) -> None:
+        self._dataset = dataset
+        self.transform = transform
+        count = self.num_batches
+        if count == 0:
+            raise UsageError(
+                type(dataset).__name__,
+                received="no batches",
+                expected="at least one",
+                fix="check __len__ (or num_batches) of the PyDataset",
+            )
+        first = [self.fetch_batch(index) for index in range(min(2, count or 2))]
+        self._spec = tf.nest.map_structure(_batch_leaf_spec, *first)
+
+    @property
+    def num_examples(self) -> None:
+        """Not known: batches may differ in size."""
+        return None
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches in one pass; None for an endless PyDataset."""
+        count = self._dataset.num_batches
+        return None if count is None else int(count)
+
+    @property
+    def element_spec(self) -> Nest:
+        """Nest of specs of one example, taken from the first two batches."""
+        return self._spec
+
+    @property
+    def workers(self) -> int:
+        """How many threads the user allows for `fetch_batch`."""
+        return max(1, int(self._dataset.workers))
+
+    def fetch_batch(self, index: int) -> Nest:
+        """Returns batch `index` as NumPy arrays, packed as Keras packs it."""
+        batch = self._dataset[index]
+        if isinstance(batch, list):
+            batch = tuple(batch)
+        if isinstance(batch, np.ndarray):
+            batch = (batch,)
+        if not isinstance(batch, dict | tuple) or (
+            isinstance(batch, tuple) and len(batch) not in (1, 2, 3)
+        ):
+            raise UsageError(
+                f"{type(self._dataset).__name__}[{index}]",
+                received=f"a {type(batch).__name__}",
+                expected="(x,), (x, y), (x, y, sample_weight) or a dict",
+                fix="return a tuple of arrays",
+            )
+        return tf.nest.map_structure(_as_array, batch)
+
+    def on_epoch_begin(self) -> None:
+        """Passes the beginning of an epoch on to the user's dataset."""
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Passes the end of an epoch on to the user's dataset."""
+        self._dataset.on_epoch_end()
+
+    def describe(self) -> str:
+        """Returns one line for the log."""
+        count = "endless" if self.num_batches is None else f"{self.num_batches:,}"
+        return f"Python-indexed, {type(self._dataset).__name__}: {count} batches"
+
+
+def _as_pair(example: Any) -> Any:
+    return tuple(example) if isinstance(example, list) else example
+
+
+def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
+    return None if leaf is None else np.asarray(leaf)
+
+
+def _dtype_of(array: np.ndarray[Any, Any]) -> tf.DType:
+    if array.dtype.kind in "OUS":
+        return tf.string
+    dtype = tf.as_dtype(array.dtype)
+    return tf.as_dtype(keras.config.floatx()) if dtype.is_floating else dtype
+
+
+def _leaf_spec(leaf: Any) -> tf.TensorSpec | None:
+    if leaf is None:
+        return None
+    array = np.asarray(leaf)
+    return tf.TensorSpec(array.shape, _dtype_of(array))
+
+
+def _batch_leaf_spec(*leaves: np.ndarray[Any, Any] | None) -> tf.TensorSpec | None:
+    first = leaves[0]
+    if first is None:
+        return None
+    shapes = [tf.TensorShape(leaf.shape[1:]) for leaf in leaves if leaf is not None]
+    shape = shapes[0]
+    for other in shapes[1:]:
+        shape = shape.most_specific_compatible_shape(other)
+    dtype = tf.string if first.dtype.kind in "OUS" else tf.as_dtype(first.dtype)
+    return tf.TensorSpec(shape, dtype)
+
+
+def _numpy_dtype(spec: tf.TensorSpec) -> Any:
+    return object if spec.dtype == tf.string else spec.dtype.as_numpy_dtype
+
+
+def _no_examples(spec: tf.TensorSpec | None) -> np.ndarray[Any, Any] | None:
+    return None if spec is None else np.zeros((0, *spec.shape), _numpy_dtype(spec))
+
+
+def _stack(
+    leaves: tuple[Any, ...], spec: tf.TensorSpec | None, indices: list[int]
+) -> np.ndarray[Any, Any] | None:
+    if spec is None:
+        return None
+    result = np.empty((len(leaves), *spec.shape), _numpy_dtype(spec))
+    for row, leaf in enumerate(leaves):
+        array = np.asarray(leaf)
+        if array.shape != tuple(spec.shape):
+            raise UsageError(
+                f"example {indices[row]}",
+                received=f"shape {array.shape}",
+                expected=f"shape {tuple(spec.shape)}, that of the first example",
+                fix="pad or crop the examples to one shape",
+            )
+        result[row] = array if array.ndim else array[()]
+    return result

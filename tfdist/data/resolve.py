@@ -1,0 +1,123 @@
+"""From what a user passes to `fit` to a source, and which sources a strategy can take."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.array_input import is_array
+from tfdist.data.arrays import ArraySource
+from tfdist.data.python_indexed import PyDatasetSource, PythonSource
+from tfdist.data.source import Nest, Source
+from tfdist.data.stream import InputFunctionSource, StreamSource, python_operation
+from tfdist.errors import UsageError
+
+_ACCEPTED = (
+    "arrays, a tuple or dict of them, a keras.utils.PyDataset, a tf.data.Dataset, a function of "
+    "tf.distribute.InputContext, or a tfdist source"
+)
+
+
+def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
+    """Returns the source for the data arguments of `keras.Model.fit`, by Keras' own rules.
+
+    Raises `UsageError` for what is none of the accepted kinds, and for `y` or `sample_weight`
+    beside something that brings its own.
+    """
+    if _all_arrays(x):
+        return ArraySource(x, y, sample_weight=sample_weight)
+    source, kind = _source_of(x)
+    if y is not None:
+        raise _belongs_inside("y", "the targets", kind)
+    if sample_weight is not None:
+        raise _belongs_inside("sample_weight", "the sample weights", kind)
+    return source
+
+
+def check_supported(source: Source, strategy_kind: str) -> None:
+    """Raises `UsageError` where a strategy ("single", "mirrored", "multiworker", "ps") cannot.
+
+    Under ps the workers build their batches from graph operations alone: Python code would run
+    only in the chief's process.
+    """
+    if strategy_kind != "ps":
+        return
+    if source.kind == "python":
+        raise _needs_python(source.describe(), "reads examples by Python code")
+    if isinstance(source, StreamSource | InputFunctionSource):
+        operation = python_operation(source.dataset_for())
+        if operation is not None:
+            reason = f"calls Python code ({operation}, as from_generator and py_function do)"
+            raise _needs_python(source.describe(), reason)
+
+
+def _source_of(x: Any) -> tuple[Source, str]:
+    if isinstance(x, Source):
+        return x, "tfdist source"
+    if isinstance(x, tf.data.Dataset):
+        return StreamSource(x), "tf.data.Dataset"
+    if isinstance(x, keras.utils.PyDataset):
+        return PyDatasetSource(x), "PyDataset"
+    _refuse_foreign(x)
+    if hasattr(type(x), "__len__") and hasattr(type(x), "__getitem__"):
+        return PythonSource(x), "collection of examples"
+    if callable(x):
+        return InputFunctionSource(x), "function of InputContext"
+    raise _not_accepted(x, fix="see the data page of the documentation")
+
+
+def _all_arrays(x: Nest) -> bool:
+    leaves = tf.nest.flatten(x) if isinstance(x, dict | list | tuple) else [x]
+    present = [leaf for leaf in leaves if leaf is not None]
+    return bool(present) and all(is_array(leaf) for leaf in present)
+
+
+def _refuse_foreign(x: Any) -> None:
+    if x is None or isinstance(x, dict | list | tuple | str | bytes | int | float):
+        raise _not_accepted(x, fix="convert each part with np.asarray(...)")
+    if isinstance(x, types.GeneratorType):
+        fix = "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset"
+        raise _not_accepted(x, fix=fix)
+    if isinstance(x, tf.distribute.DistributedDataset):
+        fix = "pass the tf.data.Dataset itself; fit divides it among the replicas"
+        raise _not_accepted(x, fix=fix)
+    parents = {f"{parent.__module__}.{parent.__name__}" for parent in type(x).__mro__}
+    if any(name.startswith("torch.") and name.endswith(".DataLoader") for name in parents):
+        raise _not_accepted(x, fix="pass tfdist.data.PythonSource(loader.dataset)")
+    if any(name.startswith("grain.") for name in parents):
+        # Keras takes a grain dataset as batches; ours would take its items as examples.
+        fix = "pass tfdist.data.PythonSource(dataset) with one example per item"
+        raise _not_accepted(x, fix=fix)
+
+
+def _not_accepted(x: Any, *, fix: str) -> UsageError:
+    return UsageError("x", received=_short(x), expected=_ACCEPTED, fix=fix)
+
+
+def _short(x: Any) -> str:
+    if x is None:
+        return "None"
+    text = " ".join(repr(x).split())
+    return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _belongs_inside(argument: str, what: str, kind: str) -> UsageError:
+    return UsageError(
+        argument,
+        received=f"{argument} beside a {kind}",
+        expected=f"{what} inside the {kind}",
+        fix=f"make the {kind} give (x, y) or (x, y, sample_weight), and leave {argument} out",
+    )
+
+
+def _needs_python(what: str, reason: str) -> UsageError:
+    return UsageError(
+        "data under the ps strategy",
+        received=f"{what}, which {reason}",
+        expected="data that graph operations can read, since Python runs only in the chief",
+        fix="pass arrays (np.memmap past memory) or a tf.data.Dataset without Python code, "
+        "or choose multiworker",
+    )

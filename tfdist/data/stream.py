@@ -1,0 +1,181 @@
+"""Batches one after the other: a `tf.data.Dataset`, or a function that makes one per task."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data.source import Nest, Source, Transform
+from tfdist.errors import UsageError
+
+_PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+
+
+class StreamSource(Source):
+    """A `tf.data.Dataset` of batches, as the user shuffled and batched it.
+
+    A run resumes it by reading again what was read before; that is exact where the dataset gives
+    the same batches each time. Raises `UsageError` where its elements are not batches.
+    """
+
+    kind = "stream"
+
+    def __init__(self, dataset: tf.data.Dataset, *, transform: Transform | None = None) -> None:
+        _require_batches(dataset.element_spec)
+        self._dataset = dataset
+        self.transform = transform
+
+    @property
+    def num_examples(self) -> None:
+        """Not known: the size of the last batch is not."""
+        return None
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches in one pass, or None where it is unknown or endless."""
+        count = int(self._dataset.cardinality())
+        return count if count >= 0 else None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the dataset says that it never ends (`repeat()` without a count)."""
+        return int(self._dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+
+    @property
+    def element_spec(self) -> Nest:
+        """Nest of specs of one example: those of a batch without their first axis."""
+        return tf.nest.map_structure(_without_batch_axis, self.batched_spec)
+
+    @property
+    def batched_spec(self) -> Nest:
+        """The dataset's own specs, batch axis included."""
+        return self._dataset.element_spec
+
+    def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+        """Returns the dataset; every task gets the whole of it and takes its share of a batch."""
+        del context
+        return self._dataset
+
+    def describe(self) -> str:
+        """Returns one line for the log."""
+        count = "endless" if self.is_endless else f"{self.num_batches or 'an unknown number of'}"
+        return f"stream, tf.data.Dataset: {count} batches; resumes by reading again"
+
+
+class InputFunctionSource(Source):
+    """A function of `tf.distribute.InputContext` that returns the batches of one task.
+
+    The function decides what a task gets. It is called in every task that trains, and once more
+    with a context of a single pipeline where the shapes are asked for.
+    """
+
+    kind = "stream"
+
+    def __init__(
+        self,
+        function: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+        *,
+        transform: Transform | None = None,
+    ) -> None:
+        self._function = function
+        self.transform = transform
+
+    @property
+    def num_examples(self) -> None:
+        """Not known."""
+        return None
+
+    @property
+    def num_batches(self) -> int | None:
+        """The batches that a single pipeline would give, or None where unknown or endless."""
+        return self._single.num_batches
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the dataset of a single pipeline says that it never ends."""
+        return self._single.is_endless
+
+    @property
+    def element_spec(self) -> Nest:
+        """Nest of specs of one example."""
+        return self._single.element_spec
+
+    @property
+    def batched_spec(self) -> Nest:
+        """The specs of a batch, batch axis included."""
+        return self._single.batched_spec
+
+    def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+        """Returns what the function gives for this context; raises `UsageError` if no dataset."""
+        dataset = self._function(context or tf.distribute.InputContext())
+        if not isinstance(dataset, tf.data.Dataset):
+            raise UsageError(
+                self._name,
+                received=f"a {type(dataset).__name__} from the input function",
+                expected="a tf.data.Dataset of batches",
+                fix="return the dataset; fit calls the function with an InputContext",
+            )
+        return dataset
+
+    def describe(self) -> str:
+        """Returns one line for the log."""
+        return f"stream, input function {self._name}: resumes by reading again"
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    @functools.cached_property
+    def _single(self) -> StreamSource:
+        with tf.init_scope():
+            return StreamSource(self.dataset_for())
+
+
+def python_operation(dataset: tf.data.Dataset) -> str | None:
+    """Returns the name of an operation of this dataset that runs Python code, or None.
+
+    Such an operation runs only in the process that made it. Looks at the dataset and all it was
+    made from; what it cannot look into counts as free of Python.
+    """
+    for part in _parts(dataset):
+        for wrapper in getattr(part, "_functions", list)():
+            graph = getattr(getattr(wrapper, "function", None), "graph", None)
+            if graph is None:
+                continue
+            definition = graph.as_graph_def()
+            nodes = [
+                *definition.node,
+                *(n for f in definition.library.function for n in f.node_def),
+            ]
+            for node in nodes:
+                if node.op in _PYTHON_OPERATIONS:
+                    return str(node.op)
+    return None
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for parent in getattr(dataset, "_inputs", list)():
+        yield from _parts(parent)
+
+
+def _require_batches(spec: Nest) -> None:
+    for leaf in tf.nest.flatten(spec):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and shape.rank == 0:
+            raise UsageError(
+                "tf.data.Dataset",
+                received=f"elements {spec}",
+                expected="batches: a first axis of examples in every part",
+                fix="end the dataset with .batch(global_batch_size)",
+            )
+
+
+def _without_batch_axis(spec: Any) -> Any:
+    if isinstance(spec, tf.TensorSpec):
+        shape = spec.shape[1:] if spec.shape.rank is not None else spec.shape
+        return tf.TensorSpec(shape, spec.dtype)
+    return spec

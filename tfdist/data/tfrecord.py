@@ -1,0 +1,220 @@
+"""TFRecord files as a source: any record by its number, in pure graph operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.cache import cached_file
+from tfdist.data.source import GraphSource, Nest, Transform
+from tfdist.errors import UsageError
+
+_log = logging.getLogger(__name__)
+# A record: length (uint64), checksum of the length (uint32), the bytes, their checksum (uint32).
+_HEADER = struct.Struct("<QI")
+_FOOTER_BYTES = 4
+_GZIP_MAGIC = b"\x1f\x8b"
+MEMORY_LIMIT_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecordIndex:
+    """Where each record of a set of files begins, and how many bytes it has."""
+
+    files: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+    file_numbers: np.ndarray[Any, Any]  # int64[num_records]
+    offsets: np.ndarray[Any, Any]  # int64[num_records]: of the record's header in its file
+    lengths: np.ndarray[Any, Any]  # int64[num_records]: of the record's own bytes
+
+
+class TFRecordSource(GraphSource):
+    """Uncompressed TFRecord files; `parse` makes the examples from the records of a batch.
+
+    `files` is a path, a pattern, or several; in sorted order they make one sequence of records.
+    `parse` is a graph function, string[b] -> nest of [b, ...], `tf.io.parse_example` for one.
+    Files of up to `memory_limit_bytes` together are held in memory as one string; past that each
+    record is read from its file at its offset. The offsets are found once by a scan of the
+    headers, and kept below `cache_dir` until a file changes. Raises `UsageError` for files that
+    are missing, compressed or cut short.
+    """
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        parse: Callable[[tf.Tensor], Nest],
+        *,
+        transform: Transform | None = None,
+        memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
+        cache_dir: Path | None = None,
+    ) -> None:
+        self.index = load_index(_expand(files), cache_dir=cache_dir)
+        self.transform = transform
+        self._parse = tf.autograph.experimental.do_not_convert(parse)
+        self._in_memory = sum(self.index.sizes_bytes) <= memory_limit_bytes
+        self._held: dict[str, tf.Tensor] | None = None
+        self._spec = _parsed_spec(self._parse)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of records in all files."""
+        return len(self.index.lengths)
+
+    @property
+    def element_spec(self) -> Nest:
+        """Nest of specs of what `parse` gives for one record."""
+        return self._spec
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
+        """Returns the parsed records at `indices`, int64[b] -> nest of [b, ...]."""
+        if arrays is None:
+            arrays = self._held_arrays()
+        return self._parse(self._records(indices, arrays))
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def arrays(self) -> Nest:
+        """Returns the index, and the files' bytes where they are held in memory.
+
+        In a graph these are operations that read the files, under the same paths, wherever the
+        graph runs.
+        """
+        return self._held_arrays() if tf.executing_eagerly() else self._make_arrays()
+
+    def describe(self) -> str:
+        """Returns one line for the log."""
+        place = "in memory" if self._in_memory else "read by offset"
+        size = f"{sum(self.index.sizes_bytes) / 1e6:,.1f} MB in {len(self.index.files)} files"
+        return f"graph-indexed TFRecords: {self.num_examples:,} examples, {size}, {place}"
+
+    def _held_arrays(self) -> dict[str, tf.Tensor]:
+        if self._held is None:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._held = self._make_arrays()
+        return self._held
+
+    def _make_arrays(self) -> dict[str, tf.Tensor]:
+        index = self.index
+        if self._in_memory:
+            starts = np.cumsum([0, *index.sizes_bytes[:-1]])[index.file_numbers]
+            content = tf.strings.join([tf.io.read_file(file) for file in index.files])
+            begin = tf.constant(starts + index.offsets + _HEADER.size, tf.int64)
+            return {"content": content, "begin": begin, "length": tf.constant(index.lengths)}
+        return {
+            "files": tf.constant(index.files),
+            "file_number": tf.constant(index.file_numbers),
+            "offset": tf.constant(index.offsets),
+        }
+
+    def _records(self, indices: tf.Tensor, arrays: dict[str, tf.Tensor]) -> tf.Tensor:
+        if self._in_memory:
+            begin = tf.gather(arrays["begin"], indices)
+            return tf.strings.substr(arrays["content"], begin, tf.gather(arrays["length"], indices))
+        numbers = tf.gather(arrays["file_number"], indices)
+        files = tf.gather(arrays["files"], numbers)
+        offsets = tf.gather(arrays["offset"], indices)
+        return tf.map_fn(
+            _read_record, (files, offsets), fn_output_signature=tf.TensorSpec([], tf.string)
+        )
+
+
+def load_index(files: Sequence[str], *, cache_dir: Path | None = None) -> RecordIndex:
+    """Returns the index of these files, from the cache where none has changed since."""
+    states = [tf.io.gfile.stat(file) for file in files]
+    sizes = tuple(int(state.length) for state in states)
+    key = repr([(f, s, state.mtime_nsec) for f, s, state in zip(files, sizes, states, strict=True)])
+
+    def write(target: Path) -> None:
+        scanned = [list(_scan(file, size)) for file, size in zip(files, sizes, strict=True)]
+        numbers = np.repeat(np.arange(len(files)), [len(found) for found in scanned])
+        both = np.array([pair for found in scanned for pair in found], np.int64).reshape(-1, 2)
+        with open(target, "wb") as output:
+            np.savez(output, file_numbers=numbers, offsets=both[:, 0], lengths=both[:, 1])
+
+    purpose = f"index of {files[0]}" + (f" and {len(files) - 1} more" if files[1:] else "")
+    path = cached_file(key, suffix=".index.npz", write=write, cache_dir=cache_dir, purpose=purpose)
+    with np.load(path, allow_pickle=False) as saved:
+        columns = {name: saved[name].astype(np.int64) for name in saved.files}
+    if len(columns["lengths"]) == 0:
+        raise _bad_file(files[0], received="no records", fix="check what wrote the files")
+    return RecordIndex(files=tuple(files), sizes_bytes=sizes, **columns)
+
+
+def _expand(files: str | Path | Sequence[str | Path]) -> list[str]:
+    patterns = [files] if isinstance(files, str | Path) else list(files)
+    found: list[str] = []
+    for pattern in map(str, patterns):
+        matches = sorted(tf.io.gfile.glob(pattern))
+        if not matches:
+            raise _bad_file(pattern, received="no such file", fix="check the path or pattern")
+        found.extend(os.path.abspath(match) if "://" not in match else match for match in matches)
+    return found
+
+
+def _scan(file: str, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields (offset, length) of each record; reads the headers only."""
+    with _open(file) as handle:
+        offset = 0
+        while offset < size_bytes:
+            handle.seek(offset)
+            header = handle.read(_HEADER.size)
+            if offset == 0 and header.startswith(_GZIP_MAGIC):
+                raise _bad_file(file, received="a GZIP file", fix="write it without compression")
+            length = _HEADER.unpack(header)[0] if len(header) == _HEADER.size else size_bytes
+            following = offset + _HEADER.size + length + _FOOTER_BYTES
+            if following > size_bytes:
+                received = f"a record at byte {offset} that ends past the file's {size_bytes} bytes"
+                raise _bad_file(file, received=received, fix="write or copy the file again")
+            yield offset, length
+            offset = following
+
+
+def _open(file: str) -> BinaryIO:
+    if "://" in file:
+        return tf.io.gfile.GFile(file, "rb")
+    return open(file, "rb", buffering=0)  # a buffer would read what is then skipped
+
+
+def _read_record(place: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+    """Reads one record: a dataset of the file from its offset on, of which one is taken."""
+    file, offset = place
+    kinds = {"output_types": [tf.string], "output_shapes": [tf.TensorShape([])]}
+    records = tf.raw_ops.TFRecordDatasetV2(
+        filenames=file[None],
+        compression_type="",
+        buffer_size=tf.constant(0, tf.int64),
+        byte_offsets=offset[None],
+    )
+    first = tf.raw_ops.TakeDataset(input_dataset=records, count=tf.constant(1, tf.int64), **kinds)
+    return tf.raw_ops.DatasetToSingleElement(dataset=first, **kinds)[0]
+
+
+def _parsed_spec(parse: Callable[[tf.Tensor], Nest]) -> Nest:
+    traced = tf.function(parse, autograph=False).get_concrete_function(
+        tf.TensorSpec([None], tf.string)
+    )
+
+    def of_example(spec: Any) -> tf.TensorSpec:
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank in (None, 0):
+            raise UsageError(
+                "TFRecordSource",
+                received=f"a parse function that gives {spec}",
+                expected="dense tensors with a batch axis",
+                fix="parse with FixedLenFeature, or call to_dense() and ensure_shape()",
+            )
+        return tf.TensorSpec(spec.shape[1:], spec.dtype)
+
+    outputs = tf.nest.map_structure(tf.type_spec_from_value, traced.structured_outputs)
+    return tf.nest.map_structure(of_example, outputs)
+
+
+def _bad_file(file: str, *, received: str, fix: str) -> UsageError:
+    return UsageError(file, received=received, expected="an uncompressed TFRecord file", fix=fix)

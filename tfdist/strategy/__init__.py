@@ -1,0 +1,23 @@
+"""From TF_CONFIG to a ready `tf.distribute.Strategy`, and what tasks say to each other.
+
+>>> strategy = make_strategy()
+>>> with strategy.scope():
+...     model = ...
+"""
+
+from __future__ import annotations
+
+from tfdist.strategy.group import barrier, broadcast, is_chief, on_chief
+from tfdist.strategy.job import Job, current_job, job_of
+from tfdist.strategy.make import make_strategy
+
+__all__ = [
+    "Job",
+    "barrier",
+    "broadcast",
+    "current_job",
+    "is_chief",
+    "job_of",
+    "make_strategy",
+    "on_chief",
+]

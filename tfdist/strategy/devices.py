@@ -1,0 +1,78 @@
+"""Threads, logical devices and GPU memory: what must be set before TensorFlow starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+
+from tfdist.errors import UsageError
+
+_LOG = logging.getLogger(__name__)
+_LOGICAL_CPUS_PER_CORE = 4
+
+
+def require_unused_runtime() -> None:
+    """Refuses to go on when TensorFlow has already run an operation in this process.
+
+    Threads, devices and collectives can only be set before the first one.
+    """
+    if tf_context.context()._context_handle is not None:
+        raise UsageError(
+            "make_strategy",
+            received="a process in which TensorFlow has already run an operation",
+            expected="to be called before any other TensorFlow work",
+            fix="move tfdist.make_strategy() to the top of the program",
+        )
+
+
+def set_threads(threads: int | None) -> None:
+    """Gives each operation `threads` threads, unless TF_NUM_INTRAOP_THREADS already says."""
+    if threads and "TF_NUM_INTRAOP_THREADS" not in os.environ:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+
+
+def usable_cores() -> int:
+    """The processors this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def grow_gpu_memory() -> None:
+    """Lets every visible GPU allocate as it needs, so that processes can share one."""
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)
+
+
+def replica_devices(count: int | None) -> list[str]:
+    """Names `count` devices of this machine: GPUs where there are any, else logical CPUs.
+
+    Without `count`: every GPU, or one logical CPU a core. Raises UsageError for more devices
+    than there are.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        if count is not None and count > len(gpus):
+            raise _too_many(count, f"at most {len(gpus)}, the GPUs that are visible")
+        return [f"/GPU:{i}" for i in range(count or len(gpus))]
+    cores = usable_cores()
+    if count is not None and count > _LOGICAL_CPUS_PER_CORE * cores:
+        most = _LOGICAL_CPUS_PER_CORE * cores
+        raise _too_many(count, f"at most {most} logical devices on {cores} cores and no GPU")
+    count = count or cores
+    if count > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+        tf.config.set_logical_device_configuration(cpu, logical)
+        _LOG.info("no GPU: %d logical devices on the CPU", count)
+    return [f"/CPU:{i}" for i in range(count)]
+
+
+def _too_many(count: int, expected: str) -> UsageError:
+    return UsageError(
+        "devices_per_worker",
+        received=count,
+        expected=expected,
+        fix="lower --devices_per_worker, or make more devices visible",
+    )

@@ -1,0 +1,110 @@
+"""What the tasks of a job say to each other: who is chief, wait for all, tell all."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster import from_environ
+from tfdist.strategy.job import Job, current_job
+
+
+def is_chief() -> bool:
+    """True in the one task that writes; true in a process that stands alone. Not a collective."""
+    job = current_job()
+    if job is None:
+        config = from_environ(os.environ)
+        return config is None or not config.cluster.tasks() or _is_chief_task(config)
+    return job.is_chief
+
+
+def barrier() -> None:
+    """Returns once every training task has called it. A collective under multiworker."""
+    job = current_job()
+    if job is not None:
+        sum_over_tasks(job, np.zeros(1))
+
+
+def broadcast(value: Any = None) -> Any:
+    """Returns the chief's `value` in every task. A collective under multiworker.
+
+    Args:
+      value: what JSON can say, and NumPy arrays inside it; ignored except in the chief.
+    """
+    job = current_job()
+    if job is None or job.kind != "multiworker":
+        return value
+    return _broadcast(job, value)
+
+
+def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+    """Returns `callback` in the chief, and one that does nothing in every other task.
+
+    For a callback that writes. It must not run collectives (evaluate, predict, read a metric).
+    """
+    return callback if is_chief() else keras.callbacks.Callback()
+
+
+def sum_over_tasks(job: Job, values: np.ndarray) -> np.ndarray:
+    """Sums a float64 or int32 vector of the same length over the tasks. A collective.
+
+    Under every other strategy than multiworker this is `values`.
+    """
+    if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
+        return values
+    return _summer(job.strategy)(tf.constant(values)).numpy()
+
+
+@functools.lru_cache(maxsize=4)
+def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
+    first = strategy.extended._get_replica_id_in_sync_group(0)
+
+    @tf.function(reduce_retracing=True, autograph=False)
+    def total(vector: tf.Tensor) -> tf.Tensor:
+        def in_replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            mine = tf.equal(context.replica_id_in_sync_group, first)
+            return context.all_reduce("SUM", tf.where(mine, vector, tf.zeros_like(vector)))
+
+        return strategy.experimental_local_results(strategy.run(in_replica))[0]
+
+    return total
+
+
+def _broadcast(job: Job, value: Any) -> Any:
+    payload = json.dumps(value, default=_encode).encode() if job.is_chief else b""
+    length = int(sum_over_tasks(job, np.array([float(len(payload))]))[0])
+    words = np.zeros(-(-length // 4), np.int32)
+    if job.is_chief:
+        words.view(np.uint8)[:length] = np.frombuffer(payload, np.uint8)
+    words = sum_over_tasks(job, words)
+    return json.loads(words.view(np.uint8)[:length].tobytes(), object_hook=_decode)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    array = np.asarray(value)
+    if array.dtype == object:
+        raise TypeError(f"broadcast: cannot send a {type(value).__name__}; send JSON or arrays")
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"__array__": data, "dtype": array.dtype.str, "shape": list(array.shape)}
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    if "__array__" not in value:
+        return value
+    data = base64.b64decode(value["__array__"])
+    return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+
+
+def _is_chief_task(config: Any) -> bool:
+    return bool(config.task == config.cluster.chief_task)

@@ -1,0 +1,82 @@
+"""The job this process belongs to: its strategy, its kind, and its place in the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfdist.cluster import TaskConfig
+
+KINDS = ("single", "mirrored", "multiworker", "ps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One process's view of the job.
+
+    Attributes:
+      strategy: what the model's variables are created under.
+      kind: one of `KINDS`.
+      config: the decoded TF_CONFIG, or None for a process that stands alone.
+    """
+
+    strategy: tf.distribute.Strategy
+    kind: str
+    config: TaskConfig | None = None
+
+    @property
+    def is_chief(self) -> bool:
+        """True in the one task that writes."""
+        if self.config is None or not self.config.cluster.tasks():
+            return True
+        return self.config.task == self.config.cluster.chief_task
+
+    @property
+    def name(self) -> str:
+        """The task's name, ``worker-0`` for a process that stands alone."""
+        return str(self.config.task) if self.config else "worker-0"
+
+    @property
+    def num_replicas(self) -> int:
+        """Devices that compute one step together; under ps, 1: each step is one worker's."""
+        return 1 if self.kind == "ps" else self.strategy.num_replicas_in_sync
+
+    @property
+    def replica_ids(self) -> tuple[int, ...]:
+        """This task's replicas, as ids in the whole group, in the order of its devices."""
+        if self.num_replicas == 1:
+            return (0,)
+        extended = self.strategy.extended
+        local = len(extended.worker_devices)
+        return tuple(extended._get_replica_id_in_sync_group(i) for i in range(local))
+
+
+_made: list[Job] = []
+
+
+def remember(job: Job) -> Job:
+    """Makes `job` the one that `current_job` and `job_of` find."""
+    _made[:] = [job]
+    return job
+
+
+def current_job() -> Job | None:
+    """The job that `make_strategy` set up in this process, if it did."""
+    return _made[0] if _made else None
+
+
+def job_of(strategy: tf.distribute.Strategy) -> Job:
+    """The job of a strategy, also of one that `make_strategy` did not make."""
+    for job in _made:
+        if job.strategy is strategy:
+            return job
+    if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
+        kind = "ps"
+    elif isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        kind = "multiworker"
+    elif isinstance(strategy, tf.distribute.MirroredStrategy):
+        kind = "mirrored"
+    else:
+        kind = "single"
+    return Job(strategy=strategy, kind=kind)

@@ -1,0 +1,197 @@
+"""`make_strategy`: the one call that turns a TF_CONFIG into a strategy, or serves and ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from tfdist.cluster import Task, TaskConfig, from_environ, resolved_strategy
+from tfdist.errors import UsageError, near
+from tfdist.strategy import devices, rendezvous
+from tfdist.strategy.job import KINDS, Job, current_job, remember
+from tfdist.strategy.serve import serve
+
+_LOG = logging.getLogger(__name__)
+
+
+def make_strategy(
+    kind: str = "auto",
+    *,
+    devices_per_worker: int | None = None,
+    threads: int | None = None,
+    startup_timeout_s: float | None = None,
+    communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tf.distribute.Strategy:
+    """Makes the strategy of this task. Every task of the job calls it, before any TensorFlow work.
+
+    In a worker or ps task of a ps job it does not return: it serves the chief, and ends the
+    process when the chief has gone.
+
+    Args:
+      kind: ``single``, ``mirrored``, ``multiworker``, ``ps``, or ``auto``: what TF_CONFIG says,
+        and without one, every GPU of this machine, or its one CPU.
+      devices_per_worker: replicas on this machine; default what TF_CONFIG says, else all GPUs.
+      threads: threads of one operation; TF_NUM_INTRAOP_THREADS goes before it.
+      startup_timeout_s: how long to wait for peers before naming them and giving up.
+      communication_options: of the all-reduce; default a ring on CPUs, TensorFlow's choice on GPUs.
+      environ: where TF_CONFIG is read; default `os.environ`.
+
+    Raises:
+      UsageError: TF_CONFIG is wrong or contradicts `kind`; more devices than there are;
+        TensorFlow has already run an operation.
+    """
+    config = from_environ(os.environ if environ is None else environ)
+    kind = _resolve(kind, config)
+    made = current_job()
+    if made is not None:
+        return _same(made, kind).strategy
+    devices.require_unused_runtime()
+    options = config.options if config else None
+    devices.set_threads(threads or (options.threads_per_task if options else None))
+    devices.grow_gpu_memory()
+    count = devices_per_worker or (options.devices_per_worker if options else None)
+    timeout_s = startup_timeout_s or (options.startup_timeout_s if options else 60.0)
+    if kind == "single":
+        strategy = _single(count)
+    elif kind == "mirrored":
+        strategy = tf.distribute.MirroredStrategy(devices.replica_devices(count))
+    elif kind == "multiworker":
+        strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
+    else:
+        strategy = _parameter_server(_needed(config, kind), timeout_s)
+    _hear_sigterm()
+    job = remember(Job(strategy=strategy, kind=kind, config=config))
+    _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
+    return strategy
+
+
+def _resolve(kind: str, config: TaskConfig | None) -> str:
+    if kind not in (*KINDS, "auto"):
+        raise UsageError(
+            "make_strategy",
+            received=f"kind={kind!r}{near(kind, KINDS)}",
+            expected=f"one of {', '.join(KINDS)}, auto",
+            fix="name one of them",
+        )
+    told = resolved_strategy(config) if config else "auto"
+    if kind != "auto" and told not in ("auto", kind):
+        raise UsageError(
+            "make_strategy",
+            received=f"kind={kind!r} where TF_CONFIG describes a {told} job",
+            expected="the two to agree",
+            fix=f"call make_strategy() without a kind, or start the job with --strategy {kind}",
+        )
+    if kind == "auto":
+        kind = told
+    if kind == "auto":
+        kind = "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "single"
+    return kind
+
+
+def _same(made: Job, kind: str) -> Job:
+    if made.kind != kind:
+        raise UsageError(
+            "make_strategy",
+            received=f"kind={kind!r} after a {made.kind} strategy was made in this process",
+            expected="one strategy a process",
+            fix="make it once, and pass it on",
+        )
+    return made
+
+
+def _needed(config: TaskConfig | None, kind: str) -> TaskConfig:
+    if config is None or not config.cluster.tasks():
+        raise UsageError(
+            "make_strategy",
+            received=f"kind={kind!r} and no cluster in TF_CONFIG",
+            expected="TF_CONFIG with the job's tasks",
+            fix=f"start the program by python -m tfdist.launch --strategy {kind} ...",
+        )
+    return config
+
+
+def _single(count: int | None) -> tf.distribute.Strategy:
+    if count not in (None, 1):
+        raise UsageError(
+            "make_strategy",
+            received=f"devices_per_worker={count} with strategy single",
+            expected="1",
+            fix="use strategy mirrored for several devices",
+        )
+    gpus = tf.config.list_physical_devices("GPU")
+    return tf.distribute.OneDeviceStrategy("/GPU:0" if gpus else "/CPU:0")
+
+
+def _multiworker(
+    config: TaskConfig,
+    count: int | None,
+    timeout_s: float,
+    options: tf.distribute.experimental.CommunicationOptions | None,
+) -> tf.distribute.Strategy:
+    gpus = tf.config.list_physical_devices("GPU")
+    local = len(gpus) or 1
+    if count is not None and count != local:
+        # TensorFlow takes all visible GPUs of a worker, and exactly one CPU.
+        raise UsageError(
+            "make_strategy",
+            received=f"devices_per_worker={count}",
+            expected=f"{local}: a worker of a multiworker job has each visible GPU, or one CPU",
+            fix="start more workers, or set CUDA_VISIBLE_DEVICES",
+        )
+    implementation = tf.distribute.experimental.CommunicationImplementation
+    ring = implementation.AUTO if gpus else implementation.RING
+    options = options or tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    with rendezvous.PeerWatch(config, timeout_s=timeout_s):
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            cluster_resolver=_resolver(config), communication_options=options
+        )
+    expected = local * config.cluster.num_replica_tasks
+    if strategy.num_replicas_in_sync != expected:
+        raise UsageError(
+            "make_strategy",
+            received=f"{strategy.num_replicas_in_sync} replicas",
+            expected=f"{expected}: {config.cluster.num_replica_tasks} tasks of {local} devices",
+            fix="give every task the same number of visible devices",
+        )
+    return strategy
+
+
+def _parameter_server(config: TaskConfig, timeout_s: float) -> tf.distribute.Strategy:
+    if config.task.type in ("worker", "ps"):
+        serve(config)
+    if config.task != config.cluster.chief_task:
+        raise UsageError(
+            "make_strategy",
+            received=f"task {config.task} of a ps job",
+            expected="chief-0, a worker or a ps",
+            fix="run an evaluator outside the training cluster",
+        )
+    with rendezvous.PeerWatch(config, timeout_s=timeout_s):
+        return tf.distribute.ParameterServerStrategy(_resolver(config))
+
+
+def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
+    cluster = config.cluster.as_dict()
+    cluster.pop("evaluator", None)
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    task: Task = config.task
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster),
+        task_type=task.type,
+        task_id=task.index,
+        rpc_layer="grpc",
+        num_accelerators={"GPU": gpus} if gpus else {},
+    )
+
+
+def _hear_sigterm() -> None:
+    """Gives SIGTERM back to Python: TensorFlow's handler swallows it once a server is up."""
+    try:
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+    except ValueError:
+        _LOG.debug("not the main thread: SIGTERM stays as it is")

@@ -1,0 +1,86 @@
+"""What a worker or ps task of a ps job does: serve until the chief is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tfdist.cluster import TaskConfig
+from tfdist.errors import EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
+from tfdist.strategy.rendezvous import answers
+
+_LOG = logging.getLogger(__name__)
+_PROBE_EVERY_S = 1.0
+_GONE_AFTER_S = 5.0
+
+
+def serve(config: TaskConfig) -> NoReturn:
+    """Serves this task's devices to the chief, and ends the process when the chief has gone.
+
+    `tf.distribute.Server.join` never returns; so the chief's port is asked once a second. The
+    exit code is 0 after a chief that was there, 75 when none came in time, 143 on SIGTERM.
+    """
+    stop = threading.Event()
+    server = _start(config)
+    # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    _LOG.info("%s serves at %s", config.task, config.cluster.address(config.task))
+    code = wait_for_chief_to_end(config, stop=stop)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    del server
+    os._exit(code)
+
+
+def wait_for_chief_to_end(
+    config: TaskConfig,
+    *,
+    stop: threading.Event,
+    alive: Callable[[str], bool] = answers,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Returns the exit code once the chief came and went, never came, or `stop` was set."""
+    address = config.cluster.address(config.cluster.chief_task)
+    timeout_s = config.options.startup_timeout_s
+    seen, last = False, clock()
+    while not stop.wait(_PROBE_EVERY_S):
+        if alive(address):
+            seen, last = True, clock()
+        elif seen and clock() - last > _GONE_AFTER_S:
+            _LOG.info("the chief at %s has ended; so does %s", address, config.task)
+            return EXIT_OK
+        elif not seen and clock() - last > timeout_s:
+            print(
+                f"tfdist: {config.task}: waited {timeout_s:.0f} s for {config.cluster.chief_task}"
+                f" ({address}). Fix: start it, or raise --startup_timeout_s",
+                file=sys.stderr,
+                flush=True,
+            )
+            return EXIT_PEER_MISSING
+    return EXIT_STOPPED
+
+
+def _start(config: TaskConfig) -> tf.distribute.Server:
+    cluster = config.cluster.as_dict()
+    cluster.pop("evaluator", None)
+    protos = tf.compat.v1.ConfigProto()
+    if "TF_NUM_INTEROP_THREADS" not in os.environ:
+        # Fewer threads than closures in flight can deadlock a server on a small machine.
+        protos.inter_op_parallelism_threads = max(len(config.cluster.worker) + 2, 4)
+    return tf.distribute.Server(
+        tf.train.ClusterSpec(cluster),
+        job_name=config.task.type,
+        task_index=config.task.index,
+        protocol="grpc",
+        config=protos,
+        start=True,
+    )

@@ -1,0 +1,75 @@
+"""Checks a model against its strategy, and builds what is not built, inside the scope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.errors import UsageError
+from tfdist.strategy import Job, current_job, job_of
+
+
+def job_for(model: keras.Model, *, doing: str) -> Job:
+    """Returns the job that `model` belongs to; raises UsageError for a model of another scope."""
+    if not isinstance(model, keras.Model):
+        raise UsageError(
+            f"tfdist.{doing}",
+            received=f"a {type(model).__name__} as the model",
+            expected="a keras.Model",
+            fix=f"call tfdist.{doing}(model, ...)",
+        )
+    current, made = current_job(), model._distribute_strategy
+    if current is None:
+        return job_of(model.distribute_strategy)
+    if made is current.strategy:
+        return current
+    if made is None and current.kind == "single":
+        return Job(strategy=model.distribute_strategy, kind="single", config=current.config)
+    where = "outside strategy.scope()" if made is None else "in the scope of another strategy"
+    raise UsageError(
+        f"tfdist.{doing}",
+        received=f"a model made {where}",
+        expected=f"one made in the scope of this job's {current.kind} strategy",
+        fix="make and compile the model inside `with strategy.scope():`",
+    )
+
+
+def require_compiled(model: keras.Model, *, doing: str) -> None:
+    """Raises UsageError for a model that was not compiled."""
+    if not model.compiled:
+        raise UsageError(
+            f"tfdist.{doing}",
+            received="a model that was not compiled",
+            expected="a compiled model",
+            fix="call model.compile(optimizer, loss) inside the scope first",
+        )
+    if getattr(model, "run_eagerly", False):
+        raise UsageError(
+            f"tfdist.{doing}",
+            received="a model compiled with run_eagerly=True",
+            expected="a step that can be compiled",
+            fix="compile with run_eagerly=False; to debug a step, use strategy single with "
+            "model.fit, or tf.print",
+        )
+
+
+def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
+    """Makes every variable of model, metrics, loss and optimizer inside the scope.
+
+    `batch_spec`: nest of `tf.TensorSpec` of one batch. Every task calls it: making a variable is
+    a collective under multiworker.
+    """
+    batch = tf.nest.map_structure(_symbolic, batch_spec)
+    with job.strategy.scope():
+        model._symbolic_build(data_batch=batch)
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+    model._post_build()
+
+
+def _symbolic(spec: tf.TensorSpec | None) -> keras.KerasTensor | None:
+    if spec is None:
+        return None
+    return keras.KerasTensor(spec.shape, spec.dtype.name)

@@ -1,0 +1,100 @@
+"""Keras callbacks under every strategy: which run where, and which steps they wait for.
+
+All tasks run a user's callbacks on the same logs, so that they decide alike; those that write run
+on the chief. Batch hooks are called once a range, with the last batch of the range; a callback
+that looks at every batch gets ranges of one step, and pays for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras.src.callbacks import CallbackList
+from keras.src.utils.python_utils import is_default  # type: ignore[attr-defined]
+
+from tfdist.errors import UsageError
+from tfdist.strategy import Job
+
+_WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+# Their batch hooks make do with the last batch of a range.
+_RANGE_IS_ENOUGH = (
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+)
+
+
+def callback_list(
+    callbacks: Any, *, job: Job, model: keras.Model, verbose: Any, epochs: int, steps: int | None
+) -> CallbackList:
+    """Returns the callbacks of this task, with `History`, and a progress bar on the chief."""
+    if isinstance(callbacks, CallbackList):
+        return callbacks
+    given = [c for c in keras.tree.flatten(callbacks) if c is not None] if callbacks else []
+    for callback in given:
+        _require_callback(callback)
+    if not job.is_chief:
+        given = [c for c in given if not isinstance(c, _WRITERS)]
+    return CallbackList(
+        given,
+        add_history=True,
+        add_progbar=job.is_chief and verbose != 0,
+        verbose=1 if verbose == "auto" else verbose,
+        epochs=epochs,
+        steps=steps,
+        model=model,
+    )
+
+
+def _require_callback(callback: Any) -> None:
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        raise UsageError(
+            "callbacks",
+            received="keras.callbacks.BackupAndRestore, which repeats an epoch on newer weights",
+            expected="tfdist.BackupAndRestore, which resumes at the step",
+            fix="write tfdist.BackupAndRestore(directory)",
+        )
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise UsageError(
+            "callbacks",
+            received=f"a {type(callback).__name__}",
+            expected="instances of keras.callbacks.Callback",
+            fix="derive it from keras.callbacks.Callback",
+        )
+
+
+def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
+    """True when the callback overrides a batch hook of `mode` (train, test, predict)."""
+    if isinstance(callback, _RANGE_IS_ENOUGH):
+        return False
+    hooks = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
+    if mode == "train":
+        hooks += ["on_batch_begin", "on_batch_end"]
+    return any(not is_default(getattr(callback, hook)) for hook in hooks)
+
+
+def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """True when some callback looks at the logs of a range."""
+    return any(
+        isinstance(c, _RANGE_IS_ENOUGH) or wants_every_batch(c, mode="train") for c in callbacks
+    )
+
+
+def steps_between_calls(callback: keras.callbacks.Callback) -> int | None:
+    """How often a callback must be called at a batch's end, in steps; None: as it comes."""
+    if wants_every_batch(callback, mode="train"):
+        return 1
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return callback.save_freq if isinstance(callback.save_freq, int) else None
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return callback.update_freq if isinstance(callback.update_freq, int) else None
+    return None

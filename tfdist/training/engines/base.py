@@ -1,0 +1,30 @@
+"""What the loop asks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from tfdist.training.program import StepProgram
+
+
+class Engine(Protocol):
+    """Runs ranges of steps of a program. Every training task calls it alike."""
+
+    def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
+        """Runs the steps ``[first, last)``; returns the last step's logs if the program keeps them.
+
+        Returns once every step is done.
+        """
+
+    def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
+        """Yields each step's outputs as a nest of arrays ``[examples of the step, ...]``.
+
+        Every task yields the whole of it, in the order of the examples.
+        """
+
+    def reset_metrics(self) -> None:
+        """Sets to zero what the engine itself keeps of the metrics."""
+
+    def settle_metrics(self, program: StepProgram) -> None:
+        """Puts what the engine itself keeps of the metrics into `program.metrics`."""

@@ -1,0 +1,181 @@
+"""Every replica takes its share of every step: single, mirrored, multiworker."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import values_util
+
+from tfdist.strategy import Job
+from tfdist.strategy.group import sum_over_tasks
+from tfdist.training.feed import Part
+from tfdist.training.program import StepProgram, run_replica
+
+
+class SynchronousEngine:
+    """Runs a range of steps in one compiled call, on all replicas of the group together."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._ranges: weakref.WeakKeyDictionary[StepProgram, Callable[..., Any]]
+        self._ranges = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[StepProgram, Callable[..., Any]]
+        self._steps = weakref.WeakKeyDictionary()
+
+    def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
+        """Runs the steps ``[first, last)``. A collective: every task calls it alike."""
+        function = self._ranges.get(program)
+        if function is None:
+            function = self._ranges[program] = self._compile_range(program)
+        arguments = [tf.constant(first, tf.int64), tf.constant(last, tf.int64)]
+        if not program.feed.direct:
+            arguments.append(program.feed.iterator(first))
+        logs = function(*arguments)
+        if not program.feed.direct:
+            program.feed.advanced_to(last)
+        return {name: _scalar(value) for name, value in logs.items()}
+
+    def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
+        """Yields each step's outputs, whole on every task. A collective."""
+        function = self._steps.get(program)
+        if function is None:
+            function = self._steps[program] = self._compile_step(program)
+        for step in range(first, last):
+            arguments = [tf.constant(step, tf.int64)]
+            if not program.feed.direct:
+                arguments.append(program.feed.iterator(step))
+            locals_ = function(*arguments)
+            if not program.feed.direct:
+                program.feed.advanced_to(step + 1)
+            yield self._gathered(locals_)
+
+    def reset_metrics(self) -> None:
+        """Nothing: the model's own variables hold the metrics."""
+
+    def settle_metrics(self, program: StepProgram) -> None:
+        """Nothing: the model's own variables hold the metrics."""
+
+    def _compile_range(self, program: StepProgram) -> Callable[..., Any]:
+        @tf.function(autograph=False)
+        def run_range(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
+            values: list[dict[str, tf.Tensor]] = []
+
+            def body(step: tf.Tensor, kept: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+                outputs = self._step(program, step, _parts(program, step, iterator))
+                if program.keep_logs:
+                    values[:] = _log_values(outputs)
+                    kept = tf.raw_ops.OptionalFromValue(components=tf.nest.flatten(values))
+                return step + 1, kept
+
+            # What the step returns is known only once the loop is traced: it travels as a variant.
+            _, kept = tf.while_loop(
+                lambda step, _: step < last,
+                body,
+                [first, tf.raw_ops.OptionalNone()],
+                parallel_iterations=1,
+            )
+            return self._reduced_logs(_unpacked(kept, values)) if values else {}
+
+        return run_range
+
+    def _compile_step(self, program: StepProgram) -> Callable[..., Any]:
+        @tf.function(autograph=False)
+        def run_step(step: tf.Tensor, iterator: Any = None) -> Any:
+            parts = _parts(program, step, iterator)
+            return [
+                keras.tree.map_structure(lambda t, n=part.count: t[:n], output)
+                for output, part in zip(self._step(program, step, parts), parts, strict=True)
+            ]
+
+        return run_step
+
+    def _step(self, program: StepProgram, step: tf.Tensor, parts: list[Part]) -> list[Any]:
+        """Runs one step on this task's replicas; returns each one's outputs."""
+        strategy, outputs = self._job.strategy, {}
+
+        def in_replica() -> None:
+            local = values_util.get_current_replica_id_as_int() or 0
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            outputs[local] = run_replica(
+                program,
+                parts[local],
+                step=step,
+                replica=replica,
+                num_replicas=self._job.num_replicas,
+            )
+
+        strategy.run(in_replica)
+        return [outputs[local] for local in sorted(outputs)]
+
+    def _reduced_logs(self, values: list[dict[str, tf.Tensor]]) -> Any:
+        """Averages the last step's logs over all replicas, so that every task sees the same."""
+        replicas, strategy = self._job.num_replicas, self._job.strategy
+
+        def in_replica() -> Any:
+            local = values_util.get_current_replica_id_as_int() or 0
+            mine = {name: tf.cast(v, tf.float32) for name, v in values[local].items()}
+            if replicas == 1:
+                return mine
+            return tf.distribute.get_replica_context().all_reduce("MEAN", mine)
+
+        reduced = strategy.run(in_replica)
+        return {n: strategy.experimental_local_results(v)[0] for n, v in reduced.items()}
+
+    def _gathered(self, parts: list[Any]) -> Any:
+        """Joins the replicas' outputs of one step, in the order of the examples."""
+        flat = [[t.numpy() for t in keras.tree.flatten(part)] for part in parts]
+        joined = [
+            self._across_tasks(np.concatenate(columns)) for columns in zip(*flat, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(parts[0], joined)
+
+    def _across_tasks(self, rows: np.ndarray) -> np.ndarray:
+        if self._job.kind != "multiworker":
+            return rows
+        ids, replicas = self._job.replica_ids, self._job.num_replicas
+        counts = np.zeros(replicas, np.int32)
+        counts[ids[0]] = len(rows)
+        counts = sum_over_tasks(self._job, counts)
+        whole = np.zeros((int(counts.sum()), *rows.shape[1:]), rows.dtype)
+        start = int(counts[: ids[0]].sum())
+        whole[start : start + len(rows)] = rows
+        return _sum_bytes(self._job, whole)
+
+
+def _sum_bytes(job: Job, array: np.ndarray) -> np.ndarray:
+    """Sums arrays in which every element is zero in all tasks but one, bit for bit."""
+    data = array.tobytes()
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)
+    total = sum_over_tasks(job, words).tobytes()[: len(data)]
+    return np.frombuffer(total, array.dtype).reshape(array.shape)
+
+
+def _parts(program: StepProgram, step: tf.Tensor, iterator: Any) -> list[Part]:
+    if iterator is None:
+        return list(program.feed.at(step))
+    return [Part(*part) for part in iterator.get_next()]
+
+
+def _log_values(outputs: list[Any]) -> list[dict[str, tf.Tensor]]:
+    return [{name: tf.convert_to_tensor(logs[name]) for name in sorted(logs)} for logs in outputs]
+
+
+def _unpacked(kept: tf.Tensor, like: Any) -> Any:
+    """Takes the tensors out of an optional that was made of `like`."""
+    flat = tf.nest.flatten(like)
+    tensors = tf.raw_ops.OptionalGetValue(
+        optional=kept,
+        output_types=[t.dtype for t in flat],
+        output_shapes=[t.shape for t in flat],
+    )
+    return tf.nest.pack_sequence_as(like, tensors)
+
+
+def _scalar(value: tf.Tensor) -> Any:
+    array = value.numpy()
+    return float(array) if array.ndim == 0 else array

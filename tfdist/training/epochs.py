@@ -1,0 +1,149 @@
+"""The step is the only clock: step <-> examples <-> (virtual) epoch.
+
+Everything here is a function of integers; no state, no TensorFlow. `EpochPlan` answers for one
+run which examples a step consumes and where the epochs end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from tfdist.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VirtualEpochs:
+    """Training length in examples, cut into `checkpoints` parts of equal size.
+
+    After the design pattern of Lakshmanan, Robinson and Munn ("Machine Learning Design Patterns",
+    2020, chapter 4, Checkpoints): what a run is, is the number of examples it sees and the number
+    of checkpoints it makes, whatever the data set's size, batch size or number of workers.
+
+    The k-th virtual epoch ends at example ``total_examples * (k + 1) // checkpoints``, exactly: a
+    batch is cut where the boundary falls inside it.
+    """
+
+    total_examples: int
+    checkpoints: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("total_examples", "checkpoints"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(
+                    "VirtualEpochs",
+                    received=f"{name}={value!r}",
+                    expected="a whole number of at least 1",
+                    fix=f"give {name} as a positive int",
+                )
+        if self.checkpoints > self.total_examples:
+            raise UsageError(
+                "VirtualEpochs",
+                received=f"checkpoints={self.checkpoints}, total_examples={self.total_examples}",
+                expected="at least one example between two checkpoints",
+                fix="lower checkpoints",
+            )
+
+    def boundaries(self) -> tuple[int, ...]:
+        """The example at which each virtual epoch begins, and the end of the last one."""
+        parts = range(self.checkpoints + 1)
+        return tuple(self.total_examples * k // self.checkpoints for k in parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpan:
+    """The examples of one step, ``[first_example, last_example)``, counted over the whole run."""
+
+    first_example: int
+    last_example: int
+
+    @property
+    def size(self) -> int:
+        """How many examples the step consumes."""
+        return self.last_example - self.first_example
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EpochPlan:
+    """Where the epochs of one run begin, in examples and in steps.
+
+    Attributes:
+      global_batch_size: examples of a step; the last step of an epoch may have fewer.
+      example_starts: first example of each epoch, then the end of the last: strictly increasing.
+      step_starts: the same in steps.
+    """
+
+    global_batch_size: int
+    example_starts: tuple[int, ...]
+    step_starts: tuple[int, ...]
+
+    @classmethod
+    def from_boundaries(cls, boundaries: Sequence[int], *, global_batch_size: int) -> EpochPlan:
+        """A plan whose epochs begin at the given examples."""
+        sizes = [b - a for a, b in itertools.pairwise(boundaries)]
+        steps = itertools.accumulate((-(-size // global_batch_size) for size in sizes), initial=0)
+        return cls(
+            global_batch_size=global_batch_size,
+            example_starts=tuple(boundaries),
+            step_starts=tuple(steps),
+        )
+
+    @classmethod
+    def uniform(cls, *, epochs: int, examples: int, global_batch_size: int) -> EpochPlan:
+        """A plan of `epochs` epochs of `examples` examples each."""
+        boundaries = range(0, (epochs + 1) * examples, examples)
+        return cls.from_boundaries(boundaries, global_batch_size=global_batch_size)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of the run."""
+        return len(self.step_starts) - 1
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run."""
+        return self.step_starts[-1]
+
+    @property
+    def smallest_step(self) -> int:
+        """Examples of the smallest step of the run."""
+        sizes = {b - a for a, b in itertools.pairwise(self.example_starts)}
+        return min(((size - 1) % self.global_batch_size + 1 for size in sizes), default=0)
+
+    @property
+    def all_full(self) -> bool:
+        """True when every step has `global_batch_size` examples."""
+        return self.smallest_step == self.global_batch_size
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that `step` belongs to."""
+        return bisect.bisect_right(self.step_starts, step) - 1
+
+    def steps(self, epoch: int) -> range:
+        """The steps of one epoch."""
+        return range(self.step_starts[epoch], self.step_starts[epoch + 1])
+
+    def span(self, step: int) -> StepSpan:
+        """The examples that `step` consumes."""
+        epoch = self.epoch_of(step)
+        first = self.example_starts[epoch]
+        first += (step - self.step_starts[epoch]) * self.global_batch_size
+        last = min(first + self.global_batch_size, self.example_starts[epoch + 1])
+        return StepSpan(first_example=first, last_example=last)
+
+    def examples_before(self, step: int) -> int:
+        """Examples consumed by the steps before `step`."""
+        if step >= self.total_steps:
+            return self.example_starts[-1]
+        return self.span(step).first_example
+
+
+def share_of(position: int, *, parts: int, size: int) -> tuple[int, int]:
+    """The slice ``[first, last)`` of `size` examples that part `position` of `parts` takes.
+
+    Sizes differ by one at the most; a part is empty where there are fewer examples than parts.
+    """
+    return position * size // parts, (position + 1) * size // parts

@@ -1,0 +1,117 @@
+"""`evaluate` and `predict`: every example exactly once, whatever the remainder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.strategy import broadcast
+from tfdist.training import building
+from tfdist.training.callbacks import callback_list, wants_every_batch
+from tfdist.training.inputs import Length, prepare
+from tfdist.training.program import StepProgram
+from tfdist.training.session import Session
+
+# All tasks cut alike, whatever their clocks say.
+_RANGE_STEPS = 256
+
+
+def evaluate(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Evaluates a compiled model; what `keras.Model.evaluate` does, under every strategy.
+
+    A collective: every training task calls it alike, and all get the same result: the metrics, as
+    a list or a dict, over each example exactly once.
+    """
+    job = building.job_for(model, doing="evaluate")
+    building.require_compiled(model, doing="evaluate")
+    evaluation = Evaluation(
+        Session(model, job), (x, y, sample_weight), batch_size=batch_size, steps=steps
+    )
+    listed = callback_list(
+        callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=evaluation.steps
+    )
+    logs = evaluation.run(listed)
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def predict(
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """Computes the model's outputs for each example of `x`, in order, once each.
+
+    What `keras.Model.predict` does, under every strategy. A collective: every training task calls
+    it alike, and all get the whole result, a nest of arrays ``[examples, ...]``.
+    """
+    job = building.job_for(model, doing="predict")
+    data = prepare(
+        x, None, None, job=job, length=Length(batch_size=batch_size, steps_per_epoch=steps),
+        shuffle=False, seed=0,
+    )  # fmt: skip
+    building.build(model, job, data.batch_spec)
+    session = Session(model, job)
+    program = session.program("predict_step", data.feed, seed=0)
+    total = data.plan.total_steps
+    listed = callback_list(callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=total)
+    listed.on_predict_begin()
+    batches = []
+    for step, outputs in enumerate(session.engine.outputs(program, 0, total)):
+        listed.on_predict_batch_begin(step)
+        batches.append(outputs)
+        listed.on_predict_batch_end(step, {"outputs": outputs})
+    listed.on_predict_end()
+    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+
+
+class Evaluation:
+    """A data set and the program that evaluates the model on it, traced once, run many times."""
+
+    def __init__(
+        self,
+        session: Session,
+        data: tuple[Any, Any, Any],
+        *,
+        batch_size: int | None,
+        steps: int | None,
+    ) -> None:
+        length = Length(batch_size=batch_size, steps_per_epoch=steps)
+        prepared = prepare(*data, job=session.job, length=length, shuffle=False, seed=0)
+        building.build(session.model, session.job, prepared.batch_spec)
+        self._session = session
+        self._program: StepProgram = session.program("test_step", prepared.feed, seed=0)
+        self.steps = prepared.plan.total_steps
+
+    def run(self, callbacks: Any) -> dict[str, Any]:
+        """Evaluates every example once and returns the metrics. A collective."""
+        session = self._session
+        session.reset_metrics()
+        session.model.stop_evaluating = False
+        callbacks.on_test_begin()
+        looks = any(wants_every_batch(c, mode="test") for c in callbacks.callbacks)
+        looks = bool(broadcast(looks))
+        logs: dict[str, float] = {}
+        for first in range(0, self.steps, 1 if looks else _RANGE_STEPS):
+            last = min(first + (1 if looks else _RANGE_STEPS), self.steps)
+            callbacks.on_test_batch_begin(first)
+            logs = session.engine.run(self._program, first, last)
+            seen = session.metrics(self._program, logs) if looks else {}
+            callbacks.on_test_batch_end(last - 1, seen)
+        result = session.metrics(self._program, logs)
+        callbacks.on_test_end(result)
+        return result

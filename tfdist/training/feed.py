@@ -1,0 +1,192 @@
+"""From the step to what each replica gets in it.
+
+A feed answers for one data set and one run: given a step, the batch of each replica of this task,
+its share of the global batch, and how many of its examples count. A replica whose share is empty
+gets one example with a count of 0, so that it takes part in every collective.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.order import example_at
+from tfdist.data.source import GraphSource, lean_options
+from tfdist.training.epochs import EpochPlan, share_of
+
+_AHEAD_STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where this task's replicas stand in the group that computes a step.
+
+    Attributes:
+      num_replicas: replicas of the whole group.
+      replica_ids: this task's, in the order of its devices.
+    """
+
+    num_replicas: int = 1
+    replica_ids: tuple[int, ...] = (0,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One replica's part of a step.
+
+    Attributes:
+      data: nest of tensors ``[max(count, 1), ...]``: ``x``, ``(x, y)`` or ``(x, y, weight)``.
+      share: count / examples of the step, scalar float32.
+      count: examples that count, scalar int64.
+    """
+
+    data: Any
+    share: Any
+    count: Any
+
+
+def graph_span(plan: EpochPlan, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The same as `EpochPlan.span`, in graph: scalar int64 step -> scalar int64 first, last."""
+    batch = plan.global_batch_size
+    epochs = np.diff(plan.step_starts)
+    examples = np.diff(plan.example_starts)
+    if len(set(examples)) == 1:
+        epoch = step // epochs[0]
+        start_step, start = epoch * epochs[0], epoch * examples[0]
+        end = start + examples[0]
+    else:
+        steps = tf.constant(plan.step_starts, tf.int64)
+        epoch = tf.searchsorted(steps, step[tf.newaxis], side="right")[0] - 1
+        starts = tf.constant(plan.example_starts, tf.int64)
+        start_step, start, end = steps[epoch], starts[epoch], starts[epoch + 1]
+    first = start + (step - start_step) * batch
+    return first, tf.minimum(first + batch, end)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """In which order a run sees its examples: the first `examples` of the data, shuffled or not."""
+
+    examples: int | None
+    shuffle: bool
+
+
+class Feed(abc.ABC):
+    """What an engine asks of data; see the module's docstring.
+
+    Attributes:
+      plan: the run's epochs.
+      may_be_empty: True when a replica's share of some step can be empty.
+      direct: True when the step itself makes its batch by `at`; otherwise batches come from
+        `iterator`.
+    """
+
+    plan: EpochPlan
+    may_be_empty: bool
+    direct: bool
+
+    @abc.abstractmethod
+    def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
+        """The parts of this task's replicas for the steps ``[first, last)``, made ahead.
+
+        Elements are tuples, one ``(data, share, count)`` for each replica of this task.
+        """
+
+    @abc.abstractmethod
+    def worker_dataset(self, context: Any = None) -> tf.data.Dataset:
+        """What each ps worker is given once: an endless dataset of one element."""
+
+    @abc.abstractmethod
+    def dataset_on_worker(self, given: Any, first: Any, last: Any) -> tf.data.Dataset:
+        """The parts of the steps ``[first, last)``, on a ps worker; in graph.
+
+        `given` is the worker's iterator over `worker_dataset`. Elements are those of `dataset`.
+        """
+
+    def at(self, step: tf.Tensor) -> list[Part]:
+        """The parts of this task's replicas in `step`, scalar int64; pure graph."""
+        raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
+
+    def iterator(self, step: int) -> Any:
+        """The iterator whose next element is that of `step`; made anew after a jump."""
+        if getattr(self, "_next_step", None) != step:
+            self._iterator = iter(self.dataset(step, self.plan.total_steps))
+            self._next_step = step
+        return self._iterator
+
+    def advanced_to(self, step: int) -> None:
+        """Notes that the iterator's next element is that of `step`."""
+        self._next_step = step
+
+
+class GraphFeed(Feed):
+    """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
+
+    def __init__(
+        self,
+        source: GraphSource,
+        plan: EpochPlan,
+        *,
+        layout: Layout,
+        seed: int,
+        order: Order,
+        after: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.source = source
+        self.plan = plan
+        self.may_be_empty = plan.smallest_step < layout.num_replicas
+        self.direct = source.transform is None
+        self._layout = layout
+        self._seed = seed
+        self._order = order
+        self._after = after
+
+    def at(self, step: tf.Tensor, arrays: Any = None) -> list[Part]:
+        """As in `Feed`; with `arrays` (of `GraphSource.arrays`) only those are read."""
+        first, last = graph_span(self.plan, step)
+        size: Any = self.plan.global_batch_size if self.plan.all_full else last - first
+        return [self._part(replica, first, size, arrays) for replica in self._layout.replica_ids]
+
+    def dataset(self, first: Any, last: Any, arrays: Any = None) -> tf.data.Dataset:
+        """As in `Feed`."""
+
+        def parts(step: tf.Tensor) -> tuple[tuple[Any, ...], ...]:
+            return tuple((p.data, p.share, p.count) for p in self.at(step, arrays))
+
+        steps = tf.data.Dataset.range(first, last).with_options(lean_options())
+        return steps.map(parts, num_parallel_calls=2, deterministic=True).prefetch(_AHEAD_STEPS)
+
+    def worker_dataset(self, context: Any = None) -> tf.data.Dataset:
+        """As in `Feed`: the arrays."""
+        return tf.data.Dataset.from_tensors(self.source.arrays()).repeat()
+
+    def dataset_on_worker(self, given: Any, first: Any, last: Any) -> tf.data.Dataset:
+        """As in `Feed`."""
+        return self.dataset(first, last, given.get_next())
+
+    def _part(self, replica: int, first: tf.Tensor, size: Any, arrays: Any) -> Part:
+        low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
+        count = high - low
+        if isinstance(count, int):
+            positions = first + low + tf.range(max(count, 1), dtype=tf.int64)
+            share: Any = tf.constant(count / size, tf.float32)
+            count = tf.constant(count, tf.int64)
+        else:
+            positions = first + low + tf.range(tf.maximum(count, 1), dtype=tf.int64)
+            share = tf.cast(tf.cast(count, tf.float64) / tf.cast(size, tf.float64), tf.float32)
+        return Part(self._gather(positions, arrays), share, count)
+
+    def _gather(self, positions: tf.Tensor, arrays: Any) -> Any:
+        size = self._order.examples
+        indices = example_at(
+            positions, num_examples=size, seed=self._seed, shuffle=self._order.shuffle
+        )
+        data = self.source.gather(indices, arrays=arrays)
+        passes = positions // size
+        data = self.source.transformed(data, example_ids=indices, epoch=passes, seed=self._seed)
+        return self._after(data) if self._after else data

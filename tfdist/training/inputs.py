@@ -1,0 +1,145 @@
+"""From the arguments of `fit`, `evaluate` and `predict` to a feed and a plan of epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
+
+from tfdist.data.resolve import as_source, check_supported
+from tfdist.data.source import Source
+from tfdist.errors import UsageError
+from tfdist.strategy import Job
+from tfdist.training import feeds
+from tfdist.training.epochs import EpochPlan, VirtualEpochs
+from tfdist.training.feed import Feed, Layout, Order
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """One data set, made ready for a run.
+
+    Attributes:
+      source: where the examples come from.
+      feed: the batches of this task's replicas.
+      plan: the run's epochs, in steps and examples.
+      batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
+    """
+
+    source: Source
+    feed: Feed
+    plan: EpochPlan
+    batch_spec: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Length:
+    """How long a run over some data is; see the arguments of `fit`."""
+
+    batch_size: int | None = None
+    epochs: int = 1
+    steps_per_epoch: int | None = None
+    virtual_epochs: VirtualEpochs | None = None
+    overfit_batches: int | None = None
+
+
+def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
+    """Splits the last part off as validation data, as Keras does."""
+    return array_slicing.train_validation_split(arrays, validation_split=validation_split)
+
+
+def prepare(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    job: Job,
+    length: Length,
+    shuffle: bool,
+    seed: int,
+    class_weight: dict[int, float] | None = None,
+) -> Data:
+    """Makes data ready for a run. Every task calls it alike.
+
+    Raises:
+      UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
+    """
+    source = as_source(x, y, sample_weight=sample_weight)
+    check_supported(source, job.kind)
+    layout = Layout(num_replicas=job.num_replicas, replica_ids=job.replica_ids)
+    sizes = feeds.sizes_of(source, batch_size=length.batch_size, layout=layout)
+    _require_enough(sizes.batch, job)
+    examples = sizes.examples
+    if length.overfit_batches:
+        examples = min(examples or sizes.batch, length.overfit_batches * sizes.batch)
+    plan = _plan(length, batch=sizes.batch, examples=examples)
+    feed = feeds.feed_for(
+        source,
+        plan,
+        layout=layout,
+        seed=seed,
+        order=Order(examples=examples, shuffle=shuffle),
+        after=_class_weights(class_weight),
+    )
+    _LOG.info("%s", source.describe())
+    spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
+    return Data(source=source, feed=feed, plan=plan, batch_spec=spec)
+
+
+def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
+    virtual = length.virtual_epochs
+    if virtual is not None:
+        if length.epochs != 1 or length.steps_per_epoch is not None:
+            raise UsageError(
+                "tfdist.fit",
+                received="virtual_epochs together with epochs or steps_per_epoch",
+                expected="one of the two ways to say how long a run is",
+                fix="leave epochs and steps_per_epoch out",
+            )
+        return EpochPlan.from_boundaries(virtual.boundaries(), global_batch_size=batch)
+    per_epoch = length.steps_per_epoch * batch if length.steps_per_epoch else examples
+    if per_epoch is None:
+        raise UsageError(
+            "tfdist.fit",
+            received="data of unknown length and no steps_per_epoch",
+            expected="to know how long an epoch is",
+            fix="pass steps_per_epoch (validation_steps, steps), or virtual_epochs",
+        )
+    return EpochPlan.uniform(epochs=length.epochs, examples=per_epoch, global_batch_size=batch)
+
+
+def _require_enough(batch: int, job: Job) -> None:
+    if batch < job.num_replicas:
+        raise UsageError(
+            "batch_size",
+            received=f"a global batch of {batch} for {job.num_replicas} replicas",
+            expected="at least one example for each replica",
+            fix=f"pass batch_size={job.num_replicas} or more, or use fewer devices",
+        )
+
+
+def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any] | None:
+    if class_weight is None:
+        return None
+    weigh = make_class_weight_map_fn(class_weight)
+    return lambda data: weigh(*data)
+
+
+def _with_weight(spec: Any) -> Any:
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(spec)
+    if weight is not None or y is None or tf.nest.is_nested(y):
+        raise UsageError(
+            "class_weight",
+            received="class_weight with sample weights, several outputs, or no targets",
+            expected="one target per example, and no sample weights",
+            fix="pass sample_weight alone, with the class weights multiplied in",
+        )
+    return x, y, tf.TensorSpec([None], tf.float32)

@@ -1,0 +1,367 @@
+"""Every workaround for Keras and TensorFlow that the training step needs, in one place.
+
+The replacements are put in place once, by `install`, and do nothing unless the calling thread is
+tracing a tfdist step (`tracing`): anything else in the process sees stock Keras. Each names the
+issue it works around; `tests/integration/test_keras_compat.py` has one test for each that fails
+on the day Keras no longer needs it. Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21.
+
+The heart is the one door for gradients: where they enter `Optimizer.apply`, and nowhere else,
+they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
+what one device would see, and every replica does the same update on its own copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow.core import Variable
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.losses import loss as keras_loss
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random.seed_generator import SeedGenerator
+from tensorflow.python.distribute import collective_all_reduce_strategy, mirrored_strategy
+from tensorflow.python.distribute import values as tf_values
+
+_LOG = logging.getLogger(__name__)
+_GOLDEN_RATIO = 0x9E3779B9
+_PACK_BYTES = 32 * 2**20
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class StepTrace:
+    """What the replacements know about the step that this thread is tracing.
+
+    Attributes:
+      num_replicas: replicas whose gradients are summed; 1 needs no reduction.
+      share: this replica's part of the global batch, scalar float32 or a float.
+      random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
+      training: False leaves losses as they are.
+      local: values of variables, by `id`, that live in the step and not in the variable.
+    """
+
+    num_replicas: int
+    share: tf.Tensor | float
+    random_key: tf.Tensor
+    training: bool = True
+    local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    draws: int = 0
+    in_door: bool = False
+    loss_scaled: bool = False
+    statistics: list[Variable] = dataclasses.field(default_factory=list)
+    graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def tracing(trace: StepTrace) -> Iterator[StepTrace]:
+    """Makes Keras follow `trace` in this thread; used inside the replica function of a step."""
+    install()
+    _thread.trace = trace
+    try:
+        yield trace
+        if trace.training:
+            _reduce_statistics(trace)
+    finally:
+        _thread.trace = None
+
+
+def _current() -> StepTrace | None:
+    return getattr(_thread, "trace", None)
+
+
+@functools.cache
+def install() -> None:
+    """Puts the replacements in place, once a process."""
+    for owner, name, make in (
+        (SeedGenerator, "next", _seed_of_the_step),
+        (keras_loss, "scale_loss_for_distribution", _scale_by_share),
+        (keras_loss, "unscale_loss_for_distribution", _unscale_by_share),
+        (BaseOptimizer, "apply", _door),
+        (LossScaleOptimizer, "apply", _door),
+        (TFOptimizer, "_all_reduce_sum_gradients", _already_reduced),
+        (Variable, "value", _local_value),
+        (Variable, "_direct_assign", _noting_writes),
+        (Variable, "assign_add", _in_one_operation("assign_add")),
+        (Variable, "assign_sub", _in_one_operation("assign_sub")),
+        (mirrored_strategy.MirroredExtended, "_use_merge_call", _no_merge_call),
+        (
+            collective_all_reduce_strategy.CollectiveAllReduceExtended,
+            "_use_merge_call",
+            _no_merge_call,
+        ),
+        (tf_values, "_on_write_update_replica", _on_own_copy),
+    ):
+        original = getattr(owner, name)
+        replacement = make(original)
+        if not isinstance(replacement, property):
+            replacement = functools.wraps(original)(replacement)
+        setattr(owner, name, replacement)
+
+
+# One door for gradients. Keras clips, checks and accumulates each replica's own gradient and sums
+# after (https://github.com/keras-team/keras/issues/20582), so that clipping differs from one
+# device, an overflow on one replica goes unseen, and a mean over uneven shares is a wrong mean.
+
+
+def _door(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        trace = _current()
+        if trace is None or trace.in_door or trace.num_replicas == 1:
+            return original(self, grads, trainable_variables)
+        grads = _weighted(list(grads), trace)
+        grads = _reduced(grads, trace)
+        trace.in_door = True
+        try:
+            return original(self, grads, trainable_variables)
+        finally:
+            trace.in_door = False
+
+    return apply
+
+
+def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
+    """Weights by the share where the step's loss was never scaled: a loss made by hand."""
+    if trace.loss_scaled:
+        return grads
+    return [None if g is None else _times(g, trace.share) for g in grads]
+
+
+def _times(gradient: Any, factor: tf.Tensor | float) -> Any:
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
+    """Sums gradients over the replicas; the statistics of the forward pass travel with them."""
+    noted, trace.statistics = trace.statistics, []
+    statistics = [_times(tf.convert_to_tensor(v.value), trace.share) for v in noted]
+    dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
+    reduced = sum_over_replicas([grads[i] for i in dense] + statistics)
+    for i, total in zip(dense, reduced, strict=False):
+        grads[i] = total
+    for variable, total in zip(noted, reduced[len(dense) :], strict=True):
+        _own_copy(variable).assign(total)
+    sparse = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
+    if sparse:
+        context = tf.distribute.get_replica_context()
+        totals = context.all_reduce("SUM", [grads[i] for i in sparse])
+        for i, total in zip(sparse, totals, strict=True):
+            grads[i] = total
+    return grads
+
+
+def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor over all replicas, packed by dtype into few messages. Replica context."""
+    context = tf.distribute.get_replica_context()
+    results: list[tf.Tensor] = list(tensors)
+    for pack in _packs(tensors):
+        flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in pack], 0)
+        total = context.all_reduce("SUM", flat)
+        sizes = [tf.size(tensors[i]) for i in pack]
+        for i, part in zip(pack, tf.split(total, sizes, num=len(pack)), strict=True):
+            results[i] = tf.ensure_shape(tf.reshape(part, tf.shape(tensors[i])), tensors[i].shape)
+    return results
+
+
+def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    packs: list[list[int]] = []
+    filled: dict[Any, int] = {}
+    for i, tensor in enumerate(tensors):
+        size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+        if filled.get(tensor.dtype, _PACK_BYTES) + size > _PACK_BYTES:
+            filled[tensor.dtype] = 0
+            packs.append([])
+        pack = next(p for p in reversed(packs) if not p or tensors[p[0]].dtype == tensor.dtype)
+        pack.append(i)
+        filled[tensor.dtype] += size
+    return packs
+
+
+def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce(self: Any, grads_and_vars: Any) -> Any:
+        trace = _current()
+        if trace is not None and trace.in_door:
+            return list(grads_and_vars)
+        return original(self, grads_and_vars)
+
+    return reduce
+
+
+# Behind the door every replica holds the same gradient and updates its own copy of each variable.
+# TensorFlow's way through `merge_call` cannot stand inside a `cond`, where loss scaling and
+# accumulation need it.
+
+
+def _no_merge_call(original: Callable[..., bool]) -> Callable[..., bool]:
+    def use_merge_call(self: Any) -> bool:
+        trace = _current()
+        return False if trace is not None and trace.in_door else original(self)
+
+    return use_merge_call
+
+
+def _on_own_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(var: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        trace = _current()
+        if trace is not None and trace.in_door:
+            return update_fn(var._get_on_device_or_primary(), value, **kwargs)
+        return original(var, update_fn, value, **kwargs)
+
+    return update
+
+
+def _own_copy(variable: Variable) -> tf.Variable:
+    value = variable.value
+    return value._get_on_device_or_primary() if hasattr(value, "_values") else value
+
+
+# A replica's loss counts by its share of the global batch. Keras takes 1 / replicas whatever the
+# share (https://github.com/keras-team/keras/blob/v3.15.1/keras/src/losses/loss.py#L229).
+
+
+def _scale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(value: Any) -> Any:
+        trace = _current()
+        if trace is None:
+            return original(value)
+        trace.loss_scaled = True
+        if not trace.training or trace.num_replicas == 1:
+            return value
+        return value * tf.cast(trace.share, value.dtype)
+
+    return scale
+
+
+def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unscale(value: Any) -> Any:
+        trace = _current()
+        if trace is None:
+            return original(value)
+        if not trace.training or trace.num_replicas == 1:
+            return value
+        # An empty share counts nothing, so that any finite number does.
+        return tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
+
+    return unscale
+
+
+# BatchNormalization writes each replica's own moving statistics, and they drift apart
+# (https://github.com/keras-team/keras/issues/20585). The door takes them along; what is written
+# after the last door is reduced at the end of the step.
+
+
+def _noting_writes(original: Callable[..., Any]) -> Callable[..., Any]:
+    def direct_assign(self: Any, value: Any) -> Any:
+        trace = _current()
+        if trace is not None and id(self) in trace.local:
+            trace.local[id(self)] = tf.cast(value, trace.local[id(self)].dtype)
+            return None
+        if trace is not None and trace.training and _is_statistic(self, trace):
+            trace.statistics.append(self)
+        return original(self, value)
+
+    return direct_assign
+
+
+def _is_statistic(variable: Any, trace: StepTrace) -> bool:
+    return (
+        trace.num_replicas > 1
+        and not trace.in_door
+        and not variable.trainable
+        and variable.synchronization != "on_read"
+        and tf.as_dtype(variable.dtype).is_floating
+        and all(variable is not seen for seen in trace.statistics)
+    )
+
+
+def _reduce_statistics(trace: StepTrace) -> None:
+    if trace.statistics:
+        _reduced([], trace)
+
+
+# Keras adds by reading, adding and assigning, which loses updates under a parameter server
+# (https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py#L300).
+
+
+def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def assign(self: Any, value: Any) -> Any:
+            trace = _current()
+            at_once = (
+                trace is not None
+                and id(self) not in trace.local
+                and (trace.num_replicas == 1 or trace.in_door or self.synchronization == "on_read")
+            )
+            if not at_once or in_stateless_scope():
+                return original(self, value)
+            value = tf.cast(value, self._value.dtype)
+            if value.shape != self._value.shape:
+                return original(self, value)
+            return getattr(self._value, name)(value)
+
+        return assign
+
+    return make
+
+
+def _local_value(original: property) -> property:
+    """Reads a variable that lives in the step; `_noting_writes` is the other half."""
+
+    def value(self: Any) -> Any:
+        trace = _current()
+        if trace is not None and trace.local:
+            found = trace.local.get(id(self))
+            if found is not None:
+                return found
+        return original.fget(self)  # type: ignore[misc]
+
+    return property(value, doc=original.__doc__)
+
+
+# Dropout and friends draw from (seed, step, replica). Keras gives every replica the same seed
+# state, and a resumed run another one.
+
+
+def _seed_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next_seed(self: Any, ordered: bool = True) -> Any:
+        trace = _current()
+        if trace is None:
+            return original(self, ordered)
+        _warn_in_loop(trace)
+        trace.draws += 1
+        offset = trace.draws * _GOLDEN_RATIO % 2**32
+        offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, trace.draws])
+        return tf.cast(trace.random_key + offset, self.state.dtype)
+
+    return next_seed
+
+
+def _warn_in_loop(trace: StepTrace) -> None:
+    graph = tf.compat.v1.get_default_graph()
+    if graph is not trace.graph and type(graph).__name__ == "WhileBodyFuncGraph":
+        _LOG.warning(
+            "a random draw inside a loop of the model gives the same numbers in each iteration "
+            "of that loop; draw before the loop, or give the iteration's number as the seed"
+        )
+
+
+def random_key(seed: int, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
+    """Returns int32 [2], a hash of (seed, step, replica): one draw's seed is an offset of it."""
+    low, high = seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF
+    step = tf.cast(step, tf.int64)
+    words = tf.stack([step * 2**16 + tf.cast(replica, tf.int64), tf.constant(high, tf.int64)])
+    words = tf.bitwise.bitwise_xor(words, tf.constant([low << 32, low], tf.int64))
+    return tf.random.stateless_uniform([2], words, minval=None, maxval=None, dtype=tf.int32)

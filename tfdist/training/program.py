@@ -1,0 +1,63 @@
+"""What an engine runs: a step function, its data, and what belongs to the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.training import keras_compat
+from tfdist.training.feed import Part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
+class StepProgram:
+    """A step function over a data set.
+
+    Attributes:
+      function: called with one replica's batch, in replica context; returns a dict of scalars.
+      feed: where batches come from.
+      seed: of every random draw in the step.
+      training: True where gradients are reduced and losses weighted by the share.
+      metrics: Keras variables that a replica with an empty share leaves as they were.
+      keep_logs: True to return what `function` returned in the last step.
+    """
+
+    function: Callable[[Any], Any]
+    feed: Any
+    seed: int
+    training: bool
+    metrics: Sequence[Any] = ()
+    keep_logs: bool = False
+
+
+def run_replica(
+    program: StepProgram,
+    part: Part,
+    *,
+    step: tf.Tensor,
+    replica: Any,
+    num_replicas: int,
+    local: dict[int, tf.Tensor] | None = None,
+) -> Any:
+    """Runs one step on one replica, in its context; returns what the step function returned.
+
+    `local` holds the values of variables, by `id`, that the step keeps to itself: reads and writes
+    of them go there.
+    """
+    trace = keras_compat.StepTrace(
+        num_replicas=num_replicas,
+        share=part.share,
+        random_key=keras_compat.random_key(program.seed, step=step, replica=replica),
+        training=program.training,
+        local=local or {},
+    )
+    guarded = [v.value for v in program.metrics] if program.feed.may_be_empty else []
+    before = [tf.identity(v) for v in guarded]
+    with keras_compat.tracing(trace):
+        outputs = program.function(part.data)
+    for variable, old in zip(guarded, before, strict=True):
+        variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
+    return outputs

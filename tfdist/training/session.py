@@ -1,0 +1,82 @@
+"""A model under its strategy: its step programs, its metrics, its learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.strategy import Job
+from tfdist.training.engines import engine_for
+from tfdist.training.program import StepProgram
+
+
+class Session:
+    """What `fit`, `evaluate` and `predict` do with one model. Every training task makes one."""
+
+    def __init__(self, model: keras.Model, job: Job) -> None:
+        self.model = model
+        self.job = job
+        self.engine = engine_for(job)
+        self._read_metrics: Any = None
+
+    def program(self, step: str, feed: Any, *, seed: int) -> StepProgram:
+        """The program of ``train_step``, ``test_step`` or ``predict_step`` over a feed."""
+        own = getattr(type(self.model), step) is not getattr(TensorFlowTrainer, step)
+        return StepProgram(
+            function=getattr(self.model, step),
+            feed=feed,
+            seed=seed,
+            training=step == "train_step",
+            metrics=() if step == "predict_step" else tuple(self.model.metrics_variables),
+            keep_logs=own and step != "predict_step",
+        )
+
+    def metrics(self, program: StepProgram, logs: dict[str, float]) -> dict[str, Any]:
+        """The model's metrics over all replicas. A collective: every task calls it alike.
+
+        As in Keras, `logs` of a step of the user's own win where their names are not those of
+        the model's metrics.
+        """
+        result = self._metrics_result(program)
+        if logs and set(logs) != set(result):
+            return dict(logs)
+        return result
+
+    def reset_metrics(self) -> None:
+        """Sets every metric to zero, on every replica."""
+        self.model.reset_metrics()
+        self.engine.reset_metrics()
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate where it can be set, else NaN (a schedule, or none)."""
+        rate = getattr(self.model.optimizer, "_learning_rate", None)
+        inner = getattr(self.model.optimizer, "inner_optimizer", None)
+        rate = getattr(inner, "_learning_rate", rate)
+        return float(rate.numpy()) if isinstance(rate, keras.Variable) else math.nan
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if not math.isnan(value) and np.float32(value) != np.float32(self.learning_rate):
+            self.model.optimizer.learning_rate = value
+
+    def _metrics_result(self, program: StepProgram) -> dict[str, Any]:
+        self.engine.settle_metrics(program)
+        if self._read_metrics is None:
+            with self.job.strategy.scope():
+                self._read_metrics = tf.function(self._result_in_graph, autograph=False)
+        result = self._read_metrics()
+        return {name: _python(value) for name, value in result.items()}
+
+    def _result_in_graph(self) -> dict[str, Any]:
+        return {n: tf.convert_to_tensor(v) for n, v in self.model.get_metrics_result().items()}
+
+
+def _python(value: tf.Tensor) -> Any:
+    array = value.numpy()
+    return float(array) if array.ndim == 0 else array
