@@ -71,7 +71,7 @@ class ArraySource(GraphSource):
         """The bytes of all arrays, as they are kept."""
         return sum(leaf.size_bytes for leaf in tf.nest.flatten(self._columns) if leaf is not None)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
         """Returns the examples at `indices`, int64[b] -> nest of [b, ...]."""
         if arrays is None:
@@ -82,9 +82,11 @@ class ArraySource(GraphSource):
                 return None
             return tf.cast(tf.gather(array, indices, axis=0), column.spec.dtype)
 
-        return tf.nest.map_structure(take, self._columns, arrays)
+        # Beside the arrays: on an accelerator the whole of them would be copied for each batch.
+        with tf.device("/device:CPU:*"):
+            return tf.nest.map_structure(take, self._columns, arrays)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def arrays(self) -> Nest:
         """Returns the arrays as tensors; in a graph, a mapped file as what maps it there."""
         return _map_present(lambda column: column.sent(), self._columns)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,41 +18,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.mixing import mix, stream
+from tfdist.data.draws import Draws, draws_for
+from tfdist.data.mixing import mix
 from tfdist.data.source import Nest, Transform, replace_x, unpack
 from tfdist.errors import UsageError
 
 _Numbers = np.float64 | np.ndarray[Any, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Draws:
-    """The random numbers of one transform: one stream for each example of the batch."""
-
-    keys: tf.Tensor  # uint64[b]
-
-    def below(self, bound: int | tf.Tensor, *, index: int) -> tf.Tensor:
-        """Returns draw `index` of each example, int32[b], uniform in [0, bound); bound < 2**31."""
-        high = tf.bitwise.right_shift(self._bits(index), tf.constant(32, tf.uint64))
-        product = high * tf.cast(bound, tf.uint64)
-        return tf.cast(tf.bitwise.right_shift(product, tf.constant(32, tf.uint64)), tf.int32)
-
-    def uniform(self, *, index: int) -> tf.Tensor:
-        """Returns draw `index` of each example, float32[b], uniform in [0, 1)."""
-        high = tf.bitwise.right_shift(self._bits(index), tf.constant(40, tf.uint64))
-        return tf.cast(high, tf.float32) * (1.0 / (1 << 24))
-
-    def _bits(self, index: int) -> tf.Tensor:
-        return stream(self.keys, tf.constant(index, tf.uint64))
-
-
-def draws_for(
-    name: str, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int, position: int = 0
-) -> Draws:
-    """Returns the streams of a transform called `name`, the `position`-th of its chain."""
-    salt = mix(zlib.crc32(name.encode()) + (position << 32))
-    per_epoch = stream(mix(mix(seed) ^ salt), tf.cast(epoch, tf.int64))
-    return Draws(keys=stream(per_epoch, tf.cast(example_ids, tf.int64)))
 
 
 class _Affine(abc.ABC):
@@ -204,14 +174,14 @@ class Compose:
         self.transforms = tuple(_flattened(transforms))
         self.key = key
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
         """Returns the batch with other images; `example_ids` int64[b], `epoch` int64[] or [b]."""
         chain = _Chain(example_ids=example_ids, epoch=epoch, seed=seed)
         for kind, group in itertools.groupby(enumerate(self.transforms), key=_kind_of):
-            members = list(group)
+            members: list[tuple[int, Any]] = list(group)
             if kind is _Geometric:
                 batch = self._moved(batch, members, chain)
             elif kind is _Affine:

@@ -24,7 +24,7 @@ _ROUNDS = 8
 _KEY_BITS = 21
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@tf.autograph.experimental.do_not_convert
 def example_at(positions: tf.Tensor, *, num_examples: int, seed: int, shuffle: bool) -> tf.Tensor:
     """Returns the example at each position, int64[b] -> int64[b] in [0, num_examples).
 
@@ -40,12 +40,14 @@ def example_at(positions: tf.Tensor, *, num_examples: int, seed: int, shuffle: b
         return offsets
     keys = _keys(positions // size, seed=seed)
     # RandomIndexShuffle refuses an empty vector, and a replica's share may be empty.
-    padded_offsets = tf.concat([offsets, tf.zeros([1], tf.int64)], axis=0)
-    padded_keys = tf.concat([keys, tf.zeros([1, 3], tf.uint32)], axis=0)
-    shuffled = tf.raw_ops.RandomIndexShuffle(
-        index=padded_offsets, seed=padded_keys, max_index=size - 1, rounds=_ROUNDS
-    )
-    return shuffled[:-1]
+    offsets = tf.concat([offsets, tf.zeros([1], tf.int64)], axis=0)
+    keys = tf.concat([keys, tf.zeros([1, 3], tf.uint32)], axis=0)
+    if not _is_cut_short(num_examples):
+        return _permuted(offsets, keys=keys, size=size)[:-1]
+    # Permute one more than there are; what lands on the one too many takes its place.
+    shuffled = _permuted(offsets, keys=keys, size=size + 1)
+    instead = _permuted(tf.zeros_like(offsets) + size, keys=keys, size=size + 1)
+    return tf.where(shuffled == size, instead, shuffled)[:-1]
 
 
 def example_at_numpy(
@@ -70,6 +72,24 @@ def _keys(passes: tf.Tensor, *, seed: int) -> tf.Tensor:
     shifts = tf.constant([0, _KEY_BITS, 2 * _KEY_BITS], tf.uint64)
     fields = tf.bitwise.right_shift(hashed[:, None], tf.broadcast_to(shifts, [1, 3]))
     return tf.cast(tf.bitwise.bitwise_and(fields, mask), tf.uint32)
+
+
+def _permuted(offsets: tf.Tensor, *, keys: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    return tf.raw_ops.RandomIndexShuffle(
+        index=offsets, seed=keys, max_index=size - 1, rounds=_ROUNDS
+    )
+
+
+def _is_cut_short(num_examples: int) -> bool:
+    """Whether the cipher has a bit too few for this number of examples.
+
+    RandomIndexShuffle takes log2 of the largest index as the bits it needs, which is one too few
+    where that index is a power of two, and rounds up to an even number of at least 16. So 65,537
+    examples, 262,145 and so on come out with one of them twice and one never.
+    """
+    largest = num_examples - 1
+    exponent = largest.bit_length() - 1
+    return exponent >= 16 and exponent % 2 == 0 and largest == 1 << exponent
 
 
 def _require_examples(num_examples: int) -> None:

@@ -35,6 +35,21 @@ class RecordIndex:
     offsets: np.ndarray[Any, Any]  # int64[num_records]: of the record's header in its file
     lengths: np.ndarray[Any, Any]  # int64[num_records]: of the record's own bytes
 
+    def within(self, spans: Sequence[tuple[str, int, int]]) -> RecordIndex:
+        """Returns the records of these runs only: (file, first record in it, count)."""
+        firsts = np.searchsorted(self.file_numbers, np.arange(len(self.files)))
+        runs = [
+            firsts[self.files.index(os.path.abspath(file))] + np.arange(first, first + count)
+            for file, first, count in spans
+        ]
+        chosen = np.concatenate(runs)
+        return dataclasses.replace(
+            self,
+            file_numbers=self.file_numbers[chosen],
+            offsets=self.offsets[chosen],
+            lengths=self.lengths[chosen],
+        )
+
 
 class TFRecordSource(GraphSource):
     """Uncompressed TFRecord files; `parse` makes the examples from the records of a batch.
@@ -43,7 +58,8 @@ class TFRecordSource(GraphSource):
     `parse` is a graph function, string[b] -> nest of [b, ...], `tf.io.parse_example` for one.
     Files of up to `memory_limit_bytes` together are held in memory as one string; past that each
     record is read from its file at its offset. The offsets are found once by a scan of the
-    headers, and kept below `cache_dir` until a file changes. Raises `UsageError` for files that
+    headers, and kept below `cache_dir` until a file changes. `spans` restricts the source to runs
+    of records, (file, first, count) each. Raises `UsageError` for files that
     are missing, compressed or cut short.
     """
 
@@ -53,10 +69,12 @@ class TFRecordSource(GraphSource):
         parse: Callable[[tf.Tensor], Nest],
         *,
         transform: Transform | None = None,
+        spans: Sequence[tuple[str, int, int]] | None = None,
         memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
         cache_dir: Path | None = None,
     ) -> None:
-        self.index = load_index(_expand(files), cache_dir=cache_dir)
+        index = load_index(_expand(files), cache_dir=cache_dir)
+        self.index = index if spans is None else index.within(spans)
         self.transform = transform
         self._parse = tf.autograph.experimental.do_not_convert(parse)
         self._in_memory = sum(self.index.sizes_bytes) <= memory_limit_bytes
@@ -73,14 +91,14 @@ class TFRecordSource(GraphSource):
         """Nest of specs of what `parse` gives for one record."""
         return self._spec
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
         """Returns the parsed records at `indices`, int64[b] -> nest of [b, ...]."""
         if arrays is None:
             arrays = self._held_arrays()
         return self._parse(self._records(indices, arrays))
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def arrays(self) -> Nest:
         """Returns the index, and the files' bytes where they are held in memory.
 

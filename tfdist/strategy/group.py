@@ -16,6 +16,8 @@ import tensorflow as tf
 from tfdist.cluster import from_environ
 from tfdist.strategy.job import Job, current_job
 
+_PIECE_WORDS = 2**22
+
 
 def is_chief() -> bool:
     """True in the one task that writes; true in a process that stands alone. Not a collective."""
@@ -63,6 +65,23 @@ def sum_over_tasks(job: Job, values: np.ndarray) -> np.ndarray:
     return _summer(job.strategy)(tf.constant(values)).numpy()
 
 
+def sum_bytes(job: Job, array: np.ndarray) -> np.ndarray:
+    """Sums arrays in which each element is zero in all tasks but one, bit for bit. A collective.
+
+    Of any type and one shape in all tasks; a copy in pieces, so that large arrays can be sent.
+    """
+    if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
+        return array
+    data = array.tobytes()
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)
+    pieces = [
+        sum_over_tasks(job, words[start : start + _PIECE_WORDS])
+        for start in range(0, len(words), _PIECE_WORDS)
+    ]
+    total = b"".join(piece.tobytes() for piece in pieces)[: len(data)]
+    return np.frombuffer(total, array.dtype).reshape(array.shape)
+
+
 @functools.lru_cache(maxsize=4)
 def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
     first = strategy.extended._get_replica_id_in_sync_group(0)
@@ -82,11 +101,8 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
 def _broadcast(job: Job, value: Any) -> Any:
     payload = json.dumps(value, default=_encode).encode() if job.is_chief else b""
     length = int(sum_over_tasks(job, np.array([float(len(payload))]))[0])
-    words = np.zeros(-(-length // 4), np.int32)
-    if job.is_chief:
-        words.view(np.uint8)[:length] = np.frombuffer(payload, np.uint8)
-    words = sum_over_tasks(job, words)
-    return json.loads(words.view(np.uint8)[:length].tobytes(), object_hook=_decode)
+    mine = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
+    return json.loads(sum_bytes(job, mine).tobytes(), object_hook=_decode)
 
 
 def _encode(value: Any) -> Any:

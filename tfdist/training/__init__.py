@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
-from tfdist.training.evaluate import evaluate, predict
-from tfdist.training.fit import fit
+from tfdist.training.evaluation import evaluate, predict
+from tfdist.training.fitting import fit
 
 __all__ = ["EpochPlan", "VirtualEpochs", "evaluate", "fit", "predict"]

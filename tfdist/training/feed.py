@@ -19,7 +19,7 @@ from tfdist.data.order import example_at
 from tfdist.data.source import GraphSource, lean_options
 from tfdist.training.epochs import EpochPlan, share_of
 
-_AHEAD_STEPS = 2
+AHEAD_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +29,19 @@ class Layout:
     Attributes:
       num_replicas: replicas of the whole group.
       replica_ids: this task's, in the order of its devices.
+      num_tasks: tasks that compute a step together.
+      num_workers: workers that take steps by turns (ps), else 1.
     """
 
     num_replicas: int = 1
     replica_ids: tuple[int, ...] = (0,)
+    num_tasks: int = 1
+    num_workers: int = 1
+
+    @property
+    def task_index(self) -> int:
+        """This task's place among the tasks of the group."""
+        return self.replica_ids[0] // len(self.replica_ids)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,11 +93,13 @@ class Feed(abc.ABC):
       may_be_empty: True when a replica's share of some step can be empty.
       direct: True when the step itself makes its batch by `at`; otherwise batches come from
         `iterator`.
+      counts_shares: True when a replica's share is known only once all have counted.
     """
 
     plan: EpochPlan
     may_be_empty: bool
     direct: bool
+    counts_shares: bool = False
 
     @abc.abstractmethod
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
@@ -98,14 +109,14 @@ class Feed(abc.ABC):
         """
 
     @abc.abstractmethod
-    def worker_dataset(self, context: Any = None) -> tf.data.Dataset:
-        """What each ps worker is given once: an endless dataset of one element."""
+    def worker_dataset(self) -> tf.data.Dataset:
+        """What each ps worker is given once, an endless dataset; called in graph."""
 
     @abc.abstractmethod
-    def dataset_on_worker(self, given: Any, first: Any, last: Any) -> tf.data.Dataset:
-        """The parts of the steps ``[first, last)``, on a ps worker; in graph.
+    def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
+        """An iterator over the elements of the steps ``[first, last)``, on a ps worker; in graph.
 
-        `given` is the worker's iterator over `worker_dataset`. Elements are those of `dataset`.
+        `given` is the worker's iterator over `worker_dataset`.
         """
 
     def at(self, step: tf.Tensor) -> list[Part]:
@@ -159,15 +170,15 @@ class GraphFeed(Feed):
             return tuple((p.data, p.share, p.count) for p in self.at(step, arrays))
 
         steps = tf.data.Dataset.range(first, last).with_options(lean_options())
-        return steps.map(parts, num_parallel_calls=2, deterministic=True).prefetch(_AHEAD_STEPS)
+        return steps.map(parts, num_parallel_calls=2, deterministic=True).prefetch(AHEAD_STEPS)
 
-    def worker_dataset(self, context: Any = None) -> tf.data.Dataset:
+    def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the arrays."""
         return tf.data.Dataset.from_tensors(self.source.arrays()).repeat()
 
-    def dataset_on_worker(self, given: Any, first: Any, last: Any) -> tf.data.Dataset:
+    def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
         """As in `Feed`."""
-        return self.dataset(first, last, given.get_next())
+        return iter(self.dataset(first, last, given.get_next()))
 
     def _part(self, replica: int, first: tf.Tensor, size: Any, arrays: Any) -> Part:
         low, high = share_of(replica, parts=self._layout.num_replicas, size=size)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import GraphSource, Source, batch_spec
+from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.errors import UsageError
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import Feed, GraphFeed, Layout, Order
+from tfdist.training.loading import BatchFeed, IndexedFeed
+from tfdist.training.streaming import InputFunctionFeed, StreamFeed
 
+_LOG = logging.getLogger(__name__)
 _DEFAULT_BATCH_SIZE = 32
 
 
@@ -19,7 +29,8 @@ class Sizes:
 
     Attributes:
       batch: examples of a global batch.
-      examples: examples in one pass, None where it is not known.
+      examples: examples in one pass; a last batch that is smaller counts as whole where batches
+        come ready. None where it is not known.
       spec: nest of `tf.TensorSpec` of a batch.
     """
 
@@ -28,10 +39,31 @@ class Sizes:
     spec: Any
 
 
-def sizes_of(source: Source, *, batch_size: int | None, layout: Layout) -> Sizes:
-    """Returns the sizes of a source: of one by index as asked, of batches as they come."""
-    batch = batch_size or _DEFAULT_BATCH_SIZE
-    return Sizes(batch=batch, examples=source.num_examples, spec=batch_spec(source.element_spec))
+def sizes_of(
+    source: Source, *, batch_size: int | None, layout: Layout, count: bool = True
+) -> Sizes:
+    """Returns the sizes of a source: of one by index as asked, of batches as they come.
+
+    With `count`, a stream of unknown length is read through once to count its batches.
+    """
+    spec = batch_spec(source.element_spec)
+    if isinstance(source, GraphSource | PythonSource):
+        return Sizes(
+            batch=batch_size or _DEFAULT_BATCH_SIZE, examples=source.num_examples, spec=spec
+        )
+    batch = _size_of_first(source)
+    batches = source.num_batches
+    if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
+        _LOG.info("counting the batches of a dataset that does not tell its length")
+        batches = int(source.dataset_for().reduce(np.int64(0), lambda n, *_: n + 1))
+    if batches == 0:
+        raise UsageError(
+            "data",
+            received="a dataset without a batch",
+            expected="at least one batch",
+            fix="check the files it reads, and drop_remainder",
+        )
+    return Sizes(batch=batch, examples=None if batches is None else batches * batch, spec=spec)
 
 
 def feed_for(
@@ -44,6 +76,26 @@ def feed_for(
     after: Callable[[Any], Any] | None = None,
 ) -> Feed:
     """Makes the feed of a source for one run; `after` is applied to each batch, in graph."""
-    if isinstance(source, GraphSource):
-        return GraphFeed(source, plan, layout=layout, seed=seed, order=order, after=after)
-    raise TypeError(type(source).__name__)
+    kinds: tuple[tuple[type[Source], Any], ...] = (
+        (GraphSource, GraphFeed),
+        (PythonSource, IndexedFeed),
+        (PyDatasetSource, BatchFeed),
+        (InputFunctionSource, InputFunctionFeed),
+        (StreamSource, StreamFeed),
+    )
+    feed = next(feed for kind, feed in kinds if isinstance(source, kind))
+    made: Feed = feed(source, plan, layout=layout, seed=seed, order=order, after=after)
+    return made
+
+
+def _size_of_first(source: Any) -> int:
+    if isinstance(source, PyDatasetSource):
+        batch = source.fetch_batch(0)
+    else:
+        dataset = source.dataset_for()
+        fixed = next(s.shape[0] for s in tf.nest.flatten(source.batched_spec) if s is not None)
+        if fixed is not None:
+            return int(fixed)
+        batch = next(iter(dataset), None)
+    first = next((leaf for leaf in tf.nest.flatten(batch) if leaf is not None), [])
+    return max(len(first), 1)

@@ -14,6 +14,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 
 from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import Source
+from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import feeds
@@ -30,12 +31,14 @@ class Data:
     Attributes:
       source: where the examples come from.
       feed: the batches of this task's replicas.
+      order: in which order the examples come.
       plan: the run's epochs, in steps and examples.
       batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
     """
 
     source: Source
     feed: Feed
+    order: Order
     plan: EpochPlan
     batch_spec: Any
 
@@ -74,24 +77,39 @@ def prepare(
     """
     source = as_source(x, y, sample_weight=sample_weight)
     check_supported(source, job.kind)
-    layout = Layout(num_replicas=job.num_replicas, replica_ids=job.replica_ids)
-    sizes = feeds.sizes_of(source, batch_size=length.batch_size, layout=layout)
+    if isinstance(source, InputFunctionSource) and not shuffle:
+        source = StreamSource(source.dataset_for())  # once each: not by tasks that may overlap
+    layout = _layout(job)
+    known = length.steps_per_epoch is not None or length.virtual_epochs is not None
+    sizes = feeds.sizes_of(source, batch_size=length.batch_size, layout=layout, count=not known)
     _require_enough(sizes.batch, job)
     examples = sizes.examples
     if length.overfit_batches:
         examples = min(examples or sizes.batch, length.overfit_batches * sizes.batch)
     plan = _plan(length, batch=sizes.batch, examples=examples)
+    order = Order(examples=examples, shuffle=shuffle)
     feed = feeds.feed_for(
         source,
         plan,
         layout=layout,
         seed=seed,
-        order=Order(examples=examples, shuffle=shuffle),
+        order=order,
         after=_class_weights(class_weight),
     )
     _LOG.info("%s", source.describe())
     spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
-    return Data(source=source, feed=feed, plan=plan, batch_spec=spec)
+    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec)
+
+
+def _layout(job: Job) -> Layout:
+    replica_ids = job.replica_ids
+    workers = len(job.config.cluster.worker) if job.kind == "ps" and job.config else 1
+    return Layout(
+        num_replicas=job.num_replicas,
+        replica_ids=replica_ids,
+        num_tasks=job.num_replicas // len(replica_ids),
+        num_workers=workers,
+    )
 
 
 def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:

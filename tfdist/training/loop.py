@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.program import StepProgram
@@ -32,7 +33,7 @@ class Decision:
     Attributes:
       last: the range ends before this step.
       stop: some task has asked to stop; no step is run.
-      act: a party that goes by the clock is due after the range.
+      act: a backup that goes by the clock is due after the range.
       learning_rate: NaN where it cannot be set.
     """
 
@@ -52,7 +53,8 @@ class Loop:
         plan: EpochPlan,
         *,
         callbacks: Any,
-        parties: Sequence[Any],
+        backups: Sequence[BackupAndRestore],
+        save: Callable[[BackupAndRestore, int], None],
         every: Sequence[int],
         with_logs: bool,
         clock: Callable[[], float] = time.perf_counter,
@@ -61,7 +63,8 @@ class Loop:
         self._program = program
         self._plan = plan
         self._callbacks = callbacks
-        self._parties = parties
+        self._backups = backups
+        self._save = save
         self._every = every
         self._with_logs = with_logs
         self._clock = clock
@@ -80,6 +83,13 @@ class Loop:
                 return
             self._session.learning_rate = decision.learning_rate
             self._run_range(decision, epoch_start=steps.start)
+            if self.step < steps.stop:  # at an epoch's end validation comes first
+                self._save_due(decision)
+
+    def _save_due(self, decision: Decision) -> None:
+        for backup in self._backups:
+            if decision.act or backup.wants(self.step):
+                self._save(backup, self.step)
 
     def _run_range(self, decision: Decision, *, epoch_start: int) -> None:
         first, last = self.step, decision.last
@@ -90,13 +100,11 @@ class Loop:
         self.step = last
         logs = self._session.metrics(self._program, self.step_logs) if self._with_logs else {}
         self._callbacks.on_train_batch_end(last - 1 - epoch_start, logs)
-        for party in self._parties:
-            party.after_range(last, act=decision.act)
 
     def _decide(self, epoch_end: int) -> Decision:
         session, step = self._session, self.step
         last = min([epoch_end, step + self._range_steps(), *self._due()])
-        act = any(party.due() for party in self._parties)
+        act = any(backup.due() for backup in self._backups)
         told = np.zeros(4)
         if session.job.is_chief:
             told[:3] = last, act, session.learning_rate
@@ -107,7 +115,7 @@ class Loop:
     def _due(self) -> list[int]:
         """The next step of each party that goes by steps, after the present one."""
         fixed = [(self.step // n + 1) * n for n in self._every]
-        own = [party.next_step(self.step) for party in self._parties]
+        own = [backup.next_step(self.step) for backup in self._backups]
         return fixed + [step for step in own if step is not None]
 
     def _range_steps(self) -> int:

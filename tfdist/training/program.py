@@ -47,9 +47,13 @@ def run_replica(
     `local` holds the values of variables, by `id`, that the step keeps to itself: reads and writes
     of them go there.
     """
+    share = part.share
+    if program.feed.counts_shares and num_replicas > 1:
+        count = tf.cast(part.count, tf.float32)
+        share = count / keras_compat.sum_over_replicas([count])[0]
     trace = keras_compat.StepTrace(
         num_replicas=num_replicas,
-        share=part.share,
+        share=share,
         random_key=keras_compat.random_key(program.seed, step=step, replica=replica),
         training=program.training,
         local=local or {},

@@ -28,3 +28,6 @@ class Engine(Protocol):
 
     def settle_metrics(self, program: StepProgram) -> None:
         """Puts what the engine itself keeps of the metrics into `program.metrics`."""
+
+    def take_metrics(self, program: StepProgram) -> None:
+        """Takes over what was restored into `program.metrics`, to go on from there."""

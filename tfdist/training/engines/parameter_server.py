@@ -88,6 +88,11 @@ class ParameterServerEngine:
             variable.assign(part.astype(variable.dtype))
             start += size
 
+    def take_metrics(self, program: StepProgram) -> None:
+        """Starts from the totals that are in the model's metrics."""
+        flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
+        self._prepared(program, self._closure).totals = np.concatenate([*flat, np.zeros(0)])
+
     def _hand_out(self, work: _Work, first: int, last: int) -> Any:
         bounds = tf.constant(first, tf.int64), tf.constant(last, tf.int64)
         return self._coordinator.schedule(work.closure, args=(work.data, *bounds))
@@ -110,7 +115,7 @@ class ParameterServerEngine:
 
         @tf.function(autograph=False)
         def run_range(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
-            batches = iter(program.feed.dataset_on_worker(data, first, last))
+            batches = program.feed.worker_batches(data, first, last)
             logs: list[tf.Tensor] = []
 
             def body(step: tf.Tensor, kept: tf.Tensor, *totals: tf.Tensor) -> Any:
@@ -142,7 +147,7 @@ class ParameterServerEngine:
     def _output_closure(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
         @tf.function(autograph=False)
         def run_step(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
-            batches = iter(program.feed.dataset_on_worker(data, first, last))
+            batches = program.feed.worker_batches(data, first, last)
             return self._step(program, first, Part(*batches.get_next()[0]), ())[0]
 
         return run_step

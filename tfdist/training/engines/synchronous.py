@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import values_util
 
 from tfdist.strategy import Job
-from tfdist.strategy.group import sum_over_tasks
+from tfdist.strategy.group import sum_bytes, sum_over_tasks
 from tfdist.training.feed import Part
 from tfdist.training.program import StepProgram, run_replica
 
@@ -58,6 +58,9 @@ class SynchronousEngine:
         """Nothing: the model's own variables hold the metrics."""
 
     def settle_metrics(self, program: StepProgram) -> None:
+        """Nothing: the model's own variables hold the metrics."""
+
+    def take_metrics(self, program: StepProgram) -> None:
         """Nothing: the model's own variables hold the metrics."""
 
     def _compile_range(self, program: StepProgram) -> Callable[..., Any]:
@@ -144,15 +147,7 @@ class SynchronousEngine:
         whole = np.zeros((int(counts.sum()), *rows.shape[1:]), rows.dtype)
         start = int(counts[: ids[0]].sum())
         whole[start : start + len(rows)] = rows
-        return _sum_bytes(self._job, whole)
-
-
-def _sum_bytes(job: Job, array: np.ndarray) -> np.ndarray:
-    """Sums arrays in which every element is zero in all tasks but one, bit for bit."""
-    data = array.tobytes()
-    words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)
-    total = sum_over_tasks(job, words).tobytes()[: len(data)]
-    return np.frombuffer(total, array.dtype).reshape(array.shape)
+        return sum_bytes(self._job, whole)
 
 
 def _parts(program: StepProgram, step: tf.Tensor, iterator: Any) -> list[Part]:

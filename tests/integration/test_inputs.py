@@ -1,0 +1,147 @@
+"""Every kind of data, under one device and several replicas: the same examples, the same weights."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.data import ArraySource, PythonSource
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(50, 4).astype("float32")
+Y = RNG.randn(50, 1).astype("float32")
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, size=8):
+        super().__init__(workers=2)
+        self.size = size
+        self.passes = []
+
+    def __len__(self):
+        return -(-len(X) // self.size)
+
+    def __getitem__(self, index):
+        rows = slice(index * self.size, (index + 1) * self.size)
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.passes.append("end")
+
+
+class Examples:
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+
+def dataset(size=8):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(size)
+
+
+def unknown_length():
+    return dataset().filter(lambda *_: True)
+
+
+def input_function(context):
+    size = context.get_per_replica_batch_size(6)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).take(48)
+    return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(size)
+
+
+def build():
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.05, global_clipnorm=0.5), "mse", metrics=["mae"])
+    return model
+
+
+def train(strategy, *data, **fit):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = build()
+    history = tfdist.fit(model, *data, seed=3, verbose=0, **fit)
+    return model, history
+
+
+def difference(one, other):
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+KINDS = {
+    "arrays": (lambda: (X, Y), {"batch_size": 8}),
+    "source": (lambda: (ArraySource(X, Y),), {"batch_size": 8}),
+    "examples": (lambda: (Examples(),), {"batch_size": 8}),
+    "python_source": (lambda: (PythonSource(Examples()),), {"batch_size": 8}),
+    "pydataset": (lambda: (Batches(),), {}),
+    "dataset": (lambda: (dataset(),), {}),
+    "unknown_length": (lambda: (unknown_length(),), {}),
+    "endless": (lambda: (dataset().repeat(),), {"steps_per_epoch": 7}),
+}
+
+
+@pytest.fixture(scope="module")
+def by_keras():
+    """What `keras.Model.fit` makes of the arrays, in their order."""
+    keras.utils.set_random_seed(1)
+    model = build()
+    history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return model, history
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_equals_keras_on_one_device(kind, strategies, by_keras):
+    make, arguments = KINDS[kind]
+    for replicas in (1, 3):
+        model, history = train(strategies[replicas], *make(), epochs=2, shuffle=False, **arguments)
+        if kind == "endless":  # its second epoch goes on where the first ended
+            assert model.optimizer.iterations.numpy() == 14
+            continue
+        assert difference(model, by_keras[0]) < 1e-6
+        expected = by_keras[1].history["loss"]
+        np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-5)
+
+
+def keras_evaluate(model):
+    predicted = model(X).numpy()
+    return [float(((predicted - Y) ** 2).mean()), float(np.abs(predicted - Y).mean())]
+
+
+def test_shuffled_python_examples_are_those_of_arrays(strategies):
+    arrays, _ = train(strategies[1], X, Y, batch_size=8, epochs=2)
+    examples, _ = train(strategies[3], Examples(), batch_size=8, epochs=2)
+    assert difference(arrays, examples) < 1e-6
+
+
+def test_a_function_of_input_context_trains_alike(strategies):
+    one, _ = train(strategies[1], X[:48], Y[:48], batch_size=6, epochs=2, shuffle=False)
+    function, _ = train(strategies[1], input_function, epochs=2)
+    assert difference(one, function) < 1e-6
+    many, _ = train(strategies[2], input_function, epochs=2)
+    assert many.optimizer.iterations.numpy() == 16
+
+
+@pytest.mark.parametrize("kind", ["arrays", "examples", "pydataset", "dataset", "unknown_length"])
+def test_evaluate_and_predict_see_every_example_once(kind, strategies):
+    make, arguments = KINDS[kind]
+    model, _ = train(strategies[3], X, Y, batch_size=8)
+    expected = keras_evaluate(model)
+    np.testing.assert_allclose(
+        tfdist.evaluate(model, *make(), verbose=0, **arguments), expected, rtol=1e-5
+    )
+    data = make()[0] if kind != "arrays" else X
+    predicted = tfdist.predict(model, data, verbose=0, **arguments)
+    np.testing.assert_allclose(predicted, model(X).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_pydataset_hooks_are_called_between_passes(strategies):
+    data = Batches()
+    train(strategies[1], data, epochs=3)
+    assert data.passes == ["end", "end"]

@@ -1,0 +1,209 @@
+"""BackupAndRestore: a run that is cut anywhere ends like one that was left alone."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist.checkpoint import CheckpointStore
+from tfdist.errors import UsageError
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(90, 4).astype("float32")
+Y = RNG.randint(0, 3, 90)
+
+
+class Cut(Exception):
+    pass
+
+
+class CutAfter(keras.callbacks.Callback):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.optimizer._iterations.numpy() >= self.step:
+            raise Cut
+
+
+def make(strategy):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(8, activation="relu"), layers.BatchNormalization(),
+             layers.Dropout(0.5), layers.Dense(3)]
+        )  # fmt: skip
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+    return model
+
+
+def callbacks():
+    return [
+        keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.7),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+    ]
+
+
+def fit(model, directory, more=(), **options):
+    backup = tfdist.BackupAndRestore(directory, every_steps=options.pop("every_steps", 4))
+    options = {"seed": 5, "epochs": 4, "batch_size": 8, "shuffle": True, **options}
+    return tfdist.fit(
+        model, X, Y, verbose=0, validation_data=(X, Y), callbacks=[*callbacks(), backup, *more],
+        **options,
+    )  # fmt: skip
+
+
+def bits(model):
+    return [
+        w.tobytes() for w in [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_cut_run_ends_with_the_same_bits(strategies, replicas, tmp_path):
+    whole = make(strategies[replicas])
+    expected = fit(whole, tmp_path / "whole")
+    for step in (3, 12, 30):
+        directory = tmp_path / f"cut{step}"
+        cut = make(strategies[replicas])
+        with pytest.raises(Cut):
+            fit(cut, directory, [CutAfter(step)])
+        resumed = make(strategies[replicas])
+        history = fit(resumed, directory)
+        assert bits(resumed) == bits(whole)
+        assert json.dumps(history.history) == json.dumps(expected.history)
+
+
+def test_a_finished_run_is_not_run_again(strategies, tmp_path, caplog):
+    model = make(strategies[1])
+    fit(model, tmp_path)
+    again = make(strategies[1])
+    with caplog.at_level("INFO", logger="tfdist"):
+        history = fit(again, tmp_path)
+    assert bits(again) == bits(model)
+    assert len(history.history["loss"]) == 4
+    assert "come to its end" in caplog.text
+
+
+def test_a_finished_run_can_be_made_longer(strategies, tmp_path):
+    whole = make(strategies[1])
+    fit(whole, tmp_path / "whole", epochs=6)
+    first = make(strategies[1])
+    fit(first, tmp_path / "two", epochs=3)
+    longer = make(strategies[1])
+    fit(longer, tmp_path / "two", epochs=6)
+    assert bits(longer) == bits(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"batch_size": 16}, "global_batch_size 8 -> 16"), ({"seed": 6}, "seed 5 -> 6"),
+     ({"shuffle": False}, "shuffle True -> False")],
+)  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused(strategies, tmp_path, change, named):
+    fit(make(strategies[1]), tmp_path)
+    with pytest.raises(UsageError, match=named):
+        fit(make(strategies[1]), tmp_path, **change)
+
+
+def test_a_checkpoint_of_another_model_is_refused(strategies, tmp_path):
+    fit(make(strategies[1]), tmp_path)
+    with strategies[1].scope():
+        other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        other.compile("sgd", "sparse_categorical_crossentropy")
+    with pytest.raises(UsageError, match="a checkpoint of another model"):
+        fit(other, tmp_path)
+
+
+def test_checkpoints_are_kept_by_number(strategies, tmp_path):
+    fit(make(strategies[1]), tmp_path, every_steps=5)
+    # 12 steps an epoch: at 5, 10, 12, 15, ... 48; the last three are kept.
+    assert CheckpointStore(tmp_path).steps() == [40, 45, 48]
+
+
+def test_timed_checkpoints_go_by_the_chiefs_clock(strategies, tmp_path):
+    times = iter(range(0, 10000, 7))
+    backup = tfdist.BackupAndRestore(tmp_path, every_s=10, keep=100, clock=lambda: next(times))
+    model = make(strategies[1])
+    tfdist.fit(model, X, Y, batch_size=8, epochs=1, verbose=0,
+               callbacks=[backup, CutAfter(10**9)])  # fmt: skip
+    assert len(CheckpointStore(tmp_path).steps()) > 3
+
+
+@pytest.mark.parametrize("interval", [{"every_steps": 0}, {"every_s": -1}])
+def test_an_interval_must_be_positive(tmp_path, interval):
+    with pytest.raises(UsageError, match=r"expected more than 0"):
+        tfdist.BackupAndRestore(tmp_path, **interval)
+
+
+def test_metric_totals_of_another_number_of_replicas_are_taken_over(strategies, tmp_path):
+    with pytest.raises(Cut):
+        fit(make(strategies[3]), tmp_path, [CutAfter(7)])
+    model = make(strategies[1])
+    history = fit(model, tmp_path, epochs=1)
+    whole = make(strategies[3])
+    expected = fit(whole, tmp_path / "whole", epochs=1)
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=0.2)
+
+
+@pytest.mark.parametrize("source", ["m.keras", "m.weights.h5", "checkpoint"])
+def test_training_starts_from_given_weights(strategies, tmp_path, source):
+    model = make(strategies[1])
+    path = tmp_path / source
+    if source == "checkpoint":
+        fit(model, path, epochs=1)
+    elif source == "m.keras":
+        model.save(path)
+    else:
+        model.save_weights(path)
+    other = make(strategies[3])
+    other.layers[0].kernel.assign(other.layers[0].kernel * 2)
+    tfdist.fit(other, X, Y, epochs=0, verbose=0, initial_weights=path)
+    for mine, theirs in zip(other.get_weights(), model.get_weights(), strict=True):
+        if mine.dtype != "uint32":
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_some_layers_are_set_by_name(strategies, tmp_path):
+    model = make(strategies[1])
+    model.save(tmp_path / "m.keras")
+    other = make(strategies[1])
+    before = [w + 1 for w in other.get_weights()]
+    other.set_weights(before)
+    name = other.layers[0].name
+    tfdist.load_weights(other, tmp_path / "m.keras", layers=[name])
+    np.testing.assert_array_equal(other.layers[0].kernel, model.layers[0].kernel)
+    np.testing.assert_array_equal(other.layers[-1].kernel, before[-2])
+    with pytest.raises(UsageError, match="did you mean"):
+        tfdist.load_weights(other, tmp_path / "m.keras", layers=[name + "x"])
+
+
+def test_model_checkpoint_leaves_a_whole_file(strategies, tmp_path, monkeypatch):
+    model = make(strategies[3])
+    saver = tfdist.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True)
+    tfdist.fit(model, X, Y, batch_size=8, verbose=0, validation_data=(X, Y), callbacks=[saver])
+    whole = (tmp_path / "best.keras").read_bytes()
+    loaded = keras.models.load_model(tmp_path / "best.keras")
+    np.testing.assert_array_equal(loaded.layers[0].kernel, model.layers[0].kernel)
+
+    def half(self, path, **options):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(model), "save", half)
+    saver.best = None
+    with pytest.raises(tfdist.TfdistError, match="No space left"):
+        tfdist.fit(model, X, Y, batch_size=8, verbose=0, validation_data=(X, Y),
+                   callbacks=[tfdist.ModelCheckpoint(tmp_path / "best.keras")])  # fmt: skip
+    assert (tmp_path / "best.keras").read_bytes() == whole
+    assert [p.name for p in tmp_path.iterdir()] == ["best.keras"]

@@ -1,0 +1,161 @@
+"""Steps, examples and epochs: every example once, whatever the sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist.errors import UsageError
+from tfdist.training.epochs import EpochPlan, VirtualEpochs, share_of
+from tfdist.training.feed import graph_span
+
+BATCHES = st.integers(1, 64)
+
+
+@st.composite
+def virtual_epochs(draw):
+    total = draw(st.integers(1, 500))
+    return VirtualEpochs(total_examples=total, checkpoints=draw(st.integers(1, min(total, 40))))
+
+
+@st.composite
+def plans(draw):
+    """Uniform epochs, virtual epochs, and epochs of any sizes."""
+    batch = draw(BATCHES)
+    kind = draw(st.sampled_from(["uniform", "virtual", "any"]))
+    if kind == "uniform":
+        epochs, examples = draw(st.integers(1, 8)), draw(st.integers(1, 200))
+        return EpochPlan.uniform(epochs=epochs, examples=examples, global_batch_size=batch)
+    if kind == "virtual":
+        boundaries = draw(virtual_epochs()).boundaries()
+    else:
+        sizes = draw(st.lists(st.integers(1, 90), min_size=1, max_size=8))
+        boundaries = tuple(itertools.accumulate(sizes, initial=0))
+    return EpochPlan.from_boundaries(boundaries, global_batch_size=batch)
+
+
+@settings(deadline=None)
+@given(virtual_epochs())
+def test_virtual_epochs_are_of_equal_size(epochs):
+    boundaries = epochs.boundaries()
+    sizes = {b - a for a, b in itertools.pairwise(boundaries)}
+    assert boundaries[0] == 0
+    assert boundaries[-1] == epochs.total_examples
+    assert len(boundaries) == epochs.checkpoints + 1
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None)
+@given(virtual_epochs(), BATCHES, BATCHES)
+def test_virtual_epochs_end_at_the_same_example_whatever_the_batch(epochs, batch, other):
+    one = EpochPlan.from_boundaries(epochs.boundaries(), global_batch_size=batch)
+    two = EpochPlan.from_boundaries(epochs.boundaries(), global_batch_size=other)
+    for epoch in range(epochs.checkpoints):
+        last = one.span(one.steps(epoch)[-1]).last_example
+        assert last == two.span(two.steps(epoch)[-1]).last_example
+        assert last == epochs.boundaries()[epoch + 1]
+
+
+@settings(deadline=None)
+@given(plans())
+def test_the_steps_of_a_run_take_every_example_once_and_in_order(plan):
+    position = 0
+    for step in range(plan.total_steps):
+        span = plan.span(step)
+        assert span.first_example == position
+        assert 1 <= span.size <= plan.global_batch_size
+        position = span.last_example
+    assert position == plan.example_starts[-1]
+
+
+@settings(deadline=None)
+@given(plans())
+def test_only_the_last_step_of_an_epoch_is_small(plan):
+    sizes = [plan.span(step).size for step in range(plan.total_steps)]
+    lasts = {end - 1 for end in plan.step_starts[1:]}
+    assert all(n == plan.global_batch_size for i, n in enumerate(sizes) if i not in lasts)
+    assert plan.smallest_step == min(sizes)
+    assert plan.all_full == (set(sizes) == {plan.global_batch_size})
+
+
+@settings(deadline=None)
+@given(plans())
+def test_a_step_belongs_to_the_epoch_that_lists_it(plan):
+    listed = [(epoch, step) for epoch in range(plan.num_epochs) for step in plan.steps(epoch)]
+    assert [step for _, step in listed] == list(range(plan.total_steps))
+    for epoch, step in listed:
+        assert plan.epoch_of(step) == epoch
+        span = plan.span(step)
+        assert plan.example_starts[epoch] <= span.first_example
+        assert span.last_example <= plan.example_starts[epoch + 1]
+
+
+@settings(deadline=None)
+@given(plans())
+def test_examples_before_a_step_are_those_of_the_steps_before(plan):
+    sizes = [plan.span(step).size for step in range(plan.total_steps)]
+    before = list(itertools.accumulate(sizes, initial=0))
+    assert [plan.examples_before(step) for step in range(plan.total_steps + 1)] == before
+    assert plan.examples_before(plan.total_steps + 7) == before[-1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.data())
+def test_tensorflow_computes_the_same_spans(plan, data):
+    drawn = data.draw(st.integers(0, plan.total_steps - 1))
+    ends = {step - 1 for step in plan.step_starts[1:4]}
+    for step in {0, drawn, *ends, plan.total_steps - 1}:
+        first, last = graph_span(plan, tf.constant(step, tf.int64))
+        span = plan.span(step)
+        assert (int(first), int(last)) == (span.first_example, span.last_example)
+
+
+@pytest.mark.parametrize("total", [92, 96])
+def test_the_spans_of_a_compiled_loop_are_those_of_the_plan(total):
+    boundaries = VirtualEpochs(total_examples=total, checkpoints=3).boundaries()
+    plan = EpochPlan.from_boundaries(boundaries, global_batch_size=10)
+    spans = tf.function(
+        lambda: tf.map_fn(
+            lambda step: tf.stack(graph_span(plan, step)),
+            tf.range(plan.total_steps, dtype=tf.int64),
+        )
+    )()
+    expected = map(plan.span, range(plan.total_steps))
+    assert spans.numpy().tolist() == [[s.first_example, s.last_example] for s in expected]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 400), st.integers(1, 40))
+def test_the_parts_of_a_batch_cover_it_without_overlap(size, parts):
+    shares = [share_of(i, parts=parts, size=size) for i in range(parts)]
+    assert [low for low, _ in shares] == [0] + [high for _, high in shares[:-1]]
+    assert shares[-1][1] == size
+    sizes = {high - low for low, high in shares}
+    assert max(sizes) - min(sizes) <= 1
+    assert (0 in sizes) == (size < parts)
+
+
+def test_a_run_of_no_epochs_has_no_steps():
+    plan = EpochPlan.uniform(epochs=0, examples=10, global_batch_size=4)
+    assert (plan.num_epochs, plan.total_steps, plan.examples_before(0)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"total_examples": 0}, "total_examples=0"),
+        ({"total_examples": 10.0}, "total_examples=10.0"),
+        ({"total_examples": True}, "total_examples=True"),
+        ({"total_examples": 10, "checkpoints": 0}, "checkpoints=0"),
+        ({"total_examples": 10, "checkpoints": 11}, "checkpoints=11, total_examples=10"),
+    ],
+)
+def test_virtual_epochs_refuse_what_is_no_length(arguments, said):
+    with pytest.raises(UsageError, match="Fix: ") as caught:
+        VirtualEpochs(**arguments)
+    assert said in str(caught.value)

@@ -1,0 +1,271 @@
+"""What a run shows: hashes, plot, table and progress."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.image
+import ml_dtypes
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tfdist.outputs import plot, table
+from tfdist.outputs.digest import state_sha256, weights_sha256
+from tfdist.outputs.profiler import StepProfiler
+from tfdist.outputs.progress import ProgressDisplay
+from tfdist.outputs.tensorboard import tag
+
+
+def lines(count: int = 5, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": 100 * k,
+            "examples": 6400 * k,
+            "virtual_epoch": k,
+            "loss": 1 / k,
+            "accuracy": 1 - 0.5 / k,
+            "val_loss": 1.1 / k,
+            "val_accuracy": 1 - 0.6 / k,
+            "examples_per_second": 5e3,
+            **more,
+        }
+        for k in range(1, count + 1)
+    ]
+
+
+SUMMARY = {
+    "status": "done",
+    "strategy": "ps",
+    "workers": 4,
+    "ps": 1,
+    "replicas": 4,
+    "steps": 2000,
+    "examples": 128000,
+    "virtual_epochs": 10,
+    "metrics": {"loss": 0.01, "accuracy": 0.99, "val_loss": 0.05, "val_accuracy": 0.983},
+    "examples_per_second": 5210.4,
+    "weights_sha256": "ab" * 32,
+    "state_sha256": "cd" * 32,
+    "resumed_from_step": None,
+}
+
+
+# Hashes
+
+
+def test_the_hash_is_over_little_endian_bytes_in_order() -> None:
+    kernel = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    model = SimpleNamespace(weights=[kernel.T, np.array(7, ">i4")], optimizer=None)
+    expected = hashlib.sha256(struct.pack("<4fi", 1, 3, 2, 4, 7)).hexdigest()
+    assert weights_sha256(model) == expected
+    assert state_sha256(model) == expected
+
+
+def test_the_state_adds_the_optimizers_variables() -> None:
+    optimizer = SimpleNamespace(variables=[np.array(5, np.int64)])
+    weights = [np.ones(2, ml_dtypes.bfloat16)]
+    model = SimpleNamespace(weights=weights, optimizer=optimizer)
+    both = weights[0].tobytes() + struct.pack("<q", 5)
+    assert state_sha256(model) == hashlib.sha256(both).hexdigest()
+    assert weights_sha256(model) == hashlib.sha256(weights[0].tobytes()).hexdigest()
+
+
+# Plot
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        lines(),
+        lines(1),
+        [{"step": 1, "loss": None, "virtual_epoch": 1}],
+        [{"step": k, "loss": float(k), "mean_absolute_error": -1.0} for k in range(3)],
+        lines(3, f1=0.5, recall=0.1, precision=0.9),
+    ],
+)
+def test_the_plot_is_one_png_with_a_panel_for_each_metric(
+    tmp_path: Path, metrics: list[dict[str, Any]]
+) -> None:
+    path = plot.draw(metrics, tmp_path / "metrics.png", title="digits, ps")
+    assert path is not None
+    height, width, _ = matplotlib.image.imread(path).shape
+    count = len(plot.panels(metrics))
+    assert 1 <= count <= 3
+    assert plot.panels(metrics)[0] == "loss"
+    assert abs(width - count * 780) <= 2
+    assert height == 600
+
+
+def test_nothing_logged_is_no_plot(tmp_path: Path) -> None:
+    assert plot.draw([], tmp_path / "metrics.png", title="") is None
+    assert not (tmp_path / "metrics.png").exists()
+
+
+def test_without_matplotlib_there_is_a_line_and_no_plot(tmp_path: Path) -> None:
+    program = (
+        "import sys, logging; sys.modules['matplotlib'] = None; logging.basicConfig(level=20);"
+        "from tfdist.outputs import plot;"
+        "assert plot.draw([{'step': 1, 'loss': 1.0}], sys.argv[1], title='') is None"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "x.png"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'tfdist[plots]'" in done.stderr
+
+
+# Table
+
+
+def shown(*, terminal: bool, **changes: Any) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=terminal, width=100, highlight=False, color_system=None
+    )
+    table.show(SUMMARY | changes, run_dir="runs/a", plot="runs/a/metrics.png", console=console)
+    return out.getvalue()
+
+
+def test_without_a_terminal_the_table_is_plain_text() -> None:
+    text = shown(terminal=False)
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert "  strategy        ps, 4 workers, 1 parameter server\n" in text
+    assert "  accuracy        0.9900 training, 0.9830 validation\n" in text
+    assert "  examples/s      5,210\n" in text
+    assert "  plot            runs/a/metrics.png\n" in text
+
+
+def test_a_terminal_gets_the_same_rows() -> None:
+    text = shown(terminal=True)
+    for label, value in table.result_rows(SUMMARY, run_dir="runs/a", plot="runs/a/metrics.png"):
+        assert label in text
+        assert value in text
+
+
+def test_a_resumed_run_and_a_loss_that_is_not_finite_are_said() -> None:
+    text = shown(terminal=False, resumed_from_step=500, metrics={"loss": None}, ps=0, workers=1)
+    assert "steps           2,000 (resumed from 500)" in text
+    assert "loss            not finite" in text
+    assert "1 worker, 4 replicas" in text
+
+
+# Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def progress_lines(*, step_s: float, steps: int) -> list[str]:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=False, width=40, highlight=False, soft_wrap=True)
+    display = ProgressDisplay(total_steps=steps, console=console, clock=clock)
+    display.begin(step=0, examples=0)
+    for step in range(1, steps + 1):
+        clock.now_s += step_s
+        display.update(step=step, examples=64 * step, logs={"loss": 0.5, "lr": 1.0})
+    display.end()
+    return out.getvalue().splitlines()
+
+
+def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_the_last() -> None:
+    shown = progress_lines(step_s=1, steps=25)
+    assert [line.split()[1] for line in shown] == ["1", "11", "21", "25"]
+    assert shown[1] == "step 11 of 25 (44 %)  64 examples/s  loss 0.5000  0:14 left"
+    assert shown[-1].endswith("done")
+
+
+def test_a_run_shorter_than_that_still_says_that_it_began_and_ended() -> None:
+    assert [line.split()[1] for line in progress_lines(step_s=0.01, steps=30)] == ["1", "30"]
+    assert len(progress_lines(step_s=0.01, steps=1)) == 1
+
+
+def test_the_rate_is_of_the_last_seconds_and_not_of_the_start() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=False, soft_wrap=True)
+    display = ProgressDisplay(total_steps=100_000, console=console, clock=clock)
+    display.begin(step=1000, examples=64_000)
+    clock.now_s += 60  # tracing
+    for step in range(1010, 1400, 10):
+        clock.now_s += 1
+        display.update(step=step, examples=64 * step)
+    assert " 640 examples/s" in out.getvalue().splitlines()[-1]
+
+
+def test_a_terminal_gets_a_bar_with_the_same_words() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    display = ProgressDisplay(total_steps=200, console=console, clock=clock)
+    display.begin(step=0, examples=0)
+    clock.now_s += 10
+    display.update(step=100, examples=6400, logs={"loss": 0.25, "val_accuracy": 0.5})
+    display.end()
+    text = out.getvalue()
+    for words in ("100/200", "640 examples/s", "loss 0.2500", "val_accuracy 0.5000", "0:10 left"):
+        assert words in text
+
+
+def test_ending_before_the_beginning_is_no_error() -> None:
+    ProgressDisplay(total_steps=1).end()
+
+
+# Profiler
+
+
+class Recorder:
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def start(self, directory: str) -> None:
+        self._events.append("start")
+
+    def stop(self) -> None:
+        self._events.append("stop")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        ([(0, 10), (10, 20), (20, 30), (30, 40)], "0-10 start 10-20 20-30 stop 30-40"),
+        ([(0, 16), (16, 60), (60, 90)], "0-16 start 16-60 stop 60-90"),
+        ([(0, 5), (5, 9)], "0-5 5-9"),
+        ([(12, 20), (20, 25)], "start 12-20 20-25 stop"),
+    ],
+)
+def test_the_profiler_records_the_ranges_that_were_asked_for(
+    ranges: list[tuple[int, int]], expected: str
+) -> None:
+    events: list[str] = []
+    profiler = StepProfiler("somewhere", first=10, last=30, profiler=Recorder(events))
+    for first, last in ranges:
+        profiler.before(first)
+        events.append(f"{first}-{last}")
+        profiler.after(last)
+    profiler.close()
+    assert " ".join(events) == expected
+    assert [profiler.next_step(step) for step in (0, 9, 10, 29, 30)] == [10, 10, 30, 30, None]
+
+
+# TensorBoard
+
+
+def test_training_and_validation_share_a_chart() -> None:
+    assert tag("loss") == "train/loss"
+    assert tag("val_loss") == "validation/loss"
+    assert tag("learning_rate") == "learning_rate"

@@ -1,0 +1,50 @@
+"""`import tfdist` is cheap, and its names are found on first use."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfdist
+
+
+def test_importing_loads_no_tensorflow_keras_or_numpy() -> None:
+    program = (
+        "import sys, tfdist, tfdist.outputs, tfdist.configs;"
+        "print(sorted({'tensorflow', 'keras', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_name_that_is_close_is_hinted_at() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'brodcast' \(did you mean 'broad"):
+        tfdist.brodcast  # noqa: B018
+    assert not hasattr(tfdist, "nothing_like_it")
+
+
+def test_dir_and_all_name_everything_public() -> None:
+    assert set(tfdist.__all__) <= set(dir(tfdist))
+    tree = ast.parse(Path(tfdist.__file__).read_text())
+    checking = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name for node in ast.walk(checking) for alias in getattr(node, "names", ())}
+    assert typed | {"__version__"} == set(tfdist.__all__)
+
+
+def test_errors_are_there_without_tensorflow() -> None:
+    program = (
+        "import sys, tfdist; tfdist.errors.near; tfdist.UsageError;"
+        "assert 'tensorflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", tfdist.__all__)
+def test_every_public_name_is_found(name: str) -> None:
+    assert getattr(tfdist, name) is getattr(tfdist, name)

@@ -1,0 +1,152 @@
+"""The run directory: whose it is, and that its files are whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.run_directory import Claim, RunDirectory
+
+CONFIG = {"seed": 3, "optimizer": "adam", "augmentation": {"random_flip": False}}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "runs" / "one")
+
+
+def test_a_new_directory_is_claimed_with_its_configuration(directory: RunDirectory) -> None:
+    assert directory.read_config() is None
+    assert directory.claim(CONFIG) is Claim.NEW
+    assert directory.read_config() == CONFIG
+    assert json.loads((directory.path / "config.json").read_text()) == CONFIG
+
+
+def test_creating_the_object_touches_nothing(directory: RunDirectory) -> None:
+    assert not directory.path.exists()
+
+
+def test_the_launchers_logs_do_not_make_it_somebodys(directory: RunDirectory) -> None:
+    (directory.path / "logs" / "attempt-1").mkdir(parents=True)
+    assert directory.claim(CONFIG) is Claim.NEW
+
+
+def test_an_unfinished_run_is_resumed_and_a_finished_one_said_so(directory: RunDirectory) -> None:
+    directory.claim(CONFIG)
+    assert directory.claim(CONFIG) is Claim.RESUMED
+    directory.write_summary({"status": "stopped"})
+    assert directory.claim(CONFIG) is Claim.RESUMED
+    directory.write_summary({"status": "done"})
+    assert directory.claim(CONFIG) is Claim.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": 4}, "seed=4 (there: 3)"),
+        ({"augmentation": {"random_flip": True}}, "augmentation.random_flip=True (there: False)"),
+        ({"new": 1}, "new=1 (there: 'nothing')"),
+        ({"seed": True}, None),
+    ],
+)
+def test_another_runs_directory_is_refused_with_the_difference(
+    directory: RunDirectory, change: dict[str, Any], says: str | None
+) -> None:
+    directory.claim(CONFIG)
+    with pytest.raises(UsageError) as caught:
+        directory.claim(CONFIG | change)
+    assert (says or "seed=True (there: 3)") in str(caught.value)
+    assert "--overwrite" in str(caught.value)
+    assert directory.read_config() == CONFIG
+
+
+def test_keys_that_are_free_may_differ(directory: RunDirectory) -> None:
+    directory.claim(CONFIG)
+    other = {**CONFIG, "seed": None, "augmentation": {"random_flip": True}}
+    assert directory.claim(other, free=("seed", "augmentation.random_flip")) is Claim.RESUMED
+    assert directory.read_config() == CONFIG
+
+
+def test_tuples_are_the_lists_that_json_makes_of_them(directory: RunDirectory) -> None:
+    directory.claim({"mean": (0.5, 0.25)})
+    assert directory.claim({"mean": (0.5, 0.25)}) is Claim.RESUMED
+
+
+def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(
+    directory: RunDirectory,
+) -> None:
+    for number in (1, 2):
+        (directory.path / "logs").mkdir(parents=True, exist_ok=True)
+        assert directory.claim({"seed": number}, overwrite=True) is Claim.NEW
+        directory.append_metrics({"step": number})
+        directory.write_summary({"status": "done"})
+    assert directory.claim({"seed": 3}, overwrite=True) is Claim.NEW
+    assert sorted(os.listdir(directory.path)) == ["config.json", "logs", "old-1", "old-2"]
+    for number in (1, 2):
+        old = RunDirectory(directory.path / f"old-{number}")
+        assert old.read_config() == {"seed": number}
+        assert old.read_metrics() == [{"step": number}]
+        assert old.read_summary() == {"status": "done"}
+
+
+def test_metrics_are_strict_json_lines(directory: RunDirectory) -> None:
+    directory.claim(CONFIG)
+    directory.append_metrics({"step": np.int64(5), "loss": np.float32(0.5), "val_loss": 1e-30})
+    directory.append_metrics({"step": 10, "loss": float("nan"), "confusion": np.eye(2)})
+    lines = directory.metrics_file.read_text().splitlines()
+    assert lines[0] == '{"step": 5, "loss": 0.5, "val_loss": 1e-30}'
+    assert json.loads(lines[1], parse_constant=pytest.fail) == {
+        "step": 10,
+        "loss": None,
+        "confusion": [[1.0, 0.0], [0.0, 1.0]],
+    }
+
+
+def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory: RunDirectory) -> None:
+    directory.claim(CONFIG)
+    assert directory.read_metrics() == []
+    directory.drop_metrics_after(0)
+    for step in (10, 20, 30):
+        directory.append_metrics({"step": step})
+    with open(directory.metrics_file, "a") as file:
+        file.write('{"step": 4')
+    assert [line["step"] for line in directory.read_metrics()] == [10, 20, 30]
+    directory.drop_metrics_after(20)
+    directory.append_metrics({"step": 25})
+    assert directory.metrics_file.read_text() == '{"step": 10}\n{"step": 20}\n{"step": 25}\n'
+    directory.drop_metrics_after(0)
+    directory.append_metrics({"step": 5})
+    assert directory.metrics_file.read_text() == '{"step": 5}\n'
+
+
+def test_a_summary_is_whole_or_the_old_one(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.claim(CONFIG)
+    directory.write_summary({"status": "stopped"})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TfdistError, match="No space left on device") as caught:
+        directory.write_summary({"status": "done"})
+    assert "\n" not in str(caught.value)
+    assert directory.read_summary() == {"status": "stopped"}
+    assert sorted(os.listdir(directory.path)) == ["config.json", "summary.json"]
+
+
+def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TfdistError, match="Not a directory"):
+        RunDirectory(tmp_path / "file" / "run").claim(CONFIG)
+    (tmp_path / "config.json").write_text("seed: 3")
+    with pytest.raises(UsageError, match="not JSON"):
+        RunDirectory(tmp_path).claim(CONFIG)

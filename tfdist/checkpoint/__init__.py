@@ -1,0 +1,30 @@
+"""What a run saves and goes on from: the store, the callbacks, and warm starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+
+if TYPE_CHECKING:
+    from tfdist.checkpoint.backup import BackupAndRestore
+    from tfdist.checkpoint.model_checkpoint import ModelCheckpoint
+    from tfdist.checkpoint.warm_start import load_weights
+
+_LAZY = {
+    "BackupAndRestore": "backup",
+    "ModelCheckpoint": "model_checkpoint",
+    "load_weights": "warm_start",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Reading a checkpoint needs no TensorFlow; the callbacks load it when they are named."""
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(f"tfdist.checkpoint.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["BackupAndRestore", "Checkpoint", "CheckpointStore", "ModelCheckpoint", "load_weights"]

@@ -1,0 +1,113 @@
+"""The state of callbacks as JSON: a small protocol, and Keras' own callbacks fitted to it.
+
+A callback of the user's own takes part by ``get_state() -> JSON`` and ``set_state(state)``.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+    keras.callbacks.History: ("history", "epoch"),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+}
+
+
+def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """The states of those that have one, as JSON, by name: the class, and which one of it."""
+    found = ((name, _get(callback)) for name, callback in _named(callbacks))
+    return {name: state for name, state in found if state is not None}
+
+
+def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
+    """Gives each callback its state back; to be called after `on_train_begin`, which resets it."""
+    for name, callback in _named(callbacks):
+        state = states.get(name)
+        if state is None:
+            continue
+        if hasattr(callback, "set_state"):
+            callback.set_state(state)
+        else:
+            for attribute, value in state.items():
+                setattr(callback, attribute, value)
+
+
+def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The weights that EarlyStopping keeps to restore in the end, as arrays by name."""
+    return {
+        f"callbacks/{name}/{i}": np.asarray(weight)
+        for name, callback in _named(callbacks)
+        for i, weight in enumerate(getattr(callback, "best_weights", None) or [])
+    }
+
+
+def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
+    """Gives EarlyStopping its kept weights back."""
+    for name, callback in _named(callbacks):
+        kept = []
+        while (key := f"callbacks/{name}/{len(kept)}") in arrays:
+            kept.append(arrays[key])
+        if kept and hasattr(callback, "best_weights"):
+            callback.best_weights = kept
+
+
+def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
+    count: collections.Counter[str] = collections.Counter()
+    named = []
+    for callback in callbacks:
+        kind = type(callback).__name__
+        named.append((f"{kind}-{count[kind]}", callback))
+        count[kind] += 1
+    return named
+
+
+def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
+    """Before `on_train_begin`: makes CSVLogger go on after its lines before `epoch`."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
+            _cut(callback.filename, separator=callback.sep, epoch=epoch)
+            callback.append = True
+
+
+def _get(callback: Any) -> Any:
+    if hasattr(callback, "get_state"):
+        return callback.get_state()
+    for kind, names in _ATTRIBUTES.items():
+        if isinstance(callback, kind):
+            return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)}
+    return None
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value
+
+
+def _cut(path: str, *, separator: str, epoch: int) -> None:
+    """Removes the lines of a CSV log from `epoch` on, which the run will write again."""
+    with open(path, newline="") as file:
+        rows = list(csv.reader(file, delimiter=separator))
+    kept = rows[:1] + [row for row in rows[1:] if row and int(float(row[0])) < epoch]
+    beside = f"{path}.unfinished"
+    with open(beside, "w", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(kept)
+    os.replace(beside, path)

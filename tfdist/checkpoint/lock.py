@@ -1,0 +1,51 @@
+"""One writer to a directory, held by `flock`: the kernel lets go when the process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+from tfdist.errors import UsageError
+
+FILE_NAME = ".lock"
+
+
+class WriterLock:
+    """Held from `acquire` until `release`, the end of this object, or of the process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._close: weakref.finalize[..., Any] | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._close is not None
+
+    def acquire(self) -> None:
+        """Takes the lock at once; raises UsageError where another has it, and OSError."""
+        descriptor = os.open(self._directory / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 20, 0).decode().strip() or "unknown"
+            os.close(descriptor)
+            raise UsageError(
+                f"checkpoints in {self._directory}",
+                received=f"a second writer while process {holder} writes there",
+                expected="one writer",
+                fix="end the other run, or give this one a directory of its own",
+            ) from error
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def release(self) -> None:
+        if self._close is not None:
+            self._close()
+            self._close = None

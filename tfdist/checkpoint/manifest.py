@@ -1,0 +1,97 @@
+"""What a checkpoint holds and where: a JSON manifest beside the shards, with its own checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORMAT = "tfdist-checkpoint"
+VERSION = 1
+FILE_NAME = "manifest.json"
+_CHECKSUM = "manifest_sha256"
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be read as it was written; the message says what is wrong."""
+
+
+class NewerFormat(Exception):
+    """A checkpoint written by a later tfdist than this one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One file of raw bytes."""
+
+    file: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """Where one array lies: little-endian, C order, from `offset` bytes into its shard."""
+
+    shard: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything about a checkpoint but the arrays themselves."""
+
+    step: int
+    best: bool
+    meta: Mapping[str, Any]
+    shards: Mapping[str, Shard]
+    arrays: Mapping[str, Entry]
+
+    def to_bytes(self) -> bytes:
+        """Returns the manifest as JSON; raises TypeError where `meta` is not JSON."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "best": self.best,
+            "meta": dict(self.meta),
+            "shards": {name: asdict(shard) for name, shard in self.shards.items()},
+            "arrays": {name: asdict(entry) for name, entry in self.arrays.items()},
+        }
+        body[_CHECKSUM] = _checksum(body)
+        return json.dumps(body, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Manifest:
+        """Reads what `to_bytes` wrote; raises Damaged or NewerFormat."""
+        try:
+            body = json.loads(text)
+            checksum = body.pop(_CHECKSUM, None)
+            if body["format"] != FORMAT:
+                raise Damaged(f"{FILE_NAME} is not of a tfdist checkpoint")
+            if body["version"] > VERSION:
+                raise NewerFormat(f"format version {body['version']}")
+            if checksum != _checksum(body):
+                raise Damaged(f"{FILE_NAME} does not match its checksum")
+            return cls(
+                step=body["step"],
+                best=body["best"],
+                meta=body["meta"],
+                shards={name: Shard(**shard) for name, shard in body["shards"].items()},
+                arrays={
+                    name: Entry(**{**entry, "shape": tuple(entry["shape"])})
+                    for name, entry in body["arrays"].items()
+                },
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{FILE_NAME} is cut short or not JSON") from error
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    # Once through JSON first: it makes integer keys strings, and those sort in another order.
+    text = json.dumps(json.loads(json.dumps(body)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,300 @@
+"""A directory of checkpoints that a crash at any moment leaves readable.
+
+A checkpoint is a directory ``step-<step>.<serial>``: raw shards and a manifest that names them
+with their checksums. It is written under a hidden name, fsynced file by file, and renamed. The
+serial counts writes, so that the newest is the one written last, also when a step is written
+again. TensorFlow is not needed to read or write one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdist.checkpoint import shards as shard_files
+from tfdist.checkpoint.lock import WriterLock
+from tfdist.checkpoint.manifest import FILE_NAME, VERSION, Damaged, Manifest, NewerFormat
+from tfdist.errors import TfdistError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d+)\.(\d+)")
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """What was written at a step."""
+
+    step: int
+    arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
+    meta: Mapping[str, Any]
+    best: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class _Place:
+    serial: int
+    step: int
+    path: Path
+
+
+class CheckpointStore:
+    """Writes and reads the checkpoints of one directory.
+
+    Any number of processes may read; one writes. The lock is taken by the first `write` and
+    held until `close`, the end of the process, or the end of this object.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+        if keep < 1:
+            raise UsageError(
+                "checkpoint: keep", received=keep, expected="1 or more", fix="say keep=3"
+            )
+        self._directory = Path(directory)
+        self._keep = keep
+        self._writing = threading.Lock()
+        self._lock = WriterLock(self._directory)
+        self._known_damaged: set[Path] = set()
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
+    def write(
+        self,
+        step: int,
+        arrays: Mapping[str, Any],
+        *,
+        meta: Mapping[str, Any],
+        best: bool = False,
+        shards: Mapping[str, Sequence[str]] | None = None,
+    ) -> Path:
+        """Writes a checkpoint and removes those no longer kept; returns its directory.
+
+        `arrays` is read one at a time, so it may compute them when asked. `meta` is JSON. A
+        checkpoint written with `best` is kept until a better one is. `shards` says which names
+        go to which file; without it there is one. Safe to call from any thread; one task calls.
+
+        Raises TfdistError (disk full, no permission) with every earlier checkpoint in place, and
+        UsageError for a second writer or a dtype that cannot be stored.
+        """
+        groups = _checked_groups(arrays, shards)
+        Manifest(step=step, best=best, meta=meta, shards={}, arrays={}).to_bytes()
+        with self._writing, self._one_line_errors(step):
+            self._become_the_writer()
+            serial = max((place.serial for place in self._places()), default=0) + 1
+            name = f"step-{step:09d}.{serial}"
+            unfinished = self._directory / f"{_UNFINISHED}{name}"
+            try:
+                _write_files(
+                    unfinished, groups=groups, arrays=arrays, step=step, best=best, meta=meta
+                )
+                os.replace(unfinished, self._directory / name)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            _fsync_directory(self._directory)
+            self._discard_old()
+        return self._directory / name
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the whole checkpoints, in the order they were written."""
+        return [place.step for place, _ in self._sound()]
+
+    def latest(self) -> int | None:
+        """Returns the step that was written last, None where there is none."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def best(self) -> int | None:
+        """Returns the step of the last checkpoint written with `best`."""
+        steps = [place.step for place, manifest in self._sound() if manifest.best]
+        return steps[-1] if steps else None
+
+    def read(self, step: int | None = None) -> Checkpoint:
+        """Reads the checkpoint of `step`, or the newest one that is whole.
+
+        A damaged newest one is named in a warning and the one before it used; a damaged one that
+        was asked for by its step is an error. Holds no more than the arrays once.
+
+        Raises UsageError where there is none or its format is newer than this tfdist, and
+        TfdistError where all are damaged.
+        """
+        places = [p for p in reversed(self._places()) if step is None or p.step == step]
+        if not places:
+            raise self._nothing_to_read(step)
+        problems = []
+        for place in places:
+            try:
+                return self._read(place)
+            except Damaged as error:
+                self._known_damaged.add(place.path)
+                problems.append(f"{place.path.name} is damaged ({error})")
+                if len(problems) < len(places):
+                    logger.warning("%s: %s; using the one before", self._directory, problems[-1])
+        raise TfdistError(f"{self._directory}: no readable checkpoint: {'; '.join(problems)}")
+
+    def close(self) -> None:
+        """Lets another writer in."""
+        with self._writing:
+            self._lock.release()
+
+    def _read(self, place: _Place) -> Checkpoint:
+        manifest = self._manifest(place)
+        arrays = {}
+        for name, shard in manifest.shards.items():
+            entries = {key: e for key, e in manifest.arrays.items() if e.shard == name}
+            arrays.update(
+                shard_files.read_shard(place.path / shard.file, shard=shard, entries=entries)
+            )
+        ordered = {key: arrays[key] for key in manifest.arrays}
+        return Checkpoint(
+            step=manifest.step, arrays=ordered, meta=manifest.meta, best=manifest.best
+        )
+
+    def _manifest(self, place: _Place) -> Manifest:
+        try:
+            return Manifest.from_bytes((place.path / FILE_NAME).read_bytes())
+        except OSError as error:
+            raise Damaged(f"{FILE_NAME}: {error.strerror}") from error
+        except NewerFormat as error:
+            raise UsageError(
+                f"checkpoint {place.path}",
+                received=error,
+                expected=f"{VERSION} or lower",
+                fix="use the tfdist that wrote it, or a later one",
+            ) from error
+
+    def _places(self) -> list[_Place]:
+        """The checkpoints there are, whole or not, oldest first."""
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise TfdistError(f"checkpoints in {self._directory}: {error.strerror}") from error
+        return sorted(
+            _Place(serial=int(match[2]), step=int(match[1]), path=self._directory / name)
+            for name in names
+            if (match := _NAME.fullmatch(name))
+        )
+
+    def _sound(self) -> list[tuple[_Place, Manifest]]:
+        """Those whose manifest reads and whose shards have their length; bytes are not read."""
+        sound = []
+        for place in self._places():
+            with contextlib.suppress(Damaged):
+                manifest = self._manifest(place)
+                for shard in manifest.shards.values():
+                    shard_files.check_size(place.path / shard.file, shard=shard)
+                if place.path not in self._known_damaged:
+                    sound.append((place, manifest))
+        return sound
+
+    def _discard_old(self) -> None:
+        """Removes what is neither among the last `keep` nor the best; the damaged do not count."""
+        sound = self._sound()
+        kept = {place.path for place, _ in sound[-self._keep :]}
+        kept.update([place.path for place, manifest in sound if manifest.best][-1:])
+        for place in self._places():
+            if place.path not in kept:
+                # Out of sight in one move first, so that a crash leaves none half deleted.
+                discarded = self._directory / f"{_DISCARDED}{place.path.name}"
+                os.replace(place.path, discarded)
+                shutil.rmtree(discarded, ignore_errors=True)
+
+    def _become_the_writer(self) -> None:
+        if self._lock.held:
+            return
+        if not self._directory.is_dir():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            _fsync_directory(self._directory.parent)
+        self._sound()  # refuses a directory of a later format before it is touched
+        self._lock.acquire()
+        for leftover in os.listdir(self._directory):
+            if leftover.startswith((_UNFINISHED, _DISCARDED)):
+                shutil.rmtree(self._directory / leftover, ignore_errors=True)
+
+    def _nothing_to_read(self, step: int | None) -> UsageError:
+        steps = self.steps()
+        return UsageError(
+            f"checkpoints in {self._directory}",
+            received="no checkpoint" if step is None else f"step {step}",
+            expected=f"one of {steps}" if steps else "a directory with a checkpoint",
+            fix="check the path and the step",
+        )
+
+    @contextlib.contextmanager
+    def _one_line_errors(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            free = ""
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(OSError):
+                    free = f" ({shutil.disk_usage(self._directory).free >> 20} MiB free)"
+            raise TfdistError(
+                f"checkpoint of step {step} in {self._directory}: {error.strerror or error}{free};"
+                " earlier checkpoints are untouched"
+            ) from error
+
+
+def _checked_groups(
+    arrays: Mapping[str, Any], shards: Mapping[str, Sequence[str]] | None
+) -> Mapping[str, Sequence[str]]:
+    groups = {"arrays": list(arrays)} if shards is None else shards
+    for shard in groups:
+        if not _SHARD_NAME.fullmatch(shard):
+            raise ValueError(f"shard name {shard!r} is not letters, digits, '_', '.' and '-'")
+    named = [name for names in groups.values() for name in names]
+    if sorted(named) != sorted(arrays):
+        odd = sorted(set(named) ^ set(arrays)) or "an array in two shards"
+        raise ValueError(f"shards must name each array once: {odd}")
+    return groups
+
+
+def _write_files(
+    directory: Path,
+    *,
+    groups: Mapping[str, Sequence[str]],
+    arrays: Mapping[str, Any],
+    step: int,
+    best: bool,
+    meta: Mapping[str, Any],
+) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    shards, entries = {}, {}
+    for shard, names in groups.items():
+        shards[shard], places = shard_files.write_shard(
+            directory / f"{shard}.bin", shard=shard, names=names, arrays=arrays
+        )
+        entries.update(places)
+    in_order = {name: entries[name] for name in arrays}
+    manifest = Manifest(step=step, best=best, meta=meta, shards=shards, arrays=in_order)
+    with open(directory / FILE_NAME, "xb") as file:
+        file.write(manifest.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    _fsync_directory(directory)
+
+
+def _fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

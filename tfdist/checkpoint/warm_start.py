@@ -1,0 +1,145 @@
+"""Starting from weights that were trained before: a checkpoint, a `.keras` or `.weights.h5` file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.checkpoint import state
+from tfdist.checkpoint.store import CheckpointStore
+from tfdist.errors import UsageError, near
+from tfdist.strategy import Job
+
+_LOG = logging.getLogger(__name__)
+
+
+def load_weights(
+    model: keras.Model,
+    path: str | os.PathLike[str],
+    *,
+    job: Job | None = None,
+    layers: Sequence[str] | None = None,
+) -> list[str]:
+    """Sets the model's weights from a file or checkpoint. A collective: every task calls it.
+
+    The chief reads; the others get the weights from it. The optimizer stays as it is.
+
+    Args:
+      model: built; frozen layers (``trainable = False``) take their weights too.
+      path: a `.keras` file (read in Keras' safe mode), a `.weights.h5` file, or a directory that
+        `BackupAndRestore` wrote.
+      layers: names of the layers to set, the others stay as they are; by default all of them.
+
+    Returns:
+      The paths of the variables that were set.
+
+    Raises:
+      UsageError: no such file; a layer is not in it or in the model; shapes differ.
+    """
+    from tfdist.strategy import job_of
+
+    job = job or job_of(model.distribute_strategy)
+    path = os.fspath(path)
+    wanted = _wanted(model, layers)
+    values = _read(model, path, wanted) if job.is_chief else {}
+    for name, variable in wanted.items():
+        variable.assign(state.from_chief(job, values.get(name), like=variable))
+    _LOG.info("%s: %d variables set", path, len(wanted))
+    return list(wanted)
+
+
+def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
+    """The variables to set, by ``layer/variable`` path without the names around the layer."""
+    names = [layer.name for layer in model.layers]
+    for name in layers or ():
+        if name not in names:
+            raise UsageError(
+                "load_weights",
+                received=f"layer {name!r}{near(name, names)}",
+                expected=f"layers of the model: {', '.join(names)}",
+                fix="name layers as the model names them",
+            )
+    chosen = [layer for layer in model.layers if layers is None or layer.name in layers]
+    return {
+        _key(layer, variable): variable
+        for layer in chosen
+        for variable in layer.weights
+        if "seed_generator" not in variable.path
+    }
+
+
+def _key(layer: Any, variable: Any) -> str:
+    position = next(i for i, v in enumerate(layer.weights) if v is variable)
+    return f"{layer.name}/{position}/{variable.name}"
+
+
+def _read(model: keras.Model, path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    if os.path.isdir(path):
+        values = _from_checkpoint(model, path)
+    elif not os.path.exists(path):
+        raise _unreadable(path, "no such file or directory")
+    elif path.endswith(".keras"):
+        values = _values(keras.models.load_model(path, compile=False, safe_mode=True))
+    elif path.endswith(".weights.h5"):
+        values = _from_weights_file(model, path)
+    else:
+        raise _unreadable(path, "a file that is neither .keras nor .weights.h5")
+    for key, variable in wanted.items():
+        found = values.get(key)
+        if found is None or tuple(np.shape(found)) != tuple(variable.shape):
+            shape = "nothing" if found is None else f"shape {tuple(np.shape(found))}"
+            raise UsageError(
+                f"weights in {path}",
+                received=f"{shape} for {variable.path}{near(key, values)}",
+                expected=f"shape {tuple(variable.shape)}",
+                fix="give the layers their names in the file, or choose some with layers=[...]",
+            )
+    return values
+
+
+def _values(model: keras.Model) -> dict[str, Any]:
+    return {key: variable.numpy() for key, variable in _wanted(model, None).items()}
+
+
+def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
+    """Reads by way of a copy of the model, so that only what is wanted is set."""
+    copy = keras.models.clone_model(model)
+    try:
+        copy.load_weights(path)
+    except ValueError as error:
+        first = str(error).strip().splitlines()[0]
+        raise _unreadable(path, f"weights of another model ({first})") from error
+    return _values(copy)
+
+
+def _from_checkpoint(model: keras.Model, path: str) -> dict[str, Any]:
+    """Reads by the order of the weights where the model is the same, else by their paths."""
+    checkpoint = CheckpointStore(path).read()
+    saved = checkpoint.meta["variables"]
+    weights = {n: a for n, a in checkpoint.arrays.items() if n.startswith("weights/")}
+    by_path = {saved[name][0]: array for name, array in weights.items()}
+    positions = {id(v): f"weights/{i}" for i, v in enumerate(model.weights)}
+    same = [list(v.shape) for v in model.weights] == [saved[n][1] for n in weights]
+    found = {}
+    for layer in model.layers:
+        for variable in layer.weights:
+            value = by_path.get(variable.path)
+            if value is None and same:
+                value = weights[positions[id(variable)]]
+            if value is not None:
+                found[_key(layer, variable)] = value
+    return found
+
+
+def _unreadable(path: str, received: str) -> UsageError:
+    return UsageError(
+        f"weights in {path}",
+        received=received,
+        expected="a .keras file, a .weights.h5 file, or a directory of BackupAndRestore",
+        fix="check the path",
+    )

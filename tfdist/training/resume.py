@@ -1,0 +1,55 @@
+"""Whether a saved run is this run, and where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdist.checkpoint.backup import BackupAndRestore, RunState
+from tfdist.errors import UsageError
+from tfdist.strategy import Job, broadcast
+from tfdist.training.epochs import EpochPlan
+from tfdist.training.inputs import Data
+
+
+def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
+    """What the first backup's newest checkpoint says, in every task. A collective."""
+    if not backups:
+        return None
+    saved = backups[0].saved() if job.is_chief else None
+    told = broadcast(None if saved is None else dataclasses.asdict(saved))
+    return None if told is None else RunState(**told)
+
+
+def fingerprint(data: Data) -> dict[str, Any]:
+    """What must stay as it is between the attempts of a run: which examples a step consumes."""
+    return {
+        "global_batch_size": data.plan.global_batch_size,
+        "examples_in_the_data": data.order.examples,
+        "shuffle": data.order.shuffle,
+        "data": type(data.source).__name__,
+    }
+
+
+def require_same_run(
+    saved: RunState, mine: Mapping[str, Any], *, plan: EpochPlan, seed: int
+) -> None:
+    """Raises UsageError that names what differs between the saved run and this one.
+
+    A run may be made longer: its examples so far must be those of the plan.
+    """
+    before = {**saved.fingerprint, "seed": saved.seed, "examples_so_far": saved.examples}
+    now = {**mine, "seed": seed, "examples_so_far": plan.examples_before(saved.step)}
+    differences = [
+        f"{name} {before.get(name)} -> {now.get(name)}"
+        for name in now
+        if before.get(name) != now[name]
+    ]
+    if differences:
+        raise UsageError(
+            "BackupAndRestore",
+            received=f"a checkpoint of another run: {', '.join(differences)}",
+            expected="the data, batch size, seed and epochs that it was saved with",
+            fix="use another directory, or start from its weights with initial_weights",
+        )

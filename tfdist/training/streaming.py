@@ -1,0 +1,148 @@
+"""Feeds from streams: a dataset of the user's own batches, resumed by reading it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.training.epochs import EpochPlan, share_of
+from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order
+
+
+class StreamFeed(Feed):
+    """Every task reads the same batches and takes its replicas' slices of each.
+
+    The global batch is then the user's own, whatever the number of tasks. Under ps each worker
+    reads its own part of a training stream, over and over: not each example exactly once.
+    """
+
+    direct = False
+
+    def __init__(
+        self,
+        source: StreamSource,
+        plan: EpochPlan,
+        *,
+        layout: Layout,
+        seed: int,
+        order: Order,
+        after: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.source = source
+        self.plan = plan
+        self.may_be_empty = layout.num_replicas > 1
+        self._layout = layout
+        self._seed = seed
+        self._in_order = not order.shuffle
+        self._after = after
+
+    def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
+        """As in `Feed`."""
+        batches = _endless(self.source.dataset_for(), self.source).skip(first).take(last - first)
+        numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
+        return numbered.map(self._parts).prefetch(AHEAD_STEPS)
+
+    def worker_dataset(self) -> tf.data.Dataset:
+        """As in `Feed`: the dataset's own graph when order counts, else the worker's batches."""
+        graph = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=self.source.dataset_for()._variant_tensor, strip_device_assignment=True
+        )
+        if self._in_order:
+            return tf.data.Dataset.from_tensors(graph).repeat()
+        index = tf.distribute.coordinator.experimental_get_current_worker_index()
+        batches = _from_graph(graph, self.source)
+        return _endless(batches.shard(self._layout.num_workers, index), self.source)
+
+    def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
+        """As in `Feed`."""
+        if not self._in_order:
+            return _Batches(given, self._whole)
+        batches = _endless(_from_graph(given.get_next(), self.source), self.source)
+        return _Batches(iter(batches.skip(first).take(last - first)), self._whole)
+
+    def _parts(self, step: tf.Tensor, data: Any) -> tuple[Any, ...]:
+        data = self._finished(step, data)
+        size = tf.cast(tf.shape(_first(data))[0], tf.int64)
+        return tuple(self._part(data, size, replica) for replica in self._layout.replica_ids)
+
+    def _part(self, data: Any, size: tf.Tensor, replica: int) -> tuple[Any, Any, Any]:
+        if self._layout.num_replicas == 1:
+            return data, tf.constant(1.0), size
+        low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
+        start = tf.minimum(low, size - 1)
+        stop = tf.maximum(high, start + 1)
+        share = tf.cast((high - low) / size, tf.float32)
+        return tf.nest.map_structure(lambda leaf: leaf[start:stop], data), share, high - low
+
+    def _whole(self, data: Any) -> tuple[Any, ...]:
+        data = self._finished(tf.constant(0, tf.int64), data)
+        return ((data, tf.constant(1.0), tf.cast(tf.shape(_first(data))[0], tf.int64)),)
+
+    def _finished(self, step: tf.Tensor, data: Any) -> Any:
+        size = tf.cast(tf.shape(_first(data))[0], tf.int64)
+        ids = step * self.plan.global_batch_size + tf.range(size)
+        data = self.source.transformed(data, example_ids=ids, epoch=0, seed=self._seed)
+        return self._after(data) if self._after else data
+
+
+class InputFunctionFeed(StreamFeed):
+    """Each task reads what the user's function gives it; a replica takes whole batches."""
+
+    source: InputFunctionSource  # type: ignore[assignment]
+    counts_shares = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.may_be_empty = False
+        self._in_order = False
+
+    def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
+        """As in `Feed`; a task with several devices reads its stream once for each."""
+        layout = self._layout
+        context = tf.distribute.InputContext(
+            num_input_pipelines=layout.num_tasks,
+            input_pipeline_id=layout.task_index,
+            num_replicas_in_sync=layout.num_replicas,
+        )
+        batches = _endless(self.source.dataset_for(context), self.source)
+        local = len(layout.replica_ids)
+        shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
+        steps = tf.data.Dataset.zip(shards).skip(first).take(last - first)
+        return steps.map(lambda *each: tuple(self._whole(d)[0] for d in each)).prefetch(AHEAD_STEPS)
+
+    def worker_dataset(self) -> tf.data.Dataset:
+        """As in `Feed`: the function's dataset for this worker."""
+        context = tf.distribute.InputContext(
+            num_input_pipelines=self._layout.num_workers,
+            input_pipeline_id=(tf.distribute.coordinator.experimental_get_current_worker_index()),
+            num_replicas_in_sync=1,
+        )
+        return _endless(self.source.dataset_for(context), self.source)
+
+
+class _Batches:
+    """An iterator over batches, seen as one over the parts of one replica."""
+
+    def __init__(self, batches: Any, whole: Callable[[Any], Any]) -> None:
+        self._batches = batches
+        self._whole = whole
+
+    def get_next(self) -> Any:
+        """The next batch, as the one part there is."""
+        return self._whole(self._batches.get_next())
+
+
+def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+    return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
+
+
+def _endless(dataset: tf.data.Dataset, source: Any) -> tf.data.Dataset:
+    return dataset if source.is_endless else dataset.repeat()
+
+
+def _first(data: Any) -> tf.Tensor:
+    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
