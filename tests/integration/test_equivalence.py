@@ -127,7 +127,7 @@ def test_replicas_equal_one_device_after_a_hundred_steps(strategies, optimizer):
 
 @pytest.mark.parametrize("kind", [CustomStep, HandMadeLoss])
 def test_custom_train_step_equals_one_device(strategies, kind):
-    one, one_history = trained(strategies[1], kind=kind, optimizer="adamw_clipped", examples=60)
+    one, _ = trained(strategies[1], kind=kind, optimizer="adamw_clipped", examples=60)
     many, many_history = trained(strategies[3], kind=kind, optimizer="adamw_clipped", examples=60)
     assert difference(one, many) < 1e-6
     assert list(many_history.history) == ["mine"]

@@ -1,4 +1,4 @@
-"""Every kind of data, under one device and several replicas: the same examples, the same weights."""
+"""Every kind of data, on one device and several: the same examples, the same weights."""
 
 from __future__ import annotations
 

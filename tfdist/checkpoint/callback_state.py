@@ -58,7 +58,7 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
 def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
     """Gives EarlyStopping its kept weights back."""
     for name, callback in _named(callbacks):
-        kept = []
+        kept: list[Any] = []
         while (key := f"callbacks/{name}/{len(kept)}") in arrays:
             kept.append(arrays[key])
         if kept and hasattr(callback, "best_weights"):

@@ -67,10 +67,10 @@ def names_of(model: keras.Model) -> dict[str, list[Any]]:
 def require_same(model: keras.Model, saved: Mapping[str, Any], *, where: str) -> None:
     """Raises UsageError that names the differences between a saved state and the model's."""
     mine = names_of(model)
+    paths = {name: entry[0] for name, entry in {**saved, **mine}.items()}
     differences = [
-        f"{mine.get(name, saved.get(name))[0]}: saved {_shown(saved.get(name))}, "
-        f"model {_shown(mine.get(name))}"
-        for name in sorted({*mine, *saved}, key=_natural)
+        f"{paths[name]}: saved {_shown(saved.get(name))}, model {_shown(mine.get(name))}"
+        for name in sorted(paths, key=_natural)
         if mine.get(name, [])[1:] != list(saved.get(name, []))[1:]
     ]
     if differences:

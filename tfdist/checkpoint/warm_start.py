@@ -1,4 +1,4 @@
-"""Starting from weights that were trained before: a checkpoint, a `.keras` or `.weights.h5` file."""
+"""Starting from weights trained before: a checkpoint, a `.keras` or a `.weights.h5` file."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 from keras.src.callbacks import CallbackList
-from keras.src.utils.python_utils import is_default  # type: ignore[attr-defined]
+from keras.src.utils.python_utils import is_default
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job

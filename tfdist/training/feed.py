@@ -182,7 +182,7 @@ class GraphFeed(Feed):
 
     def _part(self, replica: int, first: tf.Tensor, size: Any, arrays: Any) -> Part:
         low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
-        count = high - low
+        count: Any = high - low
         if isinstance(count, int):
             positions = first + low + tf.range(max(count, 1), dtype=tf.int64)
             share: Any = tf.constant(count / size, tf.float32)

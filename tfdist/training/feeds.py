@@ -52,7 +52,7 @@ def sizes_of(
             batch=batch_size or _DEFAULT_BATCH_SIZE, examples=source.num_examples, spec=spec
         )
     batch = _size_of_first(source)
-    batches = source.num_batches
+    batches = getattr(source, "num_batches", None)
     if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
         _LOG.info("counting the batches of a dataset that does not tell its length")
         batches = int(source.dataset_for().reduce(np.int64(0), lambda n, *_: n + 1))
@@ -97,5 +97,5 @@ def _size_of_first(source: Any) -> int:
         if fixed is not None:
             return int(fixed)
         batch = next(iter(dataset), None)
-    first = next((leaf for leaf in tf.nest.flatten(batch) if leaf is not None), [])
-    return max(len(first), 1)
+    sizes = [len(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return max(*sizes, 1) if sizes else 1

@@ -153,15 +153,15 @@ class Run:
         first = (
             plan.step_starts[min(initial_epoch, plan.num_epochs)] if saved is None else (saved.step)
         )
-        epoch = plan.epoch_of(first) if first < plan.total_steps else plan.num_epochs
+        start = plan.epoch_of(first) if first < plan.total_steps else plan.num_epochs
         if saved is not None:
-            callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=epoch)
+            callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         loop = self._loop(first)
         model.stop_training = False
         self._callbacks.on_train_begin()
         logs: dict[str, Any] = {}
-        self._resume_between_epochs(epoch, first)
-        for epoch in range(epoch, plan.num_epochs):
+        self._resume_between_epochs(start, first)
+        for epoch in range(start, plan.num_epochs):
             if model.stop_training:
                 break
             logs = self._epoch(epoch, loop, validation_freq)

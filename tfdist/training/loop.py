@@ -113,9 +113,9 @@ class Loop:
         return Decision(last=int(last_), stop=stop > 0, act=act_ > 0, learning_rate=float(rate))
 
     def _due(self) -> list[int]:
-        """The next step of each party that goes by steps, after the present one."""
+        """The next step of each callback that goes by steps, after the present one."""
         fixed = [(self.step // n + 1) * n for n in self._every]
-        own = [backup.next_step(self.step) for backup in self._backups]
+        own = [c.next_step(self.step) for c in self._callbacks.callbacks if hasattr(c, "next_step")]
         return fixed + [step for step in own if step is not None]
 
     def _range_steps(self) -> int:

@@ -49,3 +49,38 @@ class WarmupThenDecay(keras.optimizers.schedules.LearningRateSchedule):
             "warmup_steps": self.warmup_steps,
             "total_steps": self.total_steps,
         }
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class InExamples(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that is asked by examples consumed, whatever the batch size.
+
+    ``InExamples(CosineDecay(0.1, decay_steps=1_000_000), global_batch_size=256)`` reaches its end
+    after a million examples.
+
+    Args:
+      schedule: asked with the number of examples consumed before the step.
+      global_batch_size: examples of a step; a step that an epoch's end cuts counts as a whole one.
+    """
+
+    def __init__(
+        self,
+        schedule: keras.optimizers.schedules.LearningRateSchedule | dict[str, Any],
+        *,
+        global_batch_size: int,
+    ) -> None:
+        if isinstance(schedule, dict):
+            schedule = keras.saving.deserialize_keras_object(schedule)
+        self.schedule = schedule
+        self.global_batch_size = global_batch_size
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the learning rate of the update that begins at `step`."""
+        return self.schedule(ops.cast(step, "float32") * float(self.global_batch_size))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments, for saving."""
+        return {
+            "schedule": keras.saving.serialize_keras_object(self.schedule),
+            "global_batch_size": self.global_batch_size,
+        }

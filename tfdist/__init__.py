@@ -1,0 +1,78 @@
+"""Distributed training for Keras 3: one program under every `tf.distribute` strategy.
+
+The public names are resolved on first use (PEP 562), so ``import tfdist`` loads no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+_HOME_OF = {
+    "make_strategy": "tfdist.strategy",
+    "is_chief": "tfdist.strategy",
+    "barrier": "tfdist.strategy",
+    "broadcast": "tfdist.strategy",
+    "on_chief": "tfdist.strategy",
+    "fit": "tfdist.training",
+    "evaluate": "tfdist.training",
+    "predict": "tfdist.training",
+    "InExamples": "tfdist.training",
+    "StepLoop": "tfdist.training",
+    "VirtualEpochs": "tfdist.training.epochs",
+    "BackupAndRestore": "tfdist.checkpoint",
+    "ModelCheckpoint": "tfdist.checkpoint",
+    "load_weights": "tfdist.checkpoint",
+    "TfdistError": "tfdist.errors",
+    "UsageError": "tfdist.errors",
+    "StartupTimeout": "tfdist.errors",
+    "errors": "tfdist.errors",
+}
+
+if TYPE_CHECKING:
+    from tfdist import errors
+    from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
+    from tfdist.errors import StartupTimeout, TfdistError, UsageError
+    from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
+    from tfdist.training import InExamples, StepLoop, evaluate, fit, predict
+    from tfdist.training.epochs import VirtualEpochs
+
+__all__ = [
+    "BackupAndRestore",
+    "InExamples",
+    "ModelCheckpoint",
+    "StartupTimeout",
+    "StepLoop",
+    "TfdistError",
+    "UsageError",
+    "VirtualEpochs",
+    "__version__",
+    "barrier",
+    "broadcast",
+    "errors",
+    "evaluate",
+    "fit",
+    "is_chief",
+    "load_weights",
+    "make_strategy",
+    "on_chief",
+    "predict",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        from tfdist.errors import near
+
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near(name, _HOME_OF)}")
+    module = importlib.import_module(home)
+    value = module if home == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -1,0 +1,94 @@
+"""The engine without `fit`: a step function of the user's own, under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.errors import UsageError
+from tfdist.strategy import Job, broadcast, current_job, job_of
+from tfdist.training import inputs
+from tfdist.training.engines import engine_for
+from tfdist.training.inputs import Length
+from tfdist.training.program import StepProgram
+
+_ENDLESS_STEPS = 2**40
+
+
+class StepLoop:
+    """Runs a step function over data, many steps in one compiled call, under every strategy.
+
+    For what `fit` does not know: several models, several optimizers. The step function is called
+    with one replica's batch, in replica context; it computes losses with `keras.losses` (or by
+    hand: a gradient of a loss that nobody scaled is weighted at the door), applies gradients with
+    Keras optimizers, and returns a dict of scalars. Models and optimizers are made and built
+    (``optimizer.build(model.trainable_variables)``) inside ``strategy.scope()``.
+
+    Args:
+      step: the step function.
+      data: what `tfdist.fit` takes as ``x``, or a tuple ``(x, y)`` of arrays.
+      global_batch_size: examples of a step over all replicas; under ps, of one worker's step.
+      seed: of the order of the examples and of random layers; the chief draws one if None.
+      metrics: Keras metrics that the step updates; `results` reads them.
+      first_step: where to go on.
+
+    Every training task makes one alike and calls it alike.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any], Mapping[str, Any]],
+        data: Any,
+        *,
+        global_batch_size: int | None = None,
+        seed: int | None = None,
+        shuffle: bool = True,
+        metrics: Sequence[keras.metrics.Metric] = (),
+        first_step: int = 0,
+    ) -> None:
+        self._job = _job()
+        self._metrics = list(metrics)
+        seed = int(broadcast(int(np.random.randint(2**31)) if seed is None else seed))
+        length = Length(batch_size=global_batch_size, steps_per_epoch=_ENDLESS_STEPS)
+        x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+        prepared = inputs.prepare(
+            x, y, None, job=self._job, length=length, shuffle=shuffle, seed=seed
+        )
+        self._engine = engine_for(self._job)
+        self._program = StepProgram(
+            function=step,
+            feed=prepared.feed,
+            seed=seed,
+            training=True,
+            metrics=tuple(v for metric in metrics for v in metric.variables),
+            keep_logs=True,
+        )
+        self.step = first_step
+
+    def run(self, steps: int) -> dict[str, float]:
+        """Runs the next `steps` steps; returns what the last one returned, over all replicas."""
+        if steps < 1:
+            raise UsageError(
+                "StepLoop.run", received=steps, expected="1 or more", fix="say how many steps"
+            )
+        logs = self._engine.run(self._program, self.step, self.step + steps)
+        self.step += steps
+        return logs
+
+    def results(self, *, reset: bool = True) -> dict[str, float]:
+        """Returns each metric over all replicas, and sets it to zero. A collective."""
+        self._engine.settle_metrics(self._program)
+        found = {metric.name: float(np.asarray(metric.result())) for metric in self._metrics}
+        if reset:
+            self._engine.reset_metrics()
+            for metric in self._metrics:
+                metric.reset_state()
+        return found
+
+
+def _job() -> Job:
+    return current_job() or job_of(tf.distribute.get_strategy())
