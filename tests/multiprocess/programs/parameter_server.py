@@ -1,0 +1,166 @@
+"""One ps job that does everything the tests look at; the chief writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+strategy = tfdist.make_strategy()
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import zoo  # noqa: E402
+
+OUT = pathlib.Path(sys.argv[1])
+SEEN = {}
+
+
+class Examples(keras.metrics.Metric):
+    """Counts examples, so that a lost update shows."""
+
+    def __init__(self):
+        super().__init__(name="examples")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+
+    def result(self):
+        return self.count
+
+
+def counts():
+    for name in zoo.OPTIMIZERS:
+        with strategy.scope():
+            model = zoo.dense(name)
+            model.compile(zoo.OPTIMIZERS[name](), "mse", metrics=[Examples()])
+        history = tfdist.fit(
+            model, zoo.X, zoo.Y, batch_size=4, epochs=7, seed=3, verbose=0,
+            validation_data=(zoo.X[:41], zoo.Y[:41]),
+        )  # fmt: skip
+        SEEN[f"iterations {name}"] = int(model.optimizer._iterations.numpy() if name
+                                         != "loss_scaling" else model.optimizer.iterations.numpy())
+        SEEN[f"examples {name}"] = history.history["examples"]
+        SEEN[f"val_examples {name}"] = history.history["val_examples"]
+        SEEN[f"weights {name}"] = zoo.flat(model)
+    with strategy.scope():
+        model = zoo.dense(kind=zoo.CustomStep)
+    history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, verbose=0)
+    SEEN["custom step"] = list(history.history)
+
+
+def grid():
+    with strategy.scope():
+        model = zoo.cnn()
+    tfdist.fit(model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=3, verbose=2)
+    evaluated = tfdist.evaluate(model, zoo.IMAGES[:37], zoo.LABELS[:37], batch_size=8, verbose=0)
+    predicted = tfdist.predict(model, zoo.IMAGES[:37], batch_size=8, verbose=0)
+    SEEN["cnn evaluated"] = evaluated
+    SEEN["cnn predicted"] = predicted.tolist()
+    model.save(OUT / "cnn.keras")
+    data = {"a": zoo.X, "b": zoo.X[::-1]}
+    targets = {"u": zoo.Y, "v": np.concatenate([zoo.Y, -zoo.Y], 1)}
+    with strategy.scope():
+        model = zoo.two_inputs()
+    history = tfdist.fit(model, data, targets, batch_size=16, epochs=4, verbose=0)
+    SEEN["two inputs"] = history.history["loss"]
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    with strategy.scope():
+        model = zoo.cnn()
+    SEEN["mixed"] = tfdist.fit(
+        model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=2, verbose=0
+    ).history["loss"]
+    keras.config.set_dtype_policy("float32")
+
+
+def sources():
+    def function(context):
+        data = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y))
+        data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return data.batch(context.get_per_replica_batch_size(6))
+
+    dataset = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y)).batch(8)
+    for name, data in {"dataset": dataset, "function": function}.items():
+        with strategy.scope():
+            model = zoo.dense()
+        tfdist.fit(model, data, epochs=2, steps_per_epoch=5, verbose=0)
+        SEEN[f"iterations {name}"] = int(model.optimizer.iterations.numpy())
+        SEEN[f"evaluated {name}"] = tfdist.evaluate(model, dataset, verbose=0)
+        SEEN[f"expected {name}"] = float(((model(zoo.X).numpy() - zoo.Y) ** 2).mean())
+        SEEN[f"predicted {name}"] = tfdist.predict(model, dataset, verbose=0).shape[0]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return zoo.X, zoo.Y
+
+    with strategy.scope():
+        model = zoo.dense()
+    try:
+        tfdist.fit(model, Batches(), verbose=0)
+    except tfdist.UsageError as error:
+        SEEN["python source"] = str(error)
+
+
+def callbacks():
+    with strategy.scope():
+        model = zoo.dense()
+    seen = []
+    listed = [
+        keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9),
+        keras.callbacks.CSVLogger(OUT / "log.csv"),
+        tfdist.ModelCheckpoint(OUT / "saved.keras"),
+        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch)),
+    ]
+    history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, epochs=9, verbose=0, callbacks=listed)
+    SEEN["epochs"] = len(history.history["loss"])
+    SEEN["batches"] = seen
+
+
+def resume():
+    def train(epochs):
+        with strategy.scope():
+            model = zoo.cnn()
+        backup = tfdist.BackupAndRestore(OUT / "backup", every_steps=4)
+        history = tfdist.fit(
+            model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=epochs, seed=3, verbose=0,
+            callbacks=[backup],
+        )  # fmt: skip
+        return int(model.optimizer.iterations.numpy()), history.history["loss"]
+
+    SEEN["first"], SEEN["longer"] = train(2), train(4)
+
+
+def own_step():
+    with strategy.scope():
+        model = zoo.dense()
+        model.optimizer.build(model.trainable_variables)
+        total = keras.metrics.Sum(name="examples")
+
+    def step(data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        total.update_state(tf.ones(tf.shape(x)[0]))
+        return {"loss": loss}
+
+    loop = tfdist.StepLoop(step, (zoo.X, zoo.Y), global_batch_size=8, seed=3, metrics=[total])
+    loop.run(5)
+    logs = loop.run(3)
+    SEEN["own step"] = [sorted(logs), loop.step, loop.results()]
+
+
+for part in (counts, grid, sources, callbacks, resume, own_step):
+    print(f"doing {part.__name__}", flush=True)
+    part()
+(OUT / "seen.json").write_text(json.dumps(SEEN))

@@ -1,0 +1,177 @@
+"""One multiworker job that does everything the tests look at; each task writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+strategy = tfdist.make_strategy()
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import zoo  # noqa: E402
+
+OUT = pathlib.Path(sys.argv[1])
+SEEN = {}
+
+
+def equivalence():
+    for name in zoo.OPTIMIZERS:
+        with strategy.scope():
+            model = zoo.dense(name)
+        history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, epochs=2, seed=3, verbose=0)
+        SEEN[f"weights {name}"] = zoo.flat(model)
+        SEEN[f"loss {name}"] = history.history["loss"]
+    with strategy.scope():
+        model = zoo.dense(kind=zoo.CustomStep)
+    tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, seed=3, verbose=0)
+    SEEN["weights custom step"] = zoo.flat(model)
+    with strategy.scope():
+        model = zoo.dense()
+    # The last step has one example: the shares of all replicas but one are empty.
+    tfdist.fit(model, zoo.X[:41], zoo.Y[:41], batch_size=4, seed=3, verbose=0)
+    SEEN["weights empty share"] = zoo.flat(model)
+
+
+def overflow():
+    with strategy.scope():
+        model = zoo.dense("loss_scaling")
+    y = zoo.Y[:6].copy()
+    y[-1] = 3e38
+    before = zoo.sha(model)
+    tfdist.fit(model, zoo.X[:6], y, batch_size=6, shuffle=False, verbose=0)
+    SEEN["overflow left the weights"] = zoo.sha(model) == before
+
+
+def grid():
+    with strategy.scope():
+        model = zoo.cnn()
+    tfdist.fit(model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=3, seed=3, verbose=0)
+    evaluated = tfdist.evaluate(model, zoo.IMAGES[:37], zoo.LABELS[:37], batch_size=8, verbose=0)
+    predicted = tfdist.predict(model, zoo.IMAGES[:37], batch_size=8, verbose=0)
+    SEEN["cnn evaluated"] = evaluated
+    SEEN["cnn predicted"] = predicted.tolist()
+    SEEN["cnn sha"] = zoo.sha(model)
+    if tfdist.is_chief():
+        model.save(OUT / "cnn.keras")
+    data = {"a": zoo.X, "b": zoo.X[::-1]}
+    targets = {"u": zoo.Y, "v": np.concatenate([zoo.Y, -zoo.Y], 1)}
+    with strategy.scope():
+        model = zoo.two_inputs()
+    tfdist.fit(model, data, targets, batch_size=16, seed=3, verbose=0)
+    SEEN["two inputs"] = zoo.flat(model)
+    for policy in ("mixed_bfloat16", "mixed_float16"):
+        keras.config.set_dtype_policy(policy)
+        with strategy.scope():
+            model = zoo.cnn()
+        history = tfdist.fit(model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=2, verbose=0)
+        SEEN[policy] = history.history["loss"]
+        keras.config.set_dtype_policy("float32")
+
+
+def callbacks():
+    class StopOnOne(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1 and not tfdist.is_chief():
+                self.model.stop_training = True
+
+    with strategy.scope():
+        model = zoo.dense()
+    history = tfdist.fit(
+        model, zoo.X, zoo.Y, batch_size=8, epochs=9, verbose=2, callbacks=[StopOnOne()]
+    )
+    SEEN["epochs after one task stopped"] = len(history.history["loss"])
+    with strategy.scope():
+        model = zoo.dense()
+    listed = [
+        keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1e9, factor=0.5),
+        keras.callbacks.CSVLogger(OUT / "log.csv"),
+        tfdist.ModelCheckpoint(OUT / "saved.keras"),
+        keras.callbacks.TensorBoard(OUT / "board"),
+    ]
+    history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, epochs=9, verbose=0, callbacks=listed)
+    SEEN["history"] = history.history
+
+
+def sources():
+    def function(context):
+        data = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y))
+        data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return data.batch(context.get_per_replica_batch_size(12))
+
+    dataset = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y)).batch(8)
+    for name, data in {"dataset": dataset, "function": function}.items():
+        with strategy.scope():
+            model = zoo.dense()
+        tfdist.fit(model, data, epochs=2, steps_per_epoch=5, seed=3, verbose=0)
+        SEEN[f"source {name}"] = zoo.sha(model)
+        SEEN[f"evaluated {name}"] = tfdist.evaluate(model, dataset, verbose=0)
+        SEEN[f"expected {name}"] = float(((model(zoo.X).numpy() - zoo.Y) ** 2).mean())
+
+
+def resume():
+    class Cut(Exception):
+        pass
+
+    class CutAt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations.numpy() == 9:
+                raise Cut
+
+    def train(directory, *more):
+        with strategy.scope():
+            model = zoo.cnn()
+        backup = tfdist.BackupAndRestore(OUT / directory, every_steps=4)
+        history = tfdist.fit(
+            model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=3, seed=3, verbose=0,
+            validation_data=(zoo.IMAGES, zoo.LABELS), callbacks=[backup, *more],
+        )  # fmt: skip
+        return zoo.sha(model), history.history
+
+    whole = train("whole")
+    try:
+        train("cut", CutAt())
+    except Cut:
+        SEEN["resumed equals whole"] = train("cut") == whole
+
+
+def own_step():
+    with strategy.scope():
+        model = zoo.dense()
+        total = keras.metrics.Sum(name="examples")
+
+    def step(data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        total.update_state(tf.ones(tf.shape(x)[0]))
+        return {"loss": loss}
+
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    loop = tfdist.StepLoop(step, (zoo.X, zoo.Y), global_batch_size=8, seed=3, metrics=[total])
+    loop.run(5)
+    SEEN["own step"] = [loop.run(3), loop.step, loop.results(), zoo.sha(model)]
+
+
+def group():
+    SEEN["broadcast"] = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})["array"].tolist()
+    SEEN["chief"] = tfdist.is_chief()
+    tfdist.barrier()
+
+
+for part in (equivalence, overflow, grid, callbacks, sources, resume, own_step, group):
+    print(f"doing {part.__name__}", flush=True)
+    part()
+index = strategy.cluster_resolver.task_id
+(OUT / f"seen-{index}.json").write_text(json.dumps(SEEN))
+tfdist.barrier()

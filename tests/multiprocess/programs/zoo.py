@@ -1,0 +1,92 @@
+"""Models and data that the jobs and the tests that judge them have in common."""
+
+from __future__ import annotations
+
+import hashlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(60, 6).astype("float32")
+Y = (RNG.randn(60, 1) * 3).astype("float32")
+Y[7] *= 20  # an example whose gradient dominates its replica's, so that clipping tells
+IMAGES = RNG.rand(90, 8, 8, 1).astype("float32")
+LABELS = (IMAGES.mean((1, 2, 3)) > 0.5).astype("int64")
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw_clipped": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5),
+    "accumulation": lambda: keras.optimizers.Adam(
+        0.01, clipnorm=0.5, gradient_accumulation_steps=2
+    ),
+    "loss_scaling": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05, clipnorm=1.0)
+    ),
+}
+
+
+class CustomStep(keras.Sequential):
+    """A training step of the user's own, whose loss nobody scaled."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"mine": loss}
+
+
+def dense(optimizer="sgd", kind=keras.Sequential):
+    """A small regression model, the same in every process."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = kind([keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+    model.compile(OPTIMIZERS[optimizer](), "mse")
+    return model
+
+
+def cnn(optimizer="adam"):
+    """A convolutional network with BatchNormalization and Dropout."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(4, 3, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+            layers.Dropout(0.3),
+            layers.Dense(2),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(OPTIMIZERS[optimizer](), loss, metrics=["accuracy"])
+    return model
+
+
+def two_inputs():
+    """Two named inputs and two named outputs."""
+    keras.utils.set_random_seed(1)
+    a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+    joined = keras.layers.Concatenate()([a, b])
+    outputs = {
+        "u": keras.layers.Dense(1, name="u")(joined),
+        "v": keras.layers.Dense(2, name="v")(joined),
+    }
+    model = keras.Model({"a": a, "b": b}, outputs)
+    model.compile("sgd", {"u": "mse", "v": "mae"})
+    return model
+
+
+def sha(model):
+    """SHA-256 of the weights' bytes."""
+    return hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
+
+
+def flat(model):
+    """The weights as one list of numbers."""
+    return np.concatenate([w.ravel() for w in model.get_weights()]).tolist()

@@ -1,0 +1,732 @@
+"""The launcher with real trees of processes: what it shows, what it ends with, what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+GONE_S = 2.0
+
+LAUNCH = (sys.executable, "-m", "tfdist.launch")
+# The fork server as it is, but for what it imports: no test here needs TensorFlow.
+FORK = (
+    sys.executable,
+    "-c",
+    "import sys, tfdist.launch.forking as f; f.IMPORTS = ('json',);"
+    "from tfdist.launch.__main__ import main; sys.exit(main())",
+    "--start=fork",
+)
+STARTS = pytest.mark.parametrize("command", [LAUNCH, FORK], ids=["exec", "fork"])
+
+PAUSE = "import os, signal; os.write(1, b'ready %d\\n' % os.getpid()); signal.pause()"
+DEAF = "import os, signal; signal.signal(15, signal.SIG_IGN)\n" + PAUSE.partition("; ")[2]
+TREE = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = '''import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.write(1, b"ready %d\\\\n" % os.getpid())
+signal.pause()'''
+subprocess.Popen([sys.executable, "-c", child])
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", child], process_group=0, env={})
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(1, b"ready %d\\n" % os.getpid())
+        signal.pause()
+    os._exit(0)
+os.write(1, b"ready %d\\n" % os.getpid())
+signal.pause()
+"""
+
+
+class Job:
+    """A launcher that is running, what it has said, and the processes that said `ready`."""
+
+    def __init__(self, process, fd):
+        self.process = process
+        self.fd = fd
+        self.text = ""
+        self.pidfds = {}
+
+    def read_until(self, pattern, *, count=1):
+        """Reads the output until `pattern` has been seen `count` times; returns the matches."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while len(found := re.findall(pattern, self.text)) < count:
+            assert self._read(deadline_s), f"{pattern!r} is not in what was printed"
+        return found
+
+    def ready(self, count):
+        """Waits until `count` processes have said that they are; returns their ids."""
+        pids = [int(pid) for pid in self.read_until(r"ready (\d+)\n", count=count)]
+        for pid in set(pids) - set(self.pidfds):
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                self.pidfds[pid] = os.pidfd_open(pid)
+        return pids
+
+    def end(self):
+        """Reads to the end and returns the exit code."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self._read(deadline_s):
+            pass
+        return self.process.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def assert_gone(self, within_s=GONE_S):
+        """Fails if a process that said `ready` lives longer than `within_s` from now."""
+        deadline_s = time.monotonic() + within_s
+        for pid, fd in self.pidfds.items():
+            left_s = max(0.0, deadline_s - time.monotonic())
+            assert select.select([fd], [], [], left_s)[0], f"process {pid} is still there"
+
+    def signal(self, signum):
+        self.process.send_signal(signum)
+
+    def _read(self, deadline_s):
+        left_s = max(0.0, deadline_s - time.monotonic())
+        assert select.select([self.fd], [], [], left_s)[0], "nothing more was printed in time"
+        try:
+            data = os.read(self.fd, 1 << 16)
+        except OSError:  # the end of a terminal
+            return False
+        self.text += data.decode(errors="replace")
+        return bool(data)
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Starts jobs in a directory of their own; prints all they said, and their logs, at the end."""
+    monkeypatch.chdir(tmp_path)
+    jobs = []
+
+    def start(
+        source,
+        *flags,
+        command=LAUNCH,
+        args=(),
+        env=None,
+        stdout=None,
+        stderr=None,
+        own_terminal=False,
+    ):
+        script = tmp_path / "program.py"
+        script.write_text(textwrap.dedent(source))
+        read_fd, write_fd = os.pipe() if stdout is None else stdout
+        process = subprocess.Popen(
+            [*command, *flags, str(script), *args],
+            stdin=subprocess.DEVNULL,
+            stdout=write_fd,
+            stderr=stderr or write_fd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            start_new_session=own_terminal,
+            preexec_fn=_take_terminal if own_terminal else _default_signals,
+        )
+        os.close(write_fd)
+        jobs.append(Job(process, read_fd))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.wait()
+        for pid, fd in job.pidfds.items():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                print(f"process {pid} was left")
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(job.fd)
+        print(job.text)
+    for path in sorted(tmp_path.rglob("*.log")):
+        print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
+
+
+def _default_signals():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell without job control ignores it
+
+
+def _take_terminal():
+    _default_signals()
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+
+
+def report(run_dir):
+    return json.loads((Path(run_dir) / "report.json").read_text())
+
+
+def children(pid):
+    """Returns the command lines of a process's children, by process id."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in listed}
+
+
+# what a program sees
+
+
+@STARTS
+def test_a_program_runs_as_python_would_run_it(launch, tmp_path, command):
+    (tmp_path / "beside.py").write_text("VALUE = 5")
+    job = launch(
+        """
+        import beside, json, os, pickle, random, sys
+        class Point: pass
+        assert pickle.loads(pickle.dumps(Point)) is Point
+        assert sys.modules["__main__"].Point is Point
+        assert __name__ == "__main__" and __spec__ is None and __doc__ is None
+        assert os.getpid() == os.getsid(0) == os.getpgrp()
+        assert os.read(0, 1) == b""
+        task = json.loads(os.environ["TF_CONFIG"])["task"]
+        print("saw", task["index"], sys.argv[1:], __file__ == os.path.abspath(sys.argv[0]),
+              sys.path[0] == os.path.dirname(__file__), beside.VALUE, os.environ["MINE"])
+        """,
+        "--workers=2",
+        command=command,
+        args=["--workers", "3", "-x", ""],
+        env={"MINE": "mine"},
+    )
+    assert job.end() == 0
+    for index in (0, 1):
+        seen = f"saw {index} ['--workers', '3', '-x', ''] True True 5 mine\n"
+        assert f"[worker-{index}] {seen}" in job.text
+
+
+@STARTS
+def test_a_module_runs_as_python_would_run_it(launch, tmp_path, command):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "tool.py").write_text(
+        "import sys; print('saw', __name__, __spec__.name, sys.argv[1:], sys.path[0])"
+    )
+    job = launch("", "-m", "package.tool", command=command)
+    assert job.end() == 0
+    script = str(tmp_path / "program.py")
+    assert f"[worker-0] saw __main__ package.tool ['{script}'] {tmp_path}\n" in job.text
+
+
+def test_a_programs_own_processes_can_be_spawned(launch):
+    job = launch(
+        """
+        import multiprocessing
+        def double(x): return 2 * x
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print("saw", pool.map(double, [1, 2]))
+        """
+    )
+    assert job.end() == 0
+    assert "[worker-0] saw [2, 4]\n" in job.text
+
+
+@STARTS
+def test_processes_are_named_for_their_task_and_program(launch, command):
+    job = launch(PAUSE, "--workers=2", command=command)
+    titles = {Path(f"/proc/{pid}/cmdline").read_text().strip("\0") for pid in job.ready(2)}
+    assert titles == {"tfdist worker-0 program.py", "tfdist worker-1 program.py"}
+
+
+def test_forked_tasks_draw_random_numbers_of_their_own(launch):
+    source = "import numpy, random; print('drew', random.random(), numpy.random.random())"
+    job = launch(source, "--workers=3", command=[w.replace("json", "numpy") for w in FORK])
+    assert job.end() == 0
+    drawn = job.read_until(r"drew (\S+) (\S+)", count=3)
+    assert len({number for pair in drawn for number in pair}) == 6
+
+
+def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
+    source = """
+    import json, os, signal
+    def inner():
+        try:
+            {}["missing"]
+        except KeyError:
+            raise ValueError("boom")
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+        inner()
+    signal.pause()
+    """
+    job = launch(source, "--workers=2")
+    assert job.end() == 1
+    own = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TF_CONFIG": '{"task": {"index": 1}}'},
+    ).stderr
+    assert own.count("\n") > 10
+    assert "".join(f"[worker-1] {line}\n" for line in own.splitlines()) in job.text
+    assert job.text.count("ValueError: boom\n") == 1
+    assert "[launch] worker-1 failed first: ValueError: boom (exit code 1)\n" in job.text
+
+
+def test_a_syntax_error_is_shown_as_python_shows_it(launch, tmp_path):
+    job = launch("x =\n")
+    assert job.end() == 1
+    own = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True
+    ).stderr
+    assert "".join(f"[worker-0] {line}\n" for line in own.splitlines()) in job.text
+
+
+@STARTS
+@pytest.mark.parametrize(
+    ("source", "code", "cause"),
+    [
+        ("import sys; sys.exit(7)", 7, "exit code 7"),
+        ("import sys; sys.exit('no data')", 1, "no data (exit code 1)"),
+        ("import os; os._exit(9)", 9, "exit code 9"),
+        ("import os; os.abort()", 134, "killed by SIGABRT"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
+    ],
+)
+def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
+    job = launch(source, "--run_dir=run", command=command)
+    assert job.end() == code
+    assert f"[launch] worker-0 failed first: {cause}\n" in job.text
+    assert report("run")["attempts"][0]["first_failure"]["cause"] == cause
+
+
+def test_a_mistake_the_program_finds_is_one_line_without_traceback(launch):
+    job = launch(
+        """
+        from tfdist.errors import UsageError
+        raise UsageError("--lr", received="-1", expected="more", fix="write more")
+        """
+    )
+    assert job.end() == 2
+    assert "[worker-0] --lr: received -1; expected more. Fix: write more\n" in job.text
+    assert "Traceback" not in job.text
+
+
+# what is shown and kept
+
+
+def test_output_is_prefixed_and_kept_whole(launch, tmp_path):
+    job = launch(
+        r"""
+        import os, sys
+        os.write(1, b"one\n\xff\xfe 1/2\r2/2\r\n")
+        print("err", file=sys.stderr)
+        os.write(1, b"no end")
+        """,
+        "--run_dir=a run",
+    )
+    assert job.end() == 0
+    lines = job.text.splitlines()
+    assert lines[0] == f"[launch] run directory {tmp_path}/a run"
+    assert lines[2:] == [f"[worker-0] {text}" for text in ("one", "2/2", "err", "no end")]
+    log = Path("a run/logs/attempt-1/worker-0.log").read_bytes()
+    assert log == b"one\n\xff\xfe 1/2\r2/2\r\nerr\nno end"
+
+
+def test_much_output_arrives_whole_and_in_order(launch):
+    job = launch("for i in range(100_000): print('line', i)", env={"PYTHONUNBUFFERED": ""})
+    assert job.end() == 0
+    lines = [line for line in job.text.splitlines() if line.startswith("[worker-0] ")]
+    assert lines == [f"[worker-0] line {i}" for i in range(100_000)]
+
+
+def test_the_report_tells_how_every_task_went(launch, tmp_path):
+    source = """
+    import os, signal, json
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+        print("the reason"); os._exit(5)
+    signal.pause()
+    """
+    job = launch(source, "--workers=2", "--run_dir=run")
+    assert job.end() == 5
+    (attempt,) = report("run")["attempts"]
+    assert report("run")["exit_code"] == 5
+    assert [(t["task"], t["exit_code"], t["signal"]) for t in attempt["tasks"]] == [
+        ("worker-0", None, "SIGTERM"),
+        ("worker-1", 5, None),
+    ]
+    assert [t["stopped"] for t in attempt["tasks"]] == [True, False]
+    assert all(t["started_at"] < t["ended_at"] for t in attempt["tasks"])
+    failure = attempt["first_failure"]
+    assert failure["task"] == "worker-1"
+    assert failure["last_lines"] == ["the reason"]
+    assert attempt["tasks"][1]["started_at"] < failure["at"] <= attempt["tasks"][1]["ended_at"]
+
+
+def test_the_same_run_directory_keeps_the_attempts_apart(launch):
+    assert launch("print('first')", "--run_dir=run").end() == 0
+    assert launch("import sys; sys.exit(3)", "--run_dir=run").end() == 3
+    assert Path("run/logs/attempt-1/worker-0.log").read_text() == "first\n"
+    assert Path("run/logs/attempt-2/worker-0.log").read_text() == ""
+    assert [entry["exit_code"] for entry in report("run")["attempts"]] == [0, 3]
+    assert report("run")["exit_code"] == 3
+
+
+def test_a_terminal_gets_colours_and_the_chiefs_progress(launch):
+    source = r"""
+    import os, signal
+    os.write(1, b"10%\r"); os.write(1, b"20%\r"); os.write(1, b"done\n")
+    """
+    job = launch(source, "--workers=2", stdout=pty.openpty(), env={"TERM": "xterm"})
+    assert job.end() == 0
+    assert re.search(r"\x1b\[\d+m\[worker-0\]\x1b\[0m [12]0%", job.text)
+    assert not re.search(r"\[worker-1\]\x1b\[0m [12]0%", job.text)
+    assert len(re.findall(r"\[worker-[01]\]\x1b\[0m done\r\n", job.text)) == 2
+
+
+# the end of a job
+
+
+def test_ps_is_stopped_after_the_chief_is_done(launch):
+    source = """
+    import json, os, signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(1, b"ready %d\\n" % os.getpid())
+    if json.loads(os.environ["TF_CONFIG"])["task"]["type"] != "chief":
+        signal.pause()
+    os.open("fifo", os.O_RDONLY)
+    """
+    os.mkfifo("fifo")
+    job = launch(source, "--strategy=ps", "--workers=2", "--ps=1", "--grace_s=1")
+    assert len(job.ready(4)) == len(job.pidfds)
+    os.close(os.open("fifo", os.O_WRONLY))
+    assert job.end() == 0
+    job.assert_gone(0)
+
+
+def test_a_worker_that_ends_before_the_chief_fails_a_ps_job(launch):
+    source = """
+    import json, os, signal
+    if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker":
+        os._exit(0)
+    signal.pause()
+    """
+    job = launch(source, "--ps=1")
+    assert job.end() == 1
+    assert "worker-0 failed first: ended before the chief (exit code 0)\n" in job.text
+
+
+def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launch):
+    source = """
+    import json, os, signal, sys
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.write(1, b"ready %d\\n" % os.getpid())
+    signal.sigwait({signal.SIGTERM})
+    print("a victim's words")
+    sys.exit(1)
+    """
+    job = launch(source, "--workers=3", "--run_dir=run")
+    pids = job.ready(3)
+    tasks = {t: int(p) for t, p in re.findall(r"\[(worker-\d)\] ready (\d+)", job.text)}
+    os.kill(tasks["worker-1"], signal.SIGKILL)
+    assert job.end() == 137
+    assert "[launch] worker-1 failed first: killed by SIGKILL\n" in job.text
+    assert f"[launch]   ready {tasks['worker-1']}\n" in job.text
+    assert "victim" not in job.text
+    assert "a victim's words" in Path("run/logs/attempt-1/worker-0.log").read_text()
+    assert len(pids) == 3
+    job.assert_gone(0)
+
+
+def test_who_raised_first_is_named_although_its_process_ends_last(launch):
+    source = """
+    import atexit, json, os, signal
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    if index == 0:
+        peer = os.open("fifo", os.O_RDONLY)
+        os.read(peer, 1)
+        raise ConnectionError("the peer is gone")
+    def slow_end():
+        os.close(os.open("fifo", os.O_WRONLY))
+        signal.sigtimedwait([signal.SIGUSR1], 30)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    atexit.register(slow_end)
+    raise ValueError("boom")
+    """
+    os.mkfifo("fifo")
+    job = launch(source, "--workers=2", "--run_dir=run", "--grace_s=1")
+    assert job.end() == 1
+    failure = report("run")["attempts"][0]["first_failure"]
+    assert failure["task"] == "worker-1"
+    assert failure["cause"].startswith("ValueError: boom")
+
+
+# requests to stop
+
+
+@STARTS
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_reaches_each_task_and_is_the_exit_code(launch, command, signum, code):
+    source = """
+    import os, signal
+    wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    os.write(1, b"ready %d\\n" % os.getpid())
+    signal.sigwait(wanted)
+    print("saved")
+    """
+    job = launch(source, "--workers=2", command=command)
+    job.ready(2)
+    job.signal(signum)
+    assert job.end() == code
+    assert job.text.count("saved\n") == 2
+    assert "Traceback" not in job.text
+
+
+def test_ctrl_c_on_a_terminal_reaches_each_task_once(launch):
+    source = """
+    import os, select, signal
+    came, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    os.write(1, b"ready %d\\n" % os.getpid())
+    os.read(came, 1)
+    print("interrupts:", 1 + len(select.select([came], [], [], 0.3)[0]))
+    """
+    master, slave = pty.openpty()
+    job = launch(
+        source, "--workers=2", stdout=(master, slave), env={"NO_COLOR": "1"}, own_terminal=True
+    )
+    job.read_until(r"ready \d+", count=2)
+    os.write(master, b"\x03")
+    assert job.end() == 130
+    assert job.text.count("interrupts: 1") == 2
+
+
+def test_a_second_signal_kills_at_once(launch):
+    job = launch(DEAF, "--workers=2", "--grace_s=600")
+    job.ready(2)
+    job.signal(signal.SIGTERM)
+    job.read_until("a second signal kills at once")
+    job.signal(signal.SIGTERM)
+    assert job.end() == 143
+    job.assert_gone(0)
+
+
+def test_a_task_deaf_to_sigterm_is_killed_after_the_grace(launch):
+    job = launch(DEAF, "--workers=2", "--grace_s=0.2")
+    job.ready(2)
+    job.signal(signal.SIGTERM)
+    assert job.end() == 143
+    assert "[launch] killed, as still running: worker-0, worker-1\n" in job.text
+    job.assert_gone(0)
+
+
+def test_a_signal_that_was_ignored_from_the_start_stays_ignored(launch):
+    source = "import os; os.write(1, b'ready %d\\n' % os.getpid()); os.read(os.open('fifo', 0), 1)"
+    os.mkfifo("fifo")
+    job = launch(source, command=("nohup", *LAUNCH))
+    job.ready(1)
+    job.signal(signal.SIGHUP)
+    os.close(os.open("fifo", os.O_WRONLY))
+    assert job.end() == 0
+
+
+# nothing is left behind
+
+
+@STARTS
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGQUIT, signal.SIGTERM])
+def test_no_process_outlives_the_launcher(launch, command, signum):
+    job = launch(TREE, "--workers=2", "--grace_s=0.5", command=command)
+    job.ready(10)
+    job.signal(signum)
+    job.process.wait(DEADLINE_S)
+    job.assert_gone()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_no_process_outlives_its_job(launch, code):
+    source = f"""
+    import os, signal, subprocess, sys
+    for options in ({{"env": {{}}}}, {{"start_new_session": True}}):
+        subprocess.Popen([sys.executable, "-c", {DEAF!r}], **options)
+    os.open("fifo", os.O_RDONLY)
+    os._exit({code})
+    """
+    os.mkfifo("fifo")
+    job = launch(source)
+    assert len(job.ready(2)) == len(job.pidfds)
+    os.close(os.open("fifo", os.O_WRONLY))
+    assert job.end() == code
+    job.assert_gone(0)
+
+
+def test_the_kernel_ends_the_tasks_when_launcher_and_guardian_are_killed_at_once(launch):
+    job = launch(DEAF, "--workers=2")
+    job.ready(2)
+    (guardian,) = (pid for pid, line in children(job.process.pid).items() if "guardian" in line)
+    job.signal(signal.SIGSTOP)
+    os.kill(guardian, signal.SIGKILL)
+    job.signal(signal.SIGKILL)
+    job.assert_gone()
+
+
+def test_a_guardian_that_is_killed_is_replaced_and_the_job_goes_on(launch):
+    job = launch(TREE, "--workers=1")
+    job.ready(5)
+    (guardian,) = (pid for pid, line in children(job.process.pid).items() if "guardian" in line)
+    os.kill(guardian, signal.SIGKILL)
+    job.read_until("guardian process was killed; another one has been started")
+    assert not select.select(list(job.pidfds.values()), [], [], 0)[0]
+    job.signal(signal.SIGKILL)
+    job.assert_gone()
+
+
+def test_a_job_inside_a_task_ends_with_it(launch, tmp_path):
+    (tmp_path / "inner.py").write_text(DEAF)
+    source = f"""
+    import subprocess
+    subprocess.run({[*LAUNCH, "--workers=2", str(tmp_path / "inner.py")]!r})
+    """
+    job = launch(source)
+    job.ready(2)
+    job.signal(signal.SIGKILL)
+    job.assert_gone()
+
+
+def test_forked_tasks_fail_with_the_fork_server_and_its_log_is_named(launch):
+    job = launch(PAUSE, "--workers=2", command=FORK)
+    job.ready(2)
+    (server,) = (pid for pid, line in children(job.process.pid).items() if "fork server" in line)
+    os.kill(server, signal.SIGKILL)
+    assert job.end() == 137
+    assert re.search(r"failed first: the fork server has ended: see .*fork-server.log\n", job.text)
+    job.assert_gone()
+
+
+def test_a_fork_server_that_cannot_import_fails_the_job(launch):
+    command = [word.replace("'json'", "'no_such_module'") for word in FORK]
+    job = launch(PAUSE, "--run_dir=run", command=command)
+    assert job.end() != 0
+    assert "the fork server has ended" in job.text
+    assert (
+        "No module named 'no_such_module'" in Path("run/logs/attempt-1/fork-server.log").read_text()
+    )
+
+
+# odd surroundings
+
+
+def test_a_reader_that_leaves_ends_the_job(launch):
+    source = "import os, signal\nwhile True: print('x' * 100)"
+    job = launch(source, "--workers=2", "--grace_s=0.5", stderr=subprocess.PIPE)
+    job.read_until("xxx")
+    os.close(job.fd)
+    assert job.process.wait(DEADLINE_S) == 141
+    said = job.process.stderr.read().decode()
+    assert "its output is closed" in said
+    assert "Traceback" not in said
+    job.process.stderr.close()
+
+
+def test_a_reader_that_does_not_read_keeps_no_signal_from_the_job(launch):
+    source = """
+    import os, signal
+    os.set_blocking(1, False)
+    data = b"x" * 99 + b"\\n"
+    while True:
+        try: os.write(1, data)
+        except BlockingIOError: break
+    os.write(os.open("fifo", os.O_WRONLY), b"full")
+    os.set_blocking(1, True)
+    while True: os.write(1, data)
+    """
+    os.mkfifo("fifo")
+    job = launch(source, "--grace_s=0.5")
+    fd = os.open("fifo", os.O_RDONLY)
+    assert os.read(fd, 4) == b"full"
+    os.close(fd)
+    job.signal(signal.SIGTERM)
+    assert job.process.wait(DEADLINE_S) == 143
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_files_may_be_closed(launch, closed):
+    shell = ("sh", "-c", f'exec "$@" {closed}', "sh")
+    job = launch("print('hello')", "--run_dir=run", command=(*shell, *LAUNCH))
+    assert job.end() == 0
+    assert Path("run/logs/attempt-1/worker-0.log").read_text() == "hello\n"
+
+
+def test_two_jobs_in_one_directory_do_not_disturb_each_other(launch):
+    jobs = [launch(PAUSE, "--workers=2") for _ in range(2)]
+    for job in jobs:
+        job.ready(2)
+    jobs[0].signal(signal.SIGTERM)
+    assert jobs[0].end() == 143
+    assert not select.select(list(jobs[1].pidfds.values()), [], [], 0)[0]
+    jobs[1].signal(signal.SIGTERM)
+    assert jobs[1].end() == 143
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_a_run_directory_in_use_is_refused(launch):
+    job = launch(PAUSE, "--run_dir=run")
+    job.ready(1)
+    other = launch(PAUSE, "--run_dir=run")
+    assert other.end() == 2
+    assert "where a job runs" in other.text
+    assert other.text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--run_dir=file/run"], "--run_dir: received"),
+        (["--strategy=ps", "--ps=0"], "--ps: received 0"),
+        (["--worker=2"], "did you mean --workers?"),
+        (["--workers=2", "nosuch.py"], "nosuch.py, which does not exist"),
+        (["-m", "nosuch"], "-m nosuch, which does not exist"),
+    ],
+)
+def test_a_mistake_starts_nothing_and_writes_nothing(launch, tmp_path, flags, said):
+    (tmp_path / "file").touch()
+    before = {*tmp_path.iterdir(), tmp_path / "program.py"}
+    job = launch("print('started')", *flags)
+    assert job.end() == 2
+    assert said in job.text
+    assert job.text.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_dry_run_prints_every_task_and_writes_nothing(launch, tmp_path):
+    job = launch("print('started')", "--ps=1", "--workers=2", "--dry_run", env={"TOKEN": "hush"})
+    assert job.end() == 0
+    for task in ("chief-0", "worker-0", "worker-1", "ps-0"):
+        assert f"# {task}\nTF_CONFIG=" in job.text
+    assert job.text.count("program.py") == 4
+    assert "hush" not in job.text
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_many_tasks_that_sleep_cost_next_to_nothing(launch):
+    job = launch(PAUSE, "--workers=100")
+    job.ready(100)
+    before = _cpu_s(job.process.pid)
+    assert not select.select([job.process.stdout or job.fd], [], [], 2)[0]
+    assert _cpu_s(job.process.pid) - before <= 0.04
+    status = Path(f"/proc/{job.process.pid}/status").read_text()
+    assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 80 * 1024
+    job.signal(signal.SIGKILL)
+    job.assert_gone()
+
+
+def _cpu_s(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

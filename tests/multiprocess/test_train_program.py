@@ -1,0 +1,58 @@
+"""tfdist.train under the launcher: what the demo does, and what a second start finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfdist.outputs.run_directory import RunDirectory
+
+DEADLINE_S = 240
+JOBS = {
+    "ps": ["--strategy", "ps", "--workers", "2", "--ps", "1"],
+    "multiworker": ["--strategy", "multiworker", "--workers", "2"],
+}
+
+
+def launched(kind: str, run_dir: Path, *flags: str) -> Any:
+    command = [sys.executable, "-m", "tfdist.launch", *JOBS[kind], "--run_dir", str(run_dir), "--"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=DEADLINE_S, env=environment
+    )
+
+
+def logs(run_dir: Path, done: Any) -> str:
+    files = sorted(run_dir.glob("logs/*/*.log"))
+    return "\n".join([done.stdout, done.stderr, *(f"== {f}\n{f.read_text()}" for f in files)])
+
+
+@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")
+    done = launched(kind, run_dir, *flags)
+    assert done.returncode == 0, logs(run_dir, done)
+    summary = RunDirectory(run_dir).read_summary()
+    assert summary is not None
+    assert (summary["status"], summary["strategy"]) == ("done", kind)
+    assert (summary["workers"], summary["ps"]) == (2, 1 if kind == "ps" else 0)
+    assert (summary["steps"], summary["examples"]) == (225, 14400)
+    assert summary["metrics"]["val_accuracy"] > 0.95
+    names = {"config.json", "metrics.jsonl", "metrics.png", "report.json", "checkpoints", "logs"}
+    assert names <= set(os.listdir(run_dir))
+
+    again = launched(kind, run_dir, *flags)
+    assert again.returncode == 0, logs(run_dir, again)
+    assert "is finished; --overwrite runs it again" in logs(run_dir, again)
+    assert RunDirectory(run_dir).read_summary() == summary
+
+    other = launched(kind, run_dir, *flags, "--config.optimizer=sgd")
+    assert other.returncode == 2, logs(run_dir, other)
+    assert "received optimizer='sgd' (there: 'adam')" in logs(run_dir, other)

@@ -1,0 +1,171 @@
+"""Whole jobs through the launcher: what comes out is what one device makes of it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tests.multiprocess.programs import zoo
+
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
+
+
+def launch(run_dir, *arguments, timeout_s):
+    """Runs a job to its end; on failure or past its deadline, shows every task's log."""
+    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+        pytest.fail(f"{' '.join(command)}: not done in {timeout_s} s\n{output[-20000:]}")
+    assert process.returncode == 0, output[-20000:]
+    return output
+
+
+def on_one_device(optimizer="sgd", kind=keras.Sequential, examples=60, **fit):
+    model = zoo.dense(optimizer, kind)
+    options = {"batch_size": 8, "seed": 3, "verbose": 0, **fit}
+    tfdist.fit(model, zoo.X[:examples], zoo.Y[:examples], **options)
+    return zoo.flat(model)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def synchronous(request, tmp_path_factory):
+    """What each task of a multiworker job saw."""
+    out = tmp_path_factory.mktemp(f"workers {request.param}")
+    launch(
+        out / "run", "--strategy", "multiworker", "--workers", str(request.param),
+        str(PROGRAMS / "synchronous.py"), str(out), timeout_s=240,
+    )  # fmt: skip
+    tasks = [json.loads((out / f"seen-{i}.json").read_text()) for i in range(request.param)]
+    return out, tasks
+
+
+@pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
+def test_workers_equal_one_device(synchronous, optimizer):
+    expected = on_one_device(optimizer, epochs=2)
+    for task in synchronous[1]:
+        np.testing.assert_allclose(task[f"weights {optimizer}"], expected, atol=1e-6)
+
+
+def test_a_custom_step_and_an_empty_share_equal_one_device(synchronous):
+    for task in synchronous[1]:
+        expected = on_one_device(kind=zoo.CustomStep)
+        np.testing.assert_allclose(task["weights custom step"], expected, atol=1e-6)
+        expected = on_one_device(examples=41, batch_size=4)
+        np.testing.assert_allclose(task["weights empty share"], expected, atol=1e-6)
+
+
+def test_an_overflow_on_one_worker_is_seen_by_all(synchronous):
+    assert all(task["overflow left the weights"] for task in synchronous[1])
+
+
+def test_evaluate_predict_and_save_see_one_model(synchronous):
+    out, tasks = synchronous
+    saved = keras.models.load_model(out / "cnn.keras")
+    predicted = saved.predict(zoo.IMAGES[:37], verbose=0)
+    evaluated = saved.evaluate(zoo.IMAGES[:37], zoo.LABELS[:37], verbose=0)
+    for task in tasks:
+        assert task["cnn sha"] == zoo.sha(saved)
+        np.testing.assert_allclose(task["cnn predicted"], predicted, atol=1e-5)
+        np.testing.assert_allclose(task["cnn evaluated"], evaluated, rtol=1e-5)
+        assert np.isfinite([task["mixed_bfloat16"], task["mixed_float16"]]).all()
+
+
+def test_tasks_agree_in_everything(synchronous):
+    first, *others = synchronous[1]
+    for task in others:
+        assert {**task, "chief": True} == {**first, "chief": True}
+        assert (first["chief"], task["chief"]) == (True, False)
+    assert first["broadcast"] == [0, 1, 2]
+
+
+def test_callbacks_decide_alike_and_the_chief_alone_writes(synchronous):
+    out, tasks = synchronous
+    assert tasks[0]["epochs after one task stopped"] == 2
+    assert len(tasks[0]["history"]["loss"]) == 2
+    assert len((out / "log.csv").read_text().splitlines()) == 3
+    assert keras.models.load_model(out / "saved.keras") is not None
+    assert len(list((out / "board" / "train").iterdir())) == 1
+
+
+def test_streams_are_divided_among_the_tasks(synchronous):
+    for task in synchronous[1]:
+        for name in ("dataset", "function"):
+            np.testing.assert_allclose(
+                task[f"evaluated {name}"], task[f"expected {name}"], rtol=1e-5
+            )
+
+
+def test_a_cut_run_ends_with_the_same_bits(synchronous):
+    assert all(task["resumed equals whole"] for task in synchronous[1])
+
+
+def test_a_step_of_the_users_own_runs_on_all_workers(synchronous):
+    _, step, results, _ = synchronous[1][0]["own step"]
+    assert step == 8
+    assert results == {"examples": 64.0}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def parameter_server(request, tmp_path_factory):
+    """What the chief of a ps job saw."""
+    out = tmp_path_factory.mktemp(f"ps {request.param}")
+    launch(
+        out / "run", "--strategy", "ps", "--workers", str(request.param), "--ps", "1",
+        str(PROGRAMS / "parameter_server.py"), str(out), timeout_s=240,
+    )  # fmt: skip
+    return request.param, out, json.loads((out / "seen.json").read_text())
+
+
+@pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
+def test_ps_counts_every_step_and_example_once(parameter_server, optimizer):
+    workers, _, seen = parameter_server
+    assert seen[f"iterations {optimizer}"] == 7 * 15
+    assert seen[f"examples {optimizer}"] == [60.0] * 7
+    assert seen[f"val_examples {optimizer}"] == [41.0] * 7
+    if workers == 1:
+        expected = on_one_device(optimizer, batch_size=4, epochs=7)
+        np.testing.assert_allclose(seen[f"weights {optimizer}"], expected, atol=1e-5)
+
+
+def test_ps_evaluates_predicts_and_saves(parameter_server):
+    _, out, seen = parameter_server
+    saved = keras.models.load_model(out / "cnn.keras")
+    predicted = saved.predict(zoo.IMAGES[:37], verbose=0)
+    evaluated = saved.evaluate(zoo.IMAGES[:37], zoo.LABELS[:37], verbose=0)
+    np.testing.assert_allclose(seen["cnn predicted"], predicted, atol=1e-5)
+    np.testing.assert_allclose(seen["cnn evaluated"], evaluated, rtol=1e-5)
+    assert seen["two inputs"][-1] < seen["two inputs"][0]
+    assert np.isfinite(seen["mixed"]).all()
+    assert seen["custom step"] == ["mine"]
+
+
+def test_ps_takes_streams_and_refuses_python(parameter_server):
+    _, _, seen = parameter_server
+    for name in ("dataset", "function"):
+        assert seen[f"iterations {name}"] == 10
+        assert seen[f"predicted {name}"] == 60
+        np.testing.assert_allclose(seen[f"evaluated {name}"], seen[f"expected {name}"], rtol=1e-5)
+    assert "Python" in seen["python source"]
+
+
+def test_ps_serves_callbacks_and_resumes(parameter_server):
+    _, out, seen = parameter_server
+    assert seen["epochs"] == 2
+    assert seen["batches"] == [*range(8), *range(8)]
+    assert len((out / "log.csv").read_text().splitlines()) == 3
+    (first, losses), (longer, all_losses) = seen["first"], seen["longer"]
+    assert (first, longer) == (12, 24)
+    assert all_losses[:2] == losses
+    assert len(all_losses) == 4
+    assert seen["own step"] == [["loss"], 8, {"examples": 64.0}]
