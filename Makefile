@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
-CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-2}
+CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
 .PHONY: help setup demo test lint bench clean
 

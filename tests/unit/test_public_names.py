@@ -43,8 +43,3 @@ def test_errors_are_there_without_tensorflow() -> None:
         "assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-@pytest.mark.parametrize("name", tfdist.__all__)
-def test_every_public_name_is_found(name: str) -> None:
-    assert getattr(tfdist, name) is getattr(tfdist, name)

@@ -67,6 +67,17 @@ def test_another_runs_directory_is_refused_with_the_difference(
     assert directory.read_config() == CONFIG
 
 
+def test_a_claim_is_withdrawn_without_a_trace_of_its_own(directory: RunDirectory) -> None:
+    directory.claim(CONFIG)
+    directory.withdraw()
+    assert not directory.path.exists()
+    (directory.path / "logs").mkdir(parents=True)
+    directory.claim(CONFIG)
+    directory.withdraw()
+    assert os.listdir(directory.path) == ["logs"]
+    assert directory.claim({"seed": 9}) is Claim.NEW
+
+
 def test_keys_that_are_free_may_differ(directory: RunDirectory) -> None:
     directory.claim(CONFIG)
     other = {**CONFIG, "seed": None, "augmentation": {"random_flip": True}}

@@ -121,6 +121,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         }
         self.store.write(run.step, arrays, meta=meta)
 
+    def close(self) -> None:
+        """Lets another run write to the directory; the next `save` takes it again."""
+        self.store.close()
+
     def restore(self, model: keras.Model, job: Job, *, callbacks: Any) -> None:
         """Sets model, optimizer, metrics and callbacks as they were saved. A collective."""
         checkpoint = self.store.read() if job.is_chief else None

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data import pixel_maps
 from tfdist.data.draws import Draws, draws_for
 from tfdist.data.mixing import mix
 from tfdist.data.source import Nest, Transform, replace_x, unpack
@@ -93,7 +94,7 @@ class RandomCrop(_Geometric):
     def _window(
         self, line: tf.Tensor, *, length: int | None, draws: Draws, index: int
     ) -> tf.Tensor:
-        available = _static_or_dynamic_length(line)
+        available = pixel_maps.length_of(line)
         length = available if length is None else length
         places = available + 2 * self.padding - length + 1
         if isinstance(places, int) and places < 1:
@@ -122,9 +123,9 @@ class RandomFlip(_Geometric):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the maps with some of them reversed."""
         if self.vertical:
-            rows = _flipped(rows, draws.below(2, index=0))
+            rows = pixel_maps.flipped(rows, draws.below(2, index=0))
         if self.horizontal:
-            columns = _flipped(columns, draws.below(2, index=1))
+            columns = pixel_maps.flipped(columns, draws.below(2, index=1))
         return rows, columns
 
 
@@ -232,11 +233,11 @@ class Compose:
     def _moved(self, batch: Nest, members: list[tuple[int, Any]], chain: _Chain) -> Nest:
         images = self._images(batch)
         size = tf.shape(images)
-        rows = _lines(images.shape[1] or size[1], count=size[0])
-        columns = _lines(images.shape[2] or size[2], count=size[0])
+        rows = pixel_maps.identity(images.shape[1] or size[1], count=size[0])
+        columns = pixel_maps.identity(images.shape[2] or size[2], count=size[0])
         for position, move in members:
             rows, columns = move.move(rows, columns, draws=chain.draws(move, position))
-        return self._with_images(batch, _pick(images, rows=rows, columns=columns))
+        return self._with_images(batch, pixel_maps.pick(images, rows=rows, columns=columns))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,34 +271,6 @@ def _flattened(transforms: Sequence[Transform]) -> list[Transform]:
         nested = isinstance(transform, Compose) and transform.key is None
         flat.extend(transform.transforms if nested else [transform])  # type: ignore[attr-defined]
     return flat
-
-
-def _pick(images: tf.Tensor, *, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
-    """Returns the pixels [b, h, w, c] that `rows` [b, h] and `columns` [b, w] name."""
-    # One line of zeros above and to the left is what -1 points at.
-    padded = tf.pad(images, [[0, 0], [1, 0], [1, 0], [0, 0]])
-    size = tf.shape(padded)
-    row_starts = (tf.range(size[0])[:, None] * size[1] + rows + 1) * size[2]
-    indices = row_starts[:, :, None] + (columns + 1)[:, None, :]
-    # The gather of single pixels is what costs; as int32 indices it handles batches up to 2**31
-    # pixels, and was the fastest of five ways tried (two gathers, projective transform, ...).
-    pixels = tf.gather(tf.reshape(padded, [-1, size[3]]), indices)
-    shape = [images.shape[0], rows.shape[1], columns.shape[1], images.shape[3]]
-    return tf.ensure_shape(pixels, shape)
-
-
-def _lines(length: int | tf.Tensor, *, count: tf.Tensor) -> tf.Tensor:
-    line = tf.range(length)
-    lines = tf.broadcast_to(line, [count, length])
-    return tf.ensure_shape(lines, [None, length if isinstance(length, int) else None])
-
-
-def _static_or_dynamic_length(line: tf.Tensor) -> int | tf.Tensor:
-    return line.shape[1] if line.shape[1] is not None else tf.shape(line)[1]
-
-
-def _flipped(line: tf.Tensor, flips: tf.Tensor) -> tf.Tensor:
-    return tf.where(flips[:, None] == 1, tf.reverse(line, [1]), line)
 
 
 def _kind_of(numbered: tuple[int, Transform]) -> type | None:

@@ -46,12 +46,12 @@ def check_supported(source: Source, strategy_kind: str) -> None:
     if strategy_kind != "ps":
         return
     if source.kind == "python":
-        raise _needs_python(source.describe(), "reads examples by Python code")
+        raise _needs_python(source, "reads examples by Python code")
     if isinstance(source, StreamSource | InputFunctionSource):
         operation = python_operation(source.dataset_for())
         if operation is not None:
             reason = f"calls Python code ({operation}, as from_generator and py_function do)"
-            raise _needs_python(source.describe(), reason)
+            raise _needs_python(source, reason)
 
 
 def _source_of(x: Any) -> tuple[Source, str]:
@@ -113,7 +113,8 @@ def _belongs_inside(argument: str, what: str, kind: str) -> UsageError:
     )
 
 
-def _needs_python(what: str, reason: str) -> UsageError:
+def _needs_python(source: Source, reason: str) -> UsageError:
+    what = source.describe().partition(":")[0]
     return UsageError(
         "data under the ps strategy",
         received=f"{what}, which {reason}",

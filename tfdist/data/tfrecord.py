@@ -39,7 +39,7 @@ class RecordIndex:
         """Returns the records of these runs only: (file, first record in it, count)."""
         firsts = np.searchsorted(self.file_numbers, np.arange(len(self.files)))
         runs = [
-            firsts[self.files.index(os.path.abspath(file))] + np.arange(first, first + count)
+            firsts[self.files.index(_absolute(file))] + np.arange(first, first + count)
             for file, first, count in spans
         ]
         chosen = np.concatenate(runs)
@@ -173,8 +173,12 @@ def _expand(files: str | Path | Sequence[str | Path]) -> list[str]:
         matches = sorted(tf.io.gfile.glob(pattern))
         if not matches:
             raise _bad_file(pattern, received="no such file", fix="check the path or pattern")
-        found.extend(os.path.abspath(match) if "://" not in match else match for match in matches)
+        found.extend(map(_absolute, matches))
     return found
+
+
+def _absolute(file: str) -> str:
+    return file if "://" in file else os.path.abspath(file)
 
 
 def _scan(file: str, size_bytes: int) -> Iterator[tuple[int, int]]:

@@ -174,7 +174,8 @@ class GraphFeed(Feed):
 
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the arrays."""
-        return tf.data.Dataset.from_tensors(self.source.arrays()).repeat()
+        arrays = tf.data.Dataset.from_tensors(self.source.arrays())
+        return arrays.with_options(lean_options()).repeat()
 
     def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
         """As in `Feed`."""

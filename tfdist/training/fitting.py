@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.strategy import broadcast
+from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building, inputs, resume
 from tfdist.training.callbacks import callback_list, steps_between_calls, wants_logs
 from tfdist.training.epochs import VirtualEpochs
@@ -108,9 +110,16 @@ def fit(
             steps=validation_steps,
         )
     run = Run(session, data, validation, backups=backups, saved=saved, seed=seed)
-    return run.train(
-        callbacks, verbose=verbose, initial_epoch=initial_epoch, validation_freq=validation_freq
-    )
+    try:
+        return run.train(
+            callbacks,
+            verbose=verbose,
+            initial_epoch=initial_epoch,
+            validation_freq=validation_freq,
+        )
+    finally:
+        for backup in backups:
+            backup.close()
 
 
 class Run:
@@ -199,6 +208,8 @@ class Run:
             values = validation.run(self._callbacks)
             logs.update({f"val_{name}": value for name, value in values.items()})
         self._callbacks.on_epoch_end(epoch, logs)
+        asked = np.array([float(session.model.stop_training)])
+        session.model.stop_training = bool(sum_over_tasks(session.job, asked)[0])
         for backup in self._backups:
             self._save(backup, loop.step)
         return logs

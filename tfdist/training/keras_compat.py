@@ -25,10 +25,16 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as keras_loss
+from keras.src.metrics.reduction_metrics import Mean
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random.seed_generator import SeedGenerator
-from tensorflow.python.distribute import collective_all_reduce_strategy, mirrored_strategy
+from keras.src.trainers.compile_utils import CompileLoss
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    distribute_lib,
+    mirrored_strategy,
+)
 from tensorflow.python.distribute import values as tf_values
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +49,7 @@ class StepTrace:
     Attributes:
       num_replicas: replicas whose gradients are summed; 1 needs no reduction.
       share: this replica's part of the global batch, scalar float32 or a float.
+      examples: how many of this replica's examples count, scalar integer.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       training: False leaves losses as they are.
       local: values of variables, by `id`, that live in the step and not in the variable.
@@ -50,11 +57,13 @@ class StepTrace:
 
     num_replicas: int
     share: tf.Tensor | float
+    examples: tf.Tensor | int
     random_key: tf.Tensor
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     draws: int = 0
     in_door: bool = False
+    in_losses: bool = False
     loss_scaled: bool = False
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
@@ -76,6 +85,16 @@ def tracing(trace: StepTrace) -> Iterator[StepTrace]:
         _thread.trace = None
 
 
+def compiled(function: Callable[..., Any]) -> Any:
+    """`tf.function` for what is traced once for each program, and so often in a process.
+
+    TensorFlow takes that for a mistake and warns; what is traced here is traced on purpose.
+    """
+    made = tf.function(function, autograph=False)
+    made._omit_frequent_tracing_warning = True
+    return made
+
+
 def _current() -> StepTrace | None:
     return getattr(_thread, "trace", None)
 
@@ -87,13 +106,17 @@ def install() -> None:
         (SeedGenerator, "next", _seed_of_the_step),
         (keras_loss, "scale_loss_for_distribution", _scale_by_share),
         (keras_loss, "unscale_loss_for_distribution", _unscale_by_share),
+        (CompileLoss, "call", _noting_losses),
+        (Mean, "update_state", _mean_of_examples),
         (BaseOptimizer, "apply", _door),
         (LossScaleOptimizer, "apply", _door),
+        (LossScaleOptimizer, "_tf_apply", _loss_scaling),
         (TFOptimizer, "_all_reduce_sum_gradients", _already_reduced),
         (Variable, "value", _local_value),
         (Variable, "_direct_assign", _noting_writes),
         (Variable, "assign_add", _in_one_operation("assign_add")),
         (Variable, "assign_sub", _in_one_operation("assign_sub")),
+        (distribute_lib.StrategyExtendedV1, "_use_merge_call", _no_merge_call),
         (mirrored_strategy.MirroredExtended, "_use_merge_call", _no_merge_call),
         (
             collective_all_reduce_strategy.CollectiveAllReduceExtended,
@@ -117,17 +140,47 @@ def install() -> None:
 def _door(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         trace = _current()
-        if trace is None or trace.in_door or trace.num_replicas == 1:
+        if trace is None or trace.in_door or not (trace.num_replicas > 1 or _on_ps()):
             return original(self, grads, trainable_variables)
-        grads = _weighted(list(grads), trace)
-        grads = _reduced(grads, trace)
+        if trace.num_replicas > 1:
+            grads = _reduced(_weighted(list(grads), trace), trace)
         trace.in_door = True
         try:
-            return original(self, grads, trainable_variables)
+            with _cross_replica_on_ps():
+                return original(self, grads, trainable_variables)
         finally:
             trace.in_door = False
 
     return apply
+
+
+def _on_ps() -> bool:
+    strategy = tf.distribute.get_strategy()
+    return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+
+
+@contextlib.contextmanager
+def _cross_replica_on_ps() -> Iterator[None]:
+    """Under ps, updates go straight to the variables, from where no thread is waited for."""
+    if not _on_ps():
+        yield
+        return
+    mode = distribute_lib._CrossReplicaThreadMode(tf.distribute.get_strategy())
+    distribute_lib._push_per_thread_mode(mode)
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def tf_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        trace = _current()
+        if trace is not None and trace.in_door:
+            return self._common_apply(grads, trainable_variables)
+        return original(self, grads, trainable_variables)
+
+    return tf_apply
 
 
 def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
@@ -256,6 +309,35 @@ def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
         return tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
 
     return unscale
+
+
+# The loss of each of several outputs is a mean over batches, not examples, where the size of a
+# batch is not known when the step is traced: a small last batch or share then counts too much
+# (https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/compile_utils.py#L836).
+
+
+def _noting_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        trace = _current()
+        if trace is None:
+            return original(self, y_true, y_pred, sample_weight)
+        trace.in_losses = True
+        try:
+            return original(self, y_true, y_pred, sample_weight)
+        finally:
+            trace.in_losses = False
+
+    return call
+
+
+def _mean_of_examples(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        trace = _current()
+        if trace is not None and trace.in_losses and sample_weight is None:
+            sample_weight = trace.examples
+        return original(self, values, sample_weight)
+
+    return update_state
 
 
 # BatchNormalization writes each replica's own moving statistics, and they drift apart

@@ -54,6 +54,7 @@ def run_replica(
     trace = keras_compat.StepTrace(
         num_replicas=num_replicas,
         share=share,
+        examples=part.count,
         random_key=keras_compat.random_key(program.seed, step=step, replica=replica),
         training=program.training,
         local=local or {},
@@ -64,4 +65,12 @@ def run_replica(
         outputs = program.function(part.data)
     for variable, old in zip(guarded, before, strict=True):
         variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
-    return outputs
+    return _flat(outputs) if program.keep_logs else outputs
+
+
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """Puts what a metric of many results gave among the others, as Keras does."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat

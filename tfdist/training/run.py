@@ -11,17 +11,17 @@ from typing import Any
 
 import keras
 
-import tfdist
+from tfdist.checkpoint import BackupAndRestore
 from tfdist.cluster import TaskConfig, from_environ
 from tfdist.configs.fields import FREE
-from tfdist.errors import TfdistError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs import plot, table
 from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.profiler import StepProfiler
 from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
-from tfdist.strategy import current_job, make_strategy
-from tfdist.training import recipe
+from tfdist.strategy import barrier, broadcast, current_job, is_chief, make_strategy
+from tfdist.training import fit, recipe
 from tfdist.training.datasets import Datasets, load_datasets
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.reporter import RunReporter
@@ -52,18 +52,35 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
         claim = directory.claim({**config.to_dict(), "seed": seed}, overwrite, free=FREE)
     if claim is Claim.FINISHED and (task is None or task.cluster.kind != "multiworker"):
         return _say_finished(directory)
+    try:
+        return _run_as_task(config, directory, claim, seed=seed, environ=environ)
+    except UsageError:
+        if claim is Claim.NEW:
+            directory.withdraw()  # so that the corrected run is not refused for being another
+        raise
+
+
+def _run_as_task(
+    config: Any,
+    directory: RunDirectory,
+    claim: Claim | None,
+    *,
+    seed: int,
+    environ: Mapping[str, str],
+) -> dict[str, Any]:
+    """Runs with the strategy; `claim`, `seed` and the path of `directory` are the chief's."""
     strategy = make_strategy(
         config.strategy, devices_per_worker=config.devices_per_worker or None, environ=environ
     )
     told = [claim is Claim.FINISHED, seed, str(directory.path)]
-    finished, seed, path = tfdist.broadcast(told)
+    finished, seed, path = broadcast(told)
     directory = RunDirectory(path)
     if finished:
-        summary = _say_finished(directory) if chief else {}
+        summary = _say_finished(directory) if is_chief() else {}
     else:
         summary = _train(config, strategy, directory, seed=seed)
     # A task that ends early would take its peers down: all wait until the chief has written.
-    tfdist.barrier()
+    barrier()
     return summary
 
 
@@ -82,7 +99,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     finally:
         reporter.close()
         keras.config.set_dtype_policy(policy)
-    if not tfdist.is_chief():
+    if not is_chief():
         return {}
     summary = {"status": DONE if done else "stopped", **_summary(model, reporter, directory, plan)}
     directory.write_summary(summary)
@@ -112,7 +129,7 @@ def _fit(
         "overfit_batches": config.overfit_batches,
         "initial_weights": config.initial_weights,
     }
-    history = tfdist.fit(
+    history = fit(
         model,
         datasets.training,
         batch_size=config.global_batch_size,
@@ -134,7 +151,7 @@ def _fit(
 
 def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
     every = config.backup_every_steps
-    return tfdist.BackupAndRestore(
+    return BackupAndRestore(
         directory.checkpoints, every_steps=every or None, keep=config.keep_checkpoints
     )
 

@@ -12,6 +12,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.strategy import Job
 from tfdist.training.engines import engine_for
+from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram
 
 
@@ -69,7 +70,7 @@ class Session:
         self.engine.settle_metrics(program)
         if self._read_metrics is None:
             with self.job.strategy.scope():
-                self._read_metrics = tf.function(self._result_in_graph, autograph=False)
+                self._read_metrics = compiled(self._result_in_graph)
         result = self._read_metrics()
         return {name: _python(value) for name, value in result.items()}
 

@@ -38,30 +38,36 @@ class StreamFeed(Feed):
         self._seed = seed
         self._in_order = not order.shuffle
         self._after = after
+        self._is_endless = source.is_endless
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`."""
-        batches = _endless(self.source.dataset_for(), self.source).skip(first).take(last - first)
+        batches = self._endless(self.source.dataset_for()).skip(first).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
         return numbered.map(self._parts).prefetch(AHEAD_STEPS)
 
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the dataset's own graph when order counts, else the worker's batches."""
-        graph = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=self.source.dataset_for()._variant_tensor, strip_device_assignment=True
-        )
+        with tf.init_scope():
+            graph = tf.raw_ops.DatasetToGraphV2(
+                input_dataset=self.source.dataset_for()._variant_tensor,
+                strip_device_assignment=True,
+            )
         if self._in_order:
             return tf.data.Dataset.from_tensors(graph).repeat()
         index = tf.distribute.coordinator.experimental_get_current_worker_index()
         batches = _from_graph(graph, self.source)
-        return _endless(batches.shard(self._layout.num_workers, index), self.source)
+        return self._endless(batches.shard(self._layout.num_workers, index))
 
     def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
         """As in `Feed`."""
         if not self._in_order:
             return _Batches(given, self._whole)
-        batches = _endless(_from_graph(given.get_next(), self.source), self.source)
+        batches = self._endless(_from_graph(given.get_next(), self.source))
         return _Batches(iter(batches.skip(first).take(last - first)), self._whole)
+
+    def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return dataset if self._is_endless else dataset.repeat()
 
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Any, ...]:
         data = self._finished(step, data)
@@ -107,7 +113,7 @@ class InputFunctionFeed(StreamFeed):
             input_pipeline_id=layout.task_index,
             num_replicas_in_sync=layout.num_replicas,
         )
-        batches = _endless(self.source.dataset_for(context), self.source)
+        batches = self._endless(self.source.dataset_for(context))
         local = len(layout.replica_ids)
         shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
         steps = tf.data.Dataset.zip(shards).skip(first).take(last - first)
@@ -120,7 +126,7 @@ class InputFunctionFeed(StreamFeed):
             input_pipeline_id=(tf.distribute.coordinator.experimental_get_current_worker_index()),
             num_replicas_in_sync=1,
         )
-        return _endless(self.source.dataset_for(context), self.source)
+        return self._endless(self.source.dataset_for(context))
 
 
 class _Batches:
@@ -138,10 +144,6 @@ class _Batches:
 def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
     return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
-
-
-def _endless(dataset: tf.data.Dataset, source: Any) -> tf.data.Dataset:
-    return dataset if source.is_endless else dataset.repeat()
 
 
 def _first(data: Any) -> tf.Tensor:

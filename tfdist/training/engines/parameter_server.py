@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.feed import Part
+from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
@@ -105,7 +106,9 @@ class ParameterServerEngine:
         if work is None:
             _require_sums(program)
             names: list[str] = []
-            per_worker = self._coordinator.create_per_worker_dataset(program.feed.worker_dataset)
+            per_worker = self._coordinator.create_per_worker_dataset(
+                compiled(program.feed.worker_dataset)
+            )
             work = _Work(closure=make(program, names), data=iter(per_worker), log_names=names)
             self._work[program] = work
         return work
@@ -113,7 +116,7 @@ class ParameterServerEngine:
     def _closure(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
         shapes = [tuple(v.shape) for v in program.metrics]
 
-        @tf.function(autograph=False)
+        @compiled
         def run_range(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
             batches = program.feed.worker_batches(data, first, last)
             logs: list[tf.Tensor] = []
@@ -145,7 +148,7 @@ class ParameterServerEngine:
         return run_range
 
     def _output_closure(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
-        @tf.function(autograph=False)
+        @compiled
         def run_step(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
             batches = program.feed.worker_batches(data, first, last)
             return self._step(program, first, Part(*batches.get_next()[0]), ())[0]

@@ -11,10 +11,15 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values_util
 
+from tfdist.data.python_indexed import PythonSource
+from tfdist.data.source import GraphSource
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_bytes, sum_over_tasks
 from tfdist.training.feed import Part
+from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram, run_replica
+
+_GATHER = "CollectiveGatherV2"
 
 
 class SynchronousEngine:
@@ -22,8 +27,9 @@ class SynchronousEngine:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._ranges: weakref.WeakKeyDictionary[StepProgram, Callable[..., Any]]
-        self._ranges = weakref.WeakKeyDictionary()
+        self._ranges: weakref.WeakKeyDictionary[StepProgram, Any] = weakref.WeakKeyDictionary()
+        self._gathering: weakref.WeakKeyDictionary[StepProgram, bool]
+        self._gathering = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[StepProgram, Callable[..., Any]]
         self._steps = weakref.WeakKeyDictionary()
 
@@ -32,12 +38,11 @@ class SynchronousEngine:
         function = self._ranges.get(program)
         if function is None:
             function = self._ranges[program] = self._compile_range(program)
-        arguments = [tf.constant(first, tf.int64), tf.constant(last, tf.int64)]
-        if not program.feed.direct:
-            arguments.append(program.feed.iterator(first))
-        logs = function(*arguments)
-        if not program.feed.direct:
-            program.feed.advanced_to(last)
+        logs: dict[str, tf.Tensor] = {}
+        for start, end in self._calls(program, first, last):
+            logs = function(*_arguments(program, start, end))
+            if not program.feed.direct:
+                program.feed.advanced_to(end)
         return {name: _scalar(value) for name, value in logs.items()}
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
@@ -63,8 +68,39 @@ class SynchronousEngine:
     def take_metrics(self, program: StepProgram) -> None:
         """Nothing: the model's own variables hold the metrics."""
 
-    def _compile_range(self, program: StepProgram) -> Callable[..., Any]:
-        @tf.function(autograph=False)
+    def _calls(self, program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Cuts a range into calls, in each of which what replicas gather keeps its shape.
+
+        Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
+        mismatch in the collective instance"). Batches by index change at the end of an epoch;
+        those that come ready may change at every step.
+        """
+        if not program.training or not self._gathers(program, first, last):
+            yield first, last
+            return
+        by_index = isinstance(program.feed.source, GraphSource | PythonSource)
+        start = first
+        for step in range(first + 1, last):
+            sizes = {program.feed.plan.span(s).size for s in (step - 1, step)}
+            if len(sizes) > 1 or not by_index:
+                yield start, step
+                start = step
+        yield start, last
+
+    def _gathers(self, program: StepProgram, first: int, last: int) -> bool:
+        """True when replicas gather in a step; traces the program."""
+        if program not in self._gathering:
+            found = False
+            if self._job.num_replicas > 1:
+                arguments = _arguments(program, first, last)
+                graph = self._ranges[program].get_concrete_function(*arguments).graph
+                functions = graph.as_graph_def().library.function
+                found = any(n.op == _GATHER for f in functions for n in f.node_def)
+            self._gathering[program] = found
+        return self._gathering[program]
+
+    def _compile_range(self, program: StepProgram) -> Any:
+        @compiled
         def run_range(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
             values: list[dict[str, tf.Tensor]] = []
 
@@ -87,7 +123,7 @@ class SynchronousEngine:
         return run_range
 
     def _compile_step(self, program: StepProgram) -> Callable[..., Any]:
-        @tf.function(autograph=False)
+        @compiled
         def run_step(step: tf.Tensor, iterator: Any = None) -> Any:
             parts = _parts(program, step, iterator)
             return [
@@ -121,7 +157,8 @@ class SynchronousEngine:
 
         def in_replica() -> Any:
             local = values_util.get_current_replica_id_as_int() or 0
-            mine = {name: tf.cast(v, tf.float32) for name, v in values[local].items()}
+            # A copy on the replica's device: a collective goes by where its value is.
+            mine = {n: tf.identity(tf.cast(v, tf.float32)) for n, v in values[local].items()}
             if replicas == 1:
                 return mine
             return tf.distribute.get_replica_context().all_reduce("MEAN", mine)
@@ -148,6 +185,11 @@ class SynchronousEngine:
         start = int(counts[: ids[0]].sum())
         whole[start : start + len(rows)] = rows
         return sum_bytes(self._job, whole)
+
+
+def _arguments(program: StepProgram, first: int, last: int) -> list[Any]:
+    bounds = [tf.constant(first, tf.int64), tf.constant(last, tf.int64)]
+    return bounds if program.feed.direct else [*bounds, program.feed.iterator(first)]
 
 
 def _parts(program: StepProgram, step: tf.Tensor, iterator: Any) -> list[Part]:

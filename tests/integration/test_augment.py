@@ -1,0 +1,229 @@
+"""Augmentation: the same for an example whatever batch it is in, and evenly spread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.data.arrays import ArraySource
+from tfdist.data.augment import (
+    Compose,
+    Normalize,
+    RandomCrop,
+    RandomFlip,
+    Rescale,
+    for_evaluation,
+)
+from tfdist.data.draws import draws_for
+from tfdist.errors import UsageError
+
+RNG = np.random.default_rng(3)
+IMAGES = RNG.integers(0, 255, (32, 6, 5, 3), np.uint8)
+LABELS = np.arange(32)
+IDS = RNG.permutation(1000)[:32].astype(np.int64)
+EPOCHS = RNG.integers(0, 3, 32).astype(np.int64)
+SEED = 2**62 + 17
+
+TRANSFORMS = {
+    "crop": RandomCrop(padding=2),
+    "small crop": RandomCrop(size=(4, 3)),
+    "flip": RandomFlip(horizontal=True, vertical=True),
+    "rescale": Rescale(scale=1 / 255),
+    "all": Compose(
+        [
+            RandomCrop(padding=2),
+            RandomFlip(),
+            RandomFlip(vertical=True),
+            Rescale(scale=1 / 255),
+            Normalize(mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.4]),
+        ]
+    ),
+}
+
+
+def apply(transform, images=IMAGES, *, ids=IDS, epoch=EPOCHS, seed=SEED):
+    labels = LABELS[: len(images)]
+    x, y = transform((images, labels), example_ids=ids, epoch=epoch, seed=seed)
+    assert y is labels
+    return np.asarray(x)
+
+
+def chi_square(observed):
+    expected = observed.sum() / observed.size
+    return ((observed - expected) ** 2 / expected).sum()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_one_by_one_equals_the_batch_bit_for_bit(transform):
+    whole = apply(transform)
+    for i in range(len(IMAGES)):
+        alone = apply(transform, IMAGES[i : i + 1], ids=IDS[i : i + 1], epoch=int(EPOCHS[i]))
+        assert np.array_equal(alone[0], whole[i])
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_graph_equals_eager_at_any_slicing(transform):
+    signature = [tf.TensorSpec([None, 6, 5, 3], tf.uint8)] + [tf.TensorSpec([None], tf.int64)] * 2
+
+    @tf.function(input_signature=signature)
+    def in_graph(images, ids, epoch):
+        return transform((images, ids), example_ids=ids, epoch=epoch, seed=SEED)[0]
+
+    whole = apply(transform)
+    for cut in (slice(0, 13), slice(13, 32), slice(4, 4)):
+        assert np.array_equal(in_graph(IMAGES[cut], IDS[cut], EPOCHS[cut]), whole[cut])
+
+
+@pytest.mark.parametrize("name", ["crop", "flip"])
+def test_seed_epoch_and_example_each_change_the_draw(name):
+    transform = TRANSFORMS[name]
+    same = np.repeat(IMAGES[:1], 32, axis=0)
+    base = apply(transform, same, epoch=0)
+    assert len({image.tobytes() for image in base}) > 1  # the example alone
+    assert not np.array_equal(base, apply(transform, same, epoch=1))
+    assert not np.array_equal(base, apply(transform, same, epoch=0, seed=SEED + 1))
+    assert np.array_equal(base, apply(transform, same, epoch=0))
+
+
+def test_a_crop_is_a_window_of_the_padded_image():
+    padded = np.pad(IMAGES, [(0, 0), (2, 2), (2, 2), (0, 0)])
+    for image, cropped in zip(padded, apply(TRANSFORMS["crop"]), strict=True):
+        windows = [image[r : r + 6, c : c + 5] for r in range(5) for c in range(5)]
+        assert any(np.array_equal(window, cropped) for window in windows)
+
+
+def test_a_flip_is_the_image_or_its_mirror():
+    both = 0
+    for image, flipped in zip(IMAGES, apply(RandomFlip()), strict=True):
+        mirrored = np.array_equal(flipped, image[:, ::-1])
+        both += mirrored
+        assert mirrored or np.array_equal(flipped, image)
+    assert 0 < both < len(IMAGES)
+
+
+def test_crops_and_flips_follow_each_other_as_written():
+    chain = Compose([RandomFlip(horizontal=False, vertical=True), RandomCrop(padding=1)])
+    ids, n = np.arange(32), 32
+    flips = draws_for("RandomFlip", example_ids=ids, epoch=EPOCHS, seed=SEED).below(2, index=0)
+    crop = draws_for("RandomCrop", example_ids=ids, epoch=EPOCHS, seed=SEED, position=1)
+    rows, columns = crop.below(3, index=0).numpy(), crop.below(3, index=1).numpy()
+    found = apply(chain, ids=ids)
+    for i in range(n):
+        image = IMAGES[i, ::-1] if flips[i] == 1 else IMAGES[i]
+        image = np.pad(image, [(1, 1), (1, 1), (0, 0)])
+        assert np.array_equal(found[i], image[rows[i] : rows[i] + 6, columns[i] : columns[i] + 5])
+
+
+def test_normalisation_joins_to_one_product_and_sum():
+    x = apply(Compose([Rescale(scale=1 / 255, offset=-0.5), Normalize(mean=[0, 1, 2], std=0.5)]))
+    expected = ((IMAGES / 255 - 0.5) - np.array([0, 1, 2])) / 0.5
+    assert x.dtype == np.float32
+    np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [2, 3, 9, 100])
+def test_draws_are_uniform_over_examples_and_epochs(bound):
+    """Chi-square, far below what one seed in a million would give."""
+    ids = np.tile(np.arange(10_000), 3)
+    epoch = np.repeat(np.arange(3), 10_000)
+    draws = draws_for("RandomCrop", example_ids=ids, epoch=epoch, seed=1)
+    for index in (0, 1):
+        found = np.bincount(draws.below(bound, index=index), minlength=bound)
+        degrees = bound - 1
+        assert len(found) == bound
+        assert chi_square(found) < degrees + 5 * np.sqrt(2 * degrees) + 10
+
+
+def test_draws_of_neighbours_of_one_example_and_of_two_transforms_are_independent():
+    ids = np.arange(40_000)
+
+    def joint(a, b, bound=9):
+        table = np.zeros((bound, bound))
+        np.add.at(table, (np.asarray(a), np.asarray(b)), 1)
+        return chi_square(table)
+
+    crop = draws_for("RandomCrop", example_ids=ids, epoch=0, seed=1)
+    rows = crop.below(9, index=0).numpy()
+    limit = 80 + 5 * np.sqrt(160) + 10
+    assert joint(rows[:-1], rows[1:]) < limit  # neighbours
+    assert joint(rows, crop.below(9, index=1)) < limit  # rows and columns
+    for other in (
+        draws_for("RandomCrop", example_ids=ids, epoch=1, seed=1),
+        draws_for("RandomCrop", example_ids=ids, epoch=0, seed=2),
+        draws_for("RandomCrop", example_ids=ids, epoch=0, seed=1, position=1),
+        draws_for("RandomFlip", example_ids=ids, epoch=0, seed=1),
+    ):
+        assert joint(rows, other.below(9, index=0)) < limit
+
+
+def test_real_draws_fill_the_unit_interval():
+    values = draws_for("x", example_ids=np.arange(50_000), epoch=0, seed=0).uniform(index=0).numpy()
+    assert values.min() >= 0.0
+    assert values.max() < 1.0
+    assert values.mean() == pytest.approx(0.5, abs=0.01)
+    assert values.var() == pytest.approx(1 / 12, abs=0.002)
+
+
+def test_what_is_not_the_image_passes_unchanged():
+    x = {"image": IMAGES, "meta": LABELS}
+    batch = (x, LABELS, np.ones(32))
+    chain = Compose([RandomFlip()], key="image")
+    found, y, weight = chain(batch, example_ids=IDS, epoch=0, seed=1)
+    assert found["meta"] is LABELS
+    assert y is LABELS
+    assert weight is batch[2]
+    assert not np.array_equal(found["image"], IMAGES)
+    second = Compose([RandomFlip()], key=1)(((LABELS, IMAGES), y), example_ids=IDS, epoch=0, seed=1)
+    assert np.array_equal(second[0][1], found["image"])
+    alone = RandomFlip()(tf.constant(IMAGES), example_ids=IDS, epoch=0, seed=1)
+    assert np.array_equal(alone, found["image"])
+
+
+def test_a_user_s_own_transform_takes_part():
+    def invert(batch, *, example_ids, epoch, seed):
+        x, y = batch
+        return 255 - x, y
+
+    found = apply(Compose([RandomFlip(), invert]))
+    assert np.array_equal(found, 255 - apply(RandomFlip()))
+
+
+def test_evaluation_leaves_out_what_is_random():
+    plain = for_evaluation(TRANSFORMS["all"])
+    expected = Compose(
+        [Rescale(scale=1 / 255), Normalize(mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.4])]
+    )
+    assert np.array_equal(apply(plain), apply(expected))
+    assert for_evaluation(RandomCrop(padding=1)) is None
+    assert for_evaluation(None) is None
+    assert for_evaluation(TRANSFORMS["rescale"]) is TRANSFORMS["rescale"]
+
+
+def test_a_source_carries_its_transform():
+    plain = ArraySource(IMAGES, LABELS)
+    source = plain.with_transform(RandomFlip())
+    assert plain.transform is None
+    batch = source.gather(np.arange(32))
+    x, _ = source.transformed(batch, example_ids=IDS, epoch=0, seed=1)
+    assert np.array_equal(x, apply(RandomFlip(), epoch=0, seed=1))
+    assert plain.transformed(batch, example_ids=IDS, epoch=0, seed=1) is batch
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: RandomCrop(padding=-1), "padding=-1"),
+        (lambda: Normalize(mean=0, std=0), "std=0"),
+        (lambda: apply(RandomCrop(size=(9, 9))), "6 pixels for a window of 9"),
+        (lambda: apply(RandomFlip(), IMAGES[..., 0]), r"\[batch, height, width, channels\]"),
+        (
+            lambda: RandomFlip()(({"a": IMAGES}, LABELS), example_ids=IDS, epoch=0, seed=1),
+            "key=",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(act, message):
+    with pytest.raises(UsageError, match=message) as error:
+        act()
+    assert "\n" not in str(error.value)

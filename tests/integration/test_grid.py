@@ -1,0 +1,304 @@
+"""Every kind of model under every strategy of one process: trains, evaluates, predicts, saves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+
+RNG = np.random.RandomState(0)
+EXAMPLES, BATCH_SIZE, EPOCHS = 50, 16, 4
+STEPS = EPOCHS * 4  # the last batch of an epoch has 2 examples: one of three replicas gets none
+CLASSES = 4
+
+ROWS = RNG.randn(EXAMPLES, 6).astype("float32")
+IMAGES = RNG.randn(EXAMPLES, 8, 8, 1).astype("float32")
+TOKENS = RNG.randint(0, 20, (EXAMPLES, 3)).astype("int32")
+LABELS = np.argmax(ROWS @ RNG.randn(6, CLASSES), axis=1)
+IMAGE_LABELS = np.argmax(IMAGES.reshape(EXAMPLES, -1) @ RNG.randn(64, CLASSES), axis=1)
+TARGETS = (ROWS @ RNG.randn(6, 1)).astype("float32")
+
+
+@keras.saving.register_keras_serializable(package="test_grid")
+class CustomStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(tf.reduce_mean((predicted - y) ** 2), tf.shape(x)[0])
+            else:
+                metric.update_state(y, predicted)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@keras.saving.register_keras_serializable(package="test_grid")
+class Subclassed(keras.Model):
+    """Not built: the first batch gives the shapes."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.hidden = keras.layers.Dense(8, activation="relu")
+        self.normalize = keras.layers.BatchNormalization()
+        self.out = keras.layers.Dense(CLASSES, activation="softmax")
+
+    def call(self, x, training=False):
+        return self.out(self.normalize(self.hidden(x), training=training))
+
+
+def dense():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dense(CLASSES, activation="softmax"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"]
+    )
+    return model
+
+
+def convolutional():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(4, 3, activation="relu"),
+            keras.layers.BatchNormalization(momentum=0.7),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.1),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+def two_inputs():
+    rows = keras.Input((6,), name="rows")
+    tokens = keras.Input((3,), dtype="int32", name="tokens")
+    embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 4)(tokens))
+    features = keras.layers.Dense(8, activation="tanh")(
+        keras.layers.Concatenate()([rows, embedded])
+    )
+    model = keras.Model(
+        {"rows": rows, "tokens": tokens},
+        {
+            "label": keras.layers.Dense(CLASSES, activation="softmax", name="label")(features),
+            "target": keras.layers.Dense(1, name="target")(features),
+        },
+    )
+    model.compile(
+        keras.optimizers.AdamW(0.02, clipnorm=1.0),
+        {"label": "sparse_categorical_crossentropy", "target": "mse"},
+        loss_weights={"label": 1.0, "target": 0.5},
+        metrics={"label": ["accuracy"], "target": ["mae"]},
+    )
+    return model
+
+
+def custom_step():
+    model = CustomStep([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def subclassed():
+    model = Subclassed()
+    model.compile(
+        keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"]
+    )
+    return model
+
+
+def mixed():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.1),
+            keras.layers.Dense(CLASSES, activation="softmax", dtype="float32"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"]
+    )
+    return model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    make: Callable[[], keras.Model]
+    x: Any
+    y: Any
+    policy: str = "float32"
+    tolerance: float = 1e-5
+
+
+CASES = {
+    "dense": Case(make=dense, x=ROWS, y=LABELS),
+    "cnn": Case(make=convolutional, x=IMAGES, y=IMAGE_LABELS),
+    "two_inputs": Case(
+        make=two_inputs,
+        x={"rows": ROWS, "tokens": TOKENS},
+        y={"label": LABELS, "target": TARGETS},
+    ),
+    "custom_step": Case(make=custom_step, x=ROWS, y=TARGETS),
+    "subclassed": Case(make=subclassed, x=ROWS, y=LABELS),
+    "mixed_bfloat16": Case(make=mixed, x=ROWS, y=LABELS, policy="mixed_bfloat16", tolerance=1e-2),
+    "mixed_float16": Case(make=mixed, x=ROWS, y=LABELS, policy="mixed_float16", tolerance=2e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    case: Case
+    strategy: tf.distribute.Strategy
+    model: keras.Model
+    history: dict[str, list[float]]
+
+    def copy(self):
+        """The same weights in a model of no strategy."""
+        model = made(self.case)
+        if not model.built:
+            model(self.case.x[:1])
+        model.set_weights(self.model.get_weights())
+        return model
+
+
+def made(case):
+    keras.config.set_dtype_policy(case.policy)
+    try:
+        return case.make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+GRID = [(name, replicas) for name in CASES for replicas in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module", params=GRID, ids=[f"{name}-{n}" for name, n in GRID])
+def trained(request, strategies):
+    name, replicas = request.param
+    case, strategy = CASES[name], strategies[replicas]
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = made(case)
+    history = tfdist.fit(
+        model, case.x, case.y, batch_size=BATCH_SIZE, epochs=EPOCHS, seed=5, verbose=0
+    )
+    return Trained(case=case, strategy=strategy, model=model, history=history.history)
+
+
+def assert_close(one, other, tolerance):
+    keras.tree.map_structure(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), one, other
+    )
+
+
+def test_trains(trained):
+    losses = trained.history["loss"]
+    assert len(losses) == EPOCHS
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+    taken = trained.model.optimizer.iterations.numpy()
+    if trained.case.policy == "mixed_float16":
+        assert STEPS - 5 < taken <= STEPS  # loss scaling skips the first until the scale fits
+    else:
+        assert taken == STEPS
+
+
+def test_evaluates_as_keras_does_on_one_device(trained):
+    case = trained.case
+    ours = tfdist.evaluate(
+        trained.model, case.x, case.y, batch_size=BATCH_SIZE, verbose=0, return_dict=True
+    )
+    # In one batch: over several, Keras gives a small last one too much weight in some losses.
+    keras_own = trained.copy().evaluate(
+        case.x, case.y, batch_size=EXAMPLES, verbose=0, return_dict=True
+    )
+    assert set(ours) == set(keras_own)
+    assert_close(ours, keras_own, case.tolerance)
+
+
+def test_predicts_what_the_model_computes(trained):
+    case = trained.case
+    outputs = tfdist.predict(trained.model, case.x, batch_size=BATCH_SIZE, verbose=0)
+    expected = trained.copy()(case.x, training=False)
+    keras.tree.assert_same_structure(outputs, expected)
+    assert {len(output) for output in keras.tree.flatten(outputs)} == {EXAMPLES}
+    assert_close(outputs, keras.tree.map_structure(np.asarray, expected), case.tolerance)
+
+
+def test_saves_and_loads_equal(trained, tmp_path):
+    path = tmp_path / "model.keras"
+    trained.model.save(path)
+    keras.config.set_dtype_policy(trained.case.policy)  # Keras takes loss scaling from it
+    loaded = keras.saving.load_model(path)
+    for ours, theirs in zip(trained.model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in zip(
+        trained.model.optimizer.variables, loaded.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    assert_close(
+        keras.tree.map_structure(np.asarray, loaded(trained.case.x, training=False)),
+        tfdist.predict(trained.model, trained.case.x, batch_size=BATCH_SIZE, verbose=0),
+        trained.case.tolerance,
+    )
+
+
+def test_a_loaded_model_trains_on_under_any_strategy(strategies, tmp_path):
+    case = CASES["cnn"]
+    with strategies[2].scope():
+        model = made(case)
+    tfdist.fit(model, case.x, case.y, batch_size=BATCH_SIZE, epochs=1, seed=5, verbose=0)
+    model.save(tmp_path / "model.keras")
+    with strategies[3].scope():
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    history = tfdist.fit(
+        loaded, case.x, case.y, batch_size=BATCH_SIZE, epochs=EPOCHS, seed=6, verbose=0
+    )
+    assert loaded.optimizer.iterations.numpy() == 4 + STEPS
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_an_embedding_sees_batches_of_changing_shape(strategies, replicas):
+    """What replicas gather of a sparse gradient has another shape at every step."""
+    lengths, sizes = [3, 5, 2, 5], [8, 8, 4, 1]
+    batches = [
+        (TOKENS[:size].repeat(2, axis=1)[:, :length], TARGETS[:size])
+        for length, size in zip(lengths, sizes, strict=True)
+    ]
+    data = tf.data.Dataset.from_generator(
+        lambda: iter(batches),
+        output_signature=(tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, 1])),
+    )
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layers = [keras.layers.Embedding(20, 4), keras.layers.GlobalAveragePooling1D()]
+            tokens = keras.Input((None,), dtype="int32")
+            model = keras.Sequential([tokens, *layers, keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.02, clipnorm=0.1), "mse")
+        tfdist.fit(model, data, epochs=2, seed=5, verbose=0, steps_per_epoch=4)
+        return model.get_weights()
+
+    for one, many in zip(train(strategies[1]), train(strategies[replicas]), strict=True):
+        np.testing.assert_allclose(one, many, atol=1e-6)

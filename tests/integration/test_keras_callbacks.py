@@ -1,0 +1,516 @@
+"""Keras' callbacks and a user's own, beside the same run of `keras.Model.fit` on one device."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import tfdist
+from tfdist.training.engines.synchronous import SynchronousEngine
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(42, 4).astype("float32")
+Y = (X @ RNG.randn(4, 1)).astype("float32")
+BATCH_SIZE, STEPS, EPOCHS = 10, 5, 3  # the last batch of an epoch has 2 examples
+
+
+def make_model(strategy=None, learning_rate=0.05):
+    keras.utils.set_random_seed(1)
+
+    def build():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="dense")])
+        model.compile(keras.optimizers.SGD(learning_rate), "mse", metrics=["mae"])
+        return model
+
+    if strategy is None:
+        return build()
+    with strategy.scope():
+        return build()
+
+
+OPTIONS = {
+    "batch_size": BATCH_SIZE,
+    "epochs": EPOCHS,
+    "shuffle": False,
+    "verbose": 0,
+    "validation_data": (X[:12], Y[:12]),
+}
+
+
+def both(strategy, make_callbacks, **options):
+    """Runs tfdist.fit and keras.Model.fit alike; each gets callbacks of its own."""
+    options = OPTIONS | options
+    ours, theirs = make_model(strategy), make_model()
+    tfdist.fit(ours, X, Y, callbacks=make_callbacks("ours"), **options)
+    theirs.fit(X, Y, callbacks=make_callbacks("theirs"), **options)
+    return ours, theirs
+
+
+def assert_same_history(one, other):
+    assert one.epoch == other.epoch
+    assert list(one.history) == list(other.history)
+    for name, values in one.history.items():
+        np.testing.assert_allclose(values, other.history[name], rtol=1e-4, atol=1e-6)
+
+
+def assert_same_weights(one, other):
+    for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+class Recorder(keras.callbacks.Callback):
+    """Keeps every call of every hook, and copies of its logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+
+def _recording(name):
+    def hook(self, *arguments, logs=None):
+        *index, logs = (*arguments, logs) if len(arguments) < 2 else arguments
+        if "batch" not in name and "epoch" not in name and arguments:
+            index, logs = [], arguments[0]
+        self.calls.append((name, *index, dict(logs or {})))
+
+    return hook
+
+
+PARTS = ["train", "test", "predict"]
+for _mode in PARTS:
+    for _when in ("begin", "end"):
+        for _name in (f"on_{_mode}_{_when}", f"on_{_mode}_batch_{_when}"):
+            setattr(Recorder, _name, _recording(_name))
+for _when in ("begin", "end"):
+    setattr(Recorder, f"on_epoch_{_when}", _recording(f"on_epoch_{_when}"))
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges of steps that the engine was asked to run."""
+    seen = []
+    run = SynchronousEngine.run
+
+    def noting(self, program, first, last):
+        seen.append((first, last))
+        return run(self, program, first, last)
+
+    monkeypatch.setattr(SynchronousEngine, "run", noting)
+    return seen
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_history_is_that_of_keras(strategies, replicas):
+    ours, theirs = both(strategies[replicas], lambda _: [])
+    assert_same_history(ours.history, theirs.history)
+    assert ours.history.params == theirs.history.params
+
+
+def test_history_survives_evaluate_and_predict(strategies):
+    model = make_model(strategies[1])
+    history = tfdist.fit(model, X, Y, batch_size=BATCH_SIZE, epochs=2, verbose=0)
+    tfdist.evaluate(model, X, Y, verbose=0)
+    tfdist.predict(model, X, verbose=0)
+    assert model.history is history
+    assert len(model.history.history["loss"]) == 2
+
+
+def test_a_second_fit_goes_on_from_the_first(strategies):
+    ours, theirs = make_model(strategies[2]), make_model()
+    for epochs, initial in ((2, 0), (3, 2)):
+        options = OPTIONS | {"epochs": epochs, "initial_epoch": initial}
+        one = tfdist.fit(ours, X, Y, **options)
+        two = theirs.fit(X, Y, **options)
+        assert_same_history(one, two)
+    assert one.epoch == [2]
+
+
+def test_validation_freq_is_that_of_keras(strategies):
+    for freq in (2, [1, 3]):
+        ours, theirs = both(strategies[1], lambda _: [], validation_freq=freq, validation_steps=1)
+        assert_same_history(ours.history, theirs.history)
+
+
+PROGRESS = re.compile(r"(\d+)/(\d+) .*?((?: - )?(?:\w+: [-\d.e+]+(?: - )?)+)\s*$")
+
+
+def _shown(text):
+    """Lines of a progress bar, without the bar and the times."""
+    lines = re.split(r"[\r\n]", re.sub(r"\x08+|\x1b\[[0-9;]*m", "\n", text))
+    found = []
+    for line in lines:
+        match = re.search(r"(\d+)/(\d+).*?((?: - )\w+: .*)$", line)
+        if line.startswith("Epoch"):
+            found.append(line.strip())
+        elif match and match[1] == match[2]:
+            metrics = re.findall(r"(\w+): ([-\d.e+]+)", match[3])
+            found.append((match[2], {name: float(value) for name, value in metrics}))
+    return found
+
+
+@pytest.mark.parametrize("verbose", [1, 2, "auto"])
+def test_the_progress_bar_shows_what_keras_shows(strategies, capsys, verbose):
+    model = make_model(strategies[2])
+    tfdist.fit(model, X, Y, **(OPTIONS | {"verbose": verbose}))
+    ours = _shown(capsys.readouterr().out)
+    make_model().fit(X, Y, **(OPTIONS | {"verbose": verbose}))
+    theirs = _shown(capsys.readouterr().out)
+    assert [line for line in ours if isinstance(line, str)] == [
+        f"Epoch {i + 1}/{EPOCHS}" for i in range(EPOCHS)
+    ]
+    finals = [[line for line in text if "val_loss" in line[1]] for text in (ours, theirs)]
+    assert len(finals[0]) == EPOCHS
+    for one, other in zip(*finals, strict=True):
+        assert one[0] == other[0] == str(STEPS)
+        assert one[1] == pytest.approx(other[1], abs=2e-4)
+
+
+def test_verbose_0_prints_nothing(strategies, capsys):
+    model = make_model(strategies[1])
+    tfdist.fit(model, X, Y, **OPTIONS)
+    tfdist.evaluate(model, X, Y, verbose=0)
+    tfdist.predict(model, X, verbose=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluate_and_predict_show_their_progress(strategies, capsys):
+    model = make_model(strategies[2])
+    logs = tfdist.evaluate(model, X, Y, batch_size=BATCH_SIZE, return_dict=True)
+    (line,) = [line for line in _shown(capsys.readouterr().out) if line[1]][-1:]
+    assert line == (str(STEPS), pytest.approx(logs, abs=2e-4))
+    tfdist.predict(model, X, batch_size=BATCH_SIZE)
+    assert f"{STEPS}/{STEPS}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_early_stopping_decides_as_under_keras(strategies, restore):
+    stoppers = {}
+
+    def make(whose):
+        # A loss that shall rise: the best epoch is the first.
+        stoppers[whose] = keras.callbacks.EarlyStopping(
+            "val_loss", mode="max", patience=2, restore_best_weights=restore
+        )
+        return [stoppers[whose]]
+
+    ours, theirs = both(strategies[3], make, epochs=9)
+    assert stoppers["ours"].stopped_epoch == stoppers["theirs"].stopped_epoch == 2
+    assert_same_history(ours.history, theirs.history)
+    assert_same_weights(ours, theirs)
+    assert ours.optimizer.iterations.numpy() == 3 * STEPS
+
+
+def test_reduce_lr_on_plateau_takes_effect(strategies):
+    def make(_):
+        return [keras.callbacks.ReduceLROnPlateau("val_loss", mode="max", factor=0.5, patience=1)]
+
+    ours, theirs = both(strategies[2], make, epochs=4)
+    rates = ours.history.history["learning_rate"]
+    np.testing.assert_allclose(rates, [0.05, 0.05, 0.025, 0.0125])
+    assert_same_history(ours.history, theirs.history)
+    assert_same_weights(ours, theirs)
+
+
+def test_a_learning_rate_scheduler_takes_effect(strategies):
+    def make(_):
+        return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch)
+
+    ours, theirs = both(strategies[2], make)
+    np.testing.assert_allclose(ours.history.history["learning_rate"], [0.05, 0.025, 0.00625])
+    assert_same_history(ours.history, theirs.history)
+    assert_same_weights(ours, theirs)
+
+
+def test_a_learning_rate_set_in_a_batch_hook_holds_from_the_next_batch(strategies):
+    class Warmup(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = 0.01 * (batch + 1)
+
+    ours, theirs = both(strategies[2], lambda _: [Warmup()])
+    assert_same_weights(ours, theirs)
+
+
+def test_a_learning_rate_under_loss_scaling_is_that_of_the_inner_optimizer(strategies):
+    with strategies[2].scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        inner = keras.optimizers.SGD(0.05)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
+    scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.1)
+    tfdist.fit(model, X, Y, batch_size=BATCH_SIZE, epochs=2, verbose=0, callbacks=[scheduler])
+    assert float(inner.learning_rate.numpy()) == pytest.approx(0.0005)
+
+
+def _saved(directory):
+    models = {p.name: keras.saving.load_model(p) for p in sorted(Path(directory).glob("*.keras"))}
+    return {
+        name: (int(m.optimizer.iterations.numpy()), m.get_weights()) for name, m in models.items()
+    }
+
+
+def assert_same_files(one, other):
+    one, other = _saved(one), _saved(other)
+    assert list(one) == list(other)
+    for name, (steps, weights) in one.items():
+        assert steps == other[name][0]
+        for a, b in zip(weights, other[name][1], strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_model_checkpoint_saves_every_epoch(strategies, tmp_path):
+    both(
+        strategies[2],
+        lambda whose: [
+            keras.callbacks.ModelCheckpoint(tmp_path / whose / "e{epoch}-{val_loss:.2f}.keras")
+        ],
+    )
+    assert len(list((tmp_path / "ours").iterdir())) == EPOCHS
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_model_checkpoint_keeps_the_best(strategies, tmp_path):
+    both(
+        strategies[3],
+        lambda whose: [
+            keras.callbacks.ModelCheckpoint(
+                tmp_path / whose / "e{epoch}.keras", save_best_only=True, mode="max"
+            )
+        ],
+    )
+    assert [p.name for p in (tmp_path / "ours").iterdir()] == ["e1.keras"]
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("save_freq", [3, 5, 7])
+def test_model_checkpoint_saves_every_so_many_batches(strategies, tmp_path, ranges, save_freq):
+    both(
+        strategies[2],
+        lambda whose: [
+            keras.callbacks.ModelCheckpoint(
+                tmp_path / whose / "e{epoch}-b{batch}-{loss:.3f}.keras", save_freq=save_freq
+            )
+        ],
+        validation_data=None,
+    )
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    steps = {iterations for iterations, _ in _saved(tmp_path / "ours").values()}
+    assert steps == set(range(save_freq, EPOCHS * STEPS + 1, save_freq))
+    assert len(ranges) < EPOCHS * STEPS  # and does not ask for every batch
+
+
+def test_model_checkpoint_counts_batches_over_virtual_epochs_of_unequal_steps(strategies, tmp_path):
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.keras", save_freq=5)
+    # Virtual epochs of 30, 31 and 31 examples: 3, 4 and 4 steps.
+    length = tfdist.VirtualEpochs(total_examples=92, checkpoints=3)
+    tfdist.fit(
+        make_model(strategies[1]), X, Y, BATCH_SIZE,
+        verbose=0, callbacks=[checkpoint], virtual_epochs=length,
+    )  # fmt: skip
+    assert {iterations for iterations, _ in _saved(tmp_path).values()} == {5, 10}
+
+
+def test_csv_logger_writes_what_keras_writes(strategies, tmp_path):
+    both(strategies[2], lambda whose: [keras.callbacks.CSVLogger(tmp_path / f"{whose}.csv")])
+    ours, theirs = (
+        list(csv.DictReader((tmp_path / f"{whose}.csv").open())) for whose in ("ours", "theirs")
+    )
+    assert list(ours[0]) == list(theirs[0])
+    assert len(ours) == EPOCHS
+    for one, other in zip(ours, theirs, strict=True):
+        for name in one:
+            assert float(one[name]) == pytest.approx(float(other[name]), rel=1e-4)
+
+
+def _scalars(directory):
+    """Each scalar of an event directory: its steps and values."""
+    found = {}
+    for part in sorted(p for p in Path(directory).rglob("*") if p.is_dir()):
+        events = EventAccumulator(str(part), size_guidance={"tensors": 0})
+        events.Reload()
+        for tag in events.Tags()["tensors"]:
+            for event in events.Tensors(tag):
+                if event.tensor_proto.dtype == 1:
+                    value = float(np.atleast_1d(event.tensor_proto.float_val)[0])
+                    found.setdefault((part.name, tag), []).append((event.step, value))
+    return found
+
+
+@pytest.mark.parametrize("update_freq", ["epoch", 2, "batch"])
+def test_tensorboard_writes_what_keras_writes(strategies, tmp_path, update_freq):
+    both(
+        strategies[2],
+        lambda whose: [keras.callbacks.TensorBoard(tmp_path / whose, update_freq=update_freq)],
+    )
+    ours, theirs = _scalars(tmp_path / "ours"), _scalars(tmp_path / "theirs")
+    assert ("train", "epoch_loss") in ours
+    assert ("validation", "epoch_loss") in ours
+    assert (("train", "batch_loss") in ours) == (update_freq != "epoch")
+    assert set(ours) == set(theirs)
+    for tag, points in ours.items():
+        steps, values = zip(*points, strict=True)
+        their_steps, their_values = zip(*theirs[tag], strict=True)
+        assert steps == their_steps, tag
+        np.testing.assert_allclose(values, their_values, rtol=1e-4, err_msg=str(tag))
+
+
+def test_tensorboard_per_epoch_leaves_ranges_long(strategies, tmp_path, ranges):
+    board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
+    model = make_model(strategies[1])
+    tfdist.fit(model, X, Y, BATCH_SIZE, verbose=0, callbacks=[board])
+    assert ranges == [(0, STEPS)]
+
+
+def test_terminate_on_nan_stops(strategies):
+    y = Y.copy()
+    y[11] = np.nan
+    for callbacks in ([keras.callbacks.TerminateOnNaN()], []):
+        model = make_model(strategies[2])
+        history = tfdist.fit(
+            model, X, y, **(OPTIONS | {"validation_data": None}), callbacks=callbacks
+        )
+        assert len(history.epoch) == (1 if callbacks else EPOCHS)
+        assert np.isnan(history.history["loss"]).all()
+
+
+def test_terminate_on_nan_can_raise(strategies):
+    y = np.full_like(Y, np.inf)
+    stopper = keras.callbacks.TerminateOnNaN(raise_error=True)
+    with pytest.raises(RuntimeError, match="NaN or Inf loss"):
+        tfdist.fit(make_model(strategies[2]), X, y, **OPTIONS, callbacks=[stopper])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_lambda_callback_sees_every_batch(strategies, replicas):
+    seen = {"ours": [], "theirs": []}
+
+    def make(whose):
+        return [
+            keras.callbacks.LambdaCallback(
+                on_train_batch_begin=lambda batch, logs: seen[whose].append(("begin", batch)),
+                on_train_batch_end=lambda batch, logs: seen[whose].append((batch, dict(logs))),
+                on_epoch_end=lambda epoch, logs: seen[whose].append(("epoch", epoch)),
+            )
+        ]
+
+    both(strategies[replicas], make)
+    assert len(seen["ours"]) == EPOCHS * (2 * STEPS + 1)
+    for one, other in zip(seen["ours"], seen["theirs"], strict=True):
+        assert one[0] == other[0]
+        if isinstance(one[1], dict):
+            assert list(one[1]) == list(other[1]) == ["loss", "mae"]
+            assert one[1] == pytest.approx(other[1], rel=1e-4)
+        else:
+            assert one == other
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_callback_with_every_hook_gets_the_calls_of_keras(strategies, replicas):
+    recorders = {}
+
+    def make(whose):
+        recorders[whose] = Recorder()
+        return [recorders[whose]]
+
+    models = both(strategies[replicas], make)
+    for model, evaluate, predict, recorder in (
+        (models[0], tfdist.evaluate, tfdist.predict, recorders["ours"]),
+        (models[1], keras.Model.evaluate, keras.Model.predict, recorders["theirs"]),
+    ):
+        evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
+        predict(model, X, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
+    ours, theirs = recorders["ours"].calls, recorders["theirs"].calls
+    assert [call[:-1] for call in ours] == [call[:-1] for call in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert list(one[-1]) == list(other[-1]), one[0]
+        for name, value in one[-1].items():
+            np.testing.assert_allclose(value, other[-1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_callback_without_batch_hooks_leaves_ranges_long(strategies, ranges):
+    class Mine(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["mine"] = epoch + 0.5
+
+    model = make_model(strategies[1])
+    history = tfdist.fit(model, X, Y, BATCH_SIZE, EPOCHS, verbose=0, callbacks=[Mine()])
+    assert ranges == [(i * STEPS, (i + 1) * STEPS) for i in range(EPOCHS)]
+    assert history.history["mine"] == [0.5, 1.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        lambda _: keras.callbacks.ProgbarLogger(),
+        lambda path: keras.callbacks.ModelCheckpoint(path / "{epoch}.keras"),
+        lambda path: keras.callbacks.TensorBoard(path),
+        lambda _: keras.callbacks.TerminateOnNaN(),
+    ],
+)
+def test_a_batch_hook_added_to_a_callback_of_keras_sees_every_batch(strategies, tmp_path, base):
+    seen = []
+    callback = base(tmp_path)
+
+    class Mine(type(callback)):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, logs)
+            seen.append(batch)
+
+    callback.__class__ = Mine
+    tfdist.fit(make_model(strategies[1]), X, Y, BATCH_SIZE, verbose=0, callbacks=[callback])
+    assert seen == list(range(STEPS))
+
+
+def test_training_stops_where_a_batch_hook_asks(strategies):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations.numpy() == STEPS + 2:
+                self.model.stop_training = True
+
+    ours, theirs = both(strategies[2], lambda _: [Stop()])
+    assert ours.optimizer.iterations.numpy() == STEPS + 2
+    assert_same_history(ours.history, theirs.history)
+
+
+def test_evaluation_and_prediction_stop_where_a_batch_hook_asks(strategies):
+    class Stop(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = batch == 1
+
+        def on_predict_batch_end(self, batch, logs=None):
+            self.model.stop_predicting = batch == 1
+
+    model, options = make_model(strategies[2]), {"batch_size": BATCH_SIZE, "verbose": 0}
+    options["callbacks"] = [Stop()]
+    exact = tfdist.evaluate(model, X[: 2 * BATCH_SIZE], Y[: 2 * BATCH_SIZE], verbose=0)
+    assert tfdist.evaluate(model, X, Y, **options) == pytest.approx(exact, rel=1e-5)
+    assert len(tfdist.predict(model, X, **options)) == 2 * BATCH_SIZE
+
+
+def test_hooks_may_read_and_write_the_model(strategies):
+    """As callbacks do that average weights, log norms, or freeze a layer's bias."""
+
+    class Reset(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            kernel, bias = self.model.get_layer("dense").get_weights()
+            self.model.get_layer("dense").set_weights([kernel, np.zeros_like(bias)])
+
+    ours, theirs = both(strategies[3], lambda _: [Reset()])
+    assert_same_weights(ours, theirs)
+    assert ours.get_weights()[1] == 0
+
+
+def test_steps_never_make_an_example_count_twice(strategies):
+    """`steps` is often the ceiling of examples / batch_size."""
+    model = make_model(strategies[2])
+    whole = tfdist.evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0)
+    for steps in (STEPS, STEPS + 3):
+        options = {"batch_size": BATCH_SIZE, "verbose": 0, "steps": steps}
+        assert tfdist.evaluate(model, X, Y, **options) == pytest.approx(whole, rel=1e-6)
+        assert len(tfdist.predict(model, X, **options)) == len(X)
+    few = tfdist.evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0, steps=2)
+    assert few == pytest.approx(tfdist.evaluate(model, X[:20], Y[:20], verbose=0), rel=1e-5)

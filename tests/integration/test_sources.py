@@ -1,0 +1,493 @@
+"""Sources: what users pass, by index or as a stream."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.data import mapped
+from tfdist.data.arrays import ArraySource
+from tfdist.data.order import example_at
+from tfdist.data.python_indexed import PyDatasetSource, PythonSource
+from tfdist.data.resolve import as_source, check_supported
+from tfdist.data.source import batch_spec, lean_options
+from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.errors import UsageError
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 3))
+Y = np.arange(20)
+
+
+class Squares:
+    """A map-style collection without `__getitems__`."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return np.full([2], index / 2), index * index
+
+
+class Batches(keras.utils.PyDataset):
+    """Three batches, the last one smaller."""
+
+    def __init__(self):
+        super().__init__(workers=3)
+        self.ended = 0
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        size = 4 if index < 2 else 1
+        return np.zeros((size, 2), np.float32), np.full(size, index)
+
+    def on_epoch_end(self):
+        self.ended += 1
+
+
+def anonymous_memory_mb() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) // 1024
+
+
+# Arrays in memory
+
+
+def test_arrays_are_packed_and_converted_as_keras_does():
+    source = ArraySource({"a": X, "b": X.astype(np.float16)}, [Y, X], sample_weight=np.ones(20))
+    x, y, weight = source.element_spec
+    assert {name: spec.dtype for name, spec in x.items()} == {"a": tf.float32, "b": tf.float32}
+    assert y == (tf.TensorSpec([], tf.int64), tf.TensorSpec([3], tf.float32))
+    assert weight == (tf.TensorSpec([], tf.float32),) * 2  # one for each output
+
+
+def test_arrays_follow_floatx():
+    keras.config.set_floatx("float64")
+    try:
+        assert ArraySource(X.astype(np.float32)).element_spec.dtype == tf.float64
+    finally:
+        keras.config.set_floatx("float32")
+
+
+def test_arrays_equal_what_keras_array_adapter_gives():
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    y, weight = Y[:, None].astype(np.uint8), RNG.random(20)
+    adapter = ArrayDataAdapter((X, Y > 3), y, sample_weight=weight, batch_size=20)
+    theirs = next(iter(adapter.get_tf_dataset()))
+    ours = ArraySource((X, Y > 3), y, sample_weight=weight).gather(np.arange(20))
+    tf.nest.assert_same_structure(ours, theirs)
+    for mine, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
+        assert mine.dtype == other.dtype
+        assert np.array_equal(mine, other)
+
+
+def test_inputs_alone_are_packed_as_keras_does():
+    assert isinstance(ArraySource(X).element_spec, tf.TensorSpec)
+    assert len(ArraySource([X, X]).element_spec) == 1
+
+
+def test_gather_takes_any_order_repeats_and_nothing():
+    source = ArraySource(X, Y)
+    x, y = source.gather(tf.constant([7, 7, 0], tf.int64))
+    assert np.array_equal(y, [7, 7, 0])
+    assert np.array_equal(x, X[[7, 7, 0]].astype(np.float32))
+    empty, _ = source.gather(tf.zeros([0], tf.int64))
+    assert empty.shape == (0, 3)
+
+
+def test_a_graph_captures_the_arrays_and_does_not_hold_a_copy():
+    source = ArraySource(np.zeros([1000, 1000], np.float32))
+    traced = tf.function(source.gather).get_concrete_function(tf.TensorSpec([None], tf.int64))
+    assert len(traced.graph.as_graph_def().SerializeToString()) < 10_000
+    assert len(traced.captured_inputs) == 1
+
+
+def test_arrays_sent_to_another_process_are_all_that_is_read():
+    source = ArraySource({"a": X}, Y, sample_weight=None)
+    sent = next(iter(tf.data.Dataset.from_tensors(source.arrays()).repeat()))
+    doubled = tf.nest.map_structure(lambda leaf: leaf * 2, sent)
+    _, y = source.gather(tf.constant([5], tf.int64), arrays=doubled)
+    assert y.numpy() == [10]
+
+
+def test_strings_and_missing_targets_pass():
+    source = ArraySource(np.array(["a", "bb"]), None, sample_weight=None)
+    assert source.gather([1]).numpy() == [b"bb"]
+    assert ArraySource(np.array(["a", "bb"], object)).element_spec.dtype == tf.string
+    packed = ArraySource(X, Y, sample_weight=np.ones(20)).element_spec
+    assert len(packed) == 3
+
+
+def test_pandas_is_converted_as_keras_does():
+    """Keras gives a Series the shape (n, 1); pandas itself is not needed, nor imported."""
+    frame = type("DataFrame", (), {"to_numpy": lambda self: X, "__array__": None})
+    series = type("Series", (), {"to_numpy": lambda self: Y, "__array__": None})
+    frame.__module__ = series.__module__ = "pandas.core"
+    x, y = ArraySource(frame(), series()).element_spec
+    assert x == tf.TensorSpec([3], tf.float32)
+    assert y == tf.TensorSpec([1], tf.int64)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ArraySource(X, Y[:19]), "x: 20, y: 19"),
+        (lambda: ArraySource({"a": X, "b": X[:3]}), r"x\['a'\]: 20, x\['b'\]: 3"),
+        (lambda: ArraySource(X[:0]), "x: 0"),
+        (lambda: ArraySource(X, 3), "y: received int '3'"),
+        (lambda: ArraySource(np.float32(1)), "x: received a scalar"),
+        (lambda: ArraySource(np.array([1, "a"], object)), r"Python objects \(int, str\)"),
+        (lambda: ArraySource(tf.ragged.constant([[1], [1, 2]])), "RaggedTensor"),
+        (lambda: ArraySource(X, (Y, Y), sample_weight=(Y,)), "one array per output"),
+    ],
+)
+def test_bad_arrays_are_refused_in_one_line(make, message):
+    with pytest.raises(UsageError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_scipy_sparse_is_refused_with_the_reason():
+    from scipy import sparse
+
+    with pytest.raises(UsageError, match="no fixed size"):
+        ArraySource(sparse.eye(3))
+
+
+# Arrays in files
+
+
+def test_a_memory_map_is_read_from_its_own_file(tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    array = np.load(tmp_path / "x.npy", mmap_mode="r")
+    source = ArraySource(array, Y, cache_dir=tmp_path / "cache")
+    assert "1 of 2 arrays mapped" in source.describe()
+    assert not (tmp_path / "cache").exists()
+    x, _ = source.gather([3, 19])
+    assert np.array_equal(x, X[[3, 19]].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "view", [np.s_[2:], np.s_[::2], np.s_[:, 1:]], ids=["unaligned", "strided", "columns"]
+)
+def test_a_view_that_cannot_be_mapped_is_copied_once_and_says_so(tmp_path, caplog, view):
+    np.save(tmp_path / "x.npy", X)
+    array = np.load(tmp_path / "x.npy", mmap_mode="r")[view]
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            source = ArraySource(array, cache_dir=tmp_path / "cache")
+            assert np.array_equal(source.gather([0, 4]), X[view][[0, 4]].astype(np.float32))
+    assert caplog.text.count("cannot be mapped as it is") == 1
+
+
+def test_a_view_at_a_multiple_of_64_bytes_is_mapped_where_it_is(tmp_path):
+    data = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    data.tofile(tmp_path / "x.bin")
+    view = np.memmap(tmp_path / "x.bin", np.float32, "r", shape=(64, 32))[16:48]
+    file = mapped.of_memmap(view)
+    assert file == mapped.MappedFile(
+        path=str(tmp_path / "x.bin"), dtype=tf.float32, shape=(32, 32), offset_bytes=16 * 128
+    )
+    assert np.array_equal(file.tensor(), data[16:48])
+
+
+def test_private_changes_of_a_memory_map_are_kept(tmp_path):
+    X.tofile(tmp_path / "x.bin")
+    array = np.memmap(tmp_path / "x.bin", np.float64, "c", shape=X.shape)
+    array[3] = 7
+    source = ArraySource(array)
+    assert np.array_equal(source.gather([3]), np.full([1, 3], 7))
+
+
+def test_a_foreign_byte_order_is_copied(tmp_path):
+    X.astype(">f8").tofile(tmp_path / "x.bin")
+    array = np.memmap(tmp_path / "x.bin", ">f8", "r", shape=X.shape)
+    source = ArraySource(array, cache_dir=tmp_path / "cache")
+    assert np.array_equal(source.gather([5]), X[[5]].astype(np.float32))
+
+
+def test_arrays_past_the_limit_are_spilled_and_the_files_end_with_the_source(tmp_path):
+    source = ArraySource(X, Y, memory_limit_bytes=100, cache_dir=tmp_path)
+    assert "2 of 2 arrays mapped" in source.describe()
+    folders = list(tmp_path.glob("run-*"))
+    assert len(folders) == 1
+    x, y = source.gather([2, 9])
+    assert np.array_equal(x, X[[2, 9]].astype(np.float32))
+    assert np.array_equal(y, [2, 9])
+    del source
+    gc.collect()
+    assert not list(tmp_path.glob("run-*"))
+
+
+def test_a_mapped_file_is_sent_as_the_operation_that_maps_it(tmp_path):
+    X.astype(np.float32).tofile(tmp_path / "x.bin")
+    source = ArraySource(np.memmap(tmp_path / "x.bin", np.float32, "r", shape=X.shape))
+
+    @tf.function
+    def on_the_worker():
+        dataset = tf.data.Dataset.from_tensors(source.arrays()).repeat()
+        return source.gather(tf.constant([4]), arrays=next(iter(dataset)))
+
+    traced = on_the_worker.get_concrete_function()
+    assert not traced.captured_inputs
+    assert np.array_equal(traced(), X[[4]].astype(np.float32))
+
+
+def test_a_mapped_file_is_not_copied_into_memory(tmp_path):
+    """Constant folding of `ImmutableConst`, and the default rewriting of datasets, copy it."""
+    size_mb = 256
+    with open(tmp_path / "x.bin", "wb") as file:
+        file.truncate(size_mb << 20)
+    array = np.memmap(tmp_path / "x.bin", np.uint8, "r", shape=(size_mb << 10, 1024))
+    tf.zeros([1]) + 1
+    before = anonymous_memory_mb()
+    source = ArraySource(array)
+    steps = tf.data.Dataset.range(20).map(lambda step: source.gather(tf.stack([step, step + 1000])))
+    assert len(list(steps.with_options(lean_options()))) == 20
+    assert anonymous_memory_mb() - before < size_mb // 4
+
+
+def test_constant_folding_still_copies_a_mapped_file(tmp_path):
+    """When this fails, `_immutable_const` no longer needs its attribute."""
+    size_mb = 256
+    with open(tmp_path / "x.bin", "wb") as file:
+        file.truncate(size_mb << 20)
+    before = anonymous_memory_mb()
+
+    @tf.function
+    def plain():
+        return tf.raw_ops.ImmutableConst(
+            dtype=tf.uint8, shape=[size_mb << 20], memory_region_name=str(tmp_path / "x.bin")
+        )
+
+    held = plain()
+    assert anonymous_memory_mb() - before > size_mb // 2
+    assert held[5] == 0
+
+
+# Python
+
+
+def test_a_collection_is_read_by_index():
+    source = PythonSource(Squares())
+    assert source.num_examples == 6
+    assert source.element_spec == (tf.TensorSpec([2], tf.float32), tf.TensorSpec([], tf.int64))
+    x, y = source.fetch(np.array([5, 1]))
+    assert x.tolist() == [[2.5, 2.5], [0.5, 0.5]]
+    assert x.dtype == np.float32
+    assert y.tolist() == [25, 1]
+    assert source.fetch(np.zeros(0, np.int64))[0].shape == (0, 2)
+
+
+def test_a_collection_with_getitems_is_asked_once_for_a_batch():
+    class Many(Squares):
+        asked = ()
+
+        def __getitems__(self, indices):
+            self.asked = indices
+            return [self[index] for index in indices]
+
+    many = Many()
+    assert PythonSource(many).fetch(np.array([2, 3]))[1].tolist() == [4, 9]
+    assert many.asked == [2, 3]
+
+
+def test_examples_are_converted_and_may_hold_strings():
+    source = PythonSource(Squares(), convert=lambda example: {"text": str(example[1])})
+    assert source.element_spec == {"text": tf.TensorSpec([], tf.string)}
+    assert source.fetch(np.array([3]))["text"].tolist() == ["9"]
+
+
+def test_examples_of_different_shapes_are_named():
+    class Uneven(Squares):
+        def __getitem__(self, index):
+            return np.zeros(index + 1)
+
+    with pytest.raises(UsageError, match=r"example 4: received shape \(5,\)"):
+        PythonSource(Uneven()).fetch(np.array([0, 4]))
+
+
+def test_a_py_dataset_gives_whole_batches():
+    dataset = Batches()
+    source = PyDatasetSource(dataset)
+    assert (source.num_batches, source.num_examples, source.workers) == (3, None, 3)
+    assert source.element_spec == (tf.TensorSpec([2], tf.float32), tf.TensorSpec([], tf.int64))
+    assert source.fetch_batch(2)[1].tolist() == [2]
+    source.on_epoch_end()
+    assert dataset.ended == 1
+
+
+def test_a_py_dataset_that_gives_no_batch_is_refused():
+    class Wrong(Batches):
+        def __getitem__(self, index):
+            return 3
+
+    with pytest.raises(UsageError, match=r"Wrong\[0\]: received a int"):
+        PyDatasetSource(Wrong())
+
+
+# Streams
+
+
+def test_a_dataset_of_batches_is_a_stream():
+    source = as_source(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
+    assert isinstance(source, StreamSource)
+    assert source.num_batches == 3
+    assert source.element_spec == (tf.TensorSpec([3], tf.float64), tf.TensorSpec([], tf.int64))
+    assert not source.is_endless
+
+
+def test_lengths_that_are_not_known_are_not_guessed():
+    batches = tf.data.Dataset.from_tensor_slices(Y).batch(2)
+    assert StreamSource(batches.repeat()).is_endless
+    assert StreamSource(batches.repeat()).num_batches is None
+    filtered = StreamSource(batches.filter(lambda batch: True))
+    assert not filtered.is_endless
+    assert filtered.num_batches is None
+
+
+def test_a_dataset_of_single_examples_is_refused():
+    with pytest.raises(UsageError, match=r"\.batch\(global_batch_size\)"):
+        StreamSource(tf.data.Dataset.from_tensor_slices((X, Y)))
+
+
+def test_an_input_function_is_called_with_the_context_of_its_task():
+    batches = tf.data.Dataset.from_tensor_slices(Y).batch(5)
+
+    def for_task(context):
+        return batches.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    source = as_source(for_task)
+    assert isinstance(source, InputFunctionSource)
+    context = tf.distribute.InputContext(num_input_pipelines=2, input_pipeline_id=1)
+    assert next(source.dataset_for(context).as_numpy_iterator())[0] == 5
+    assert source.num_batches == 4
+    assert source.element_spec == tf.TensorSpec([], tf.int64)
+
+
+def test_an_input_function_must_return_a_dataset():
+    source = as_source(lambda context: X)
+    with pytest.raises(UsageError, match="ndarray from the input function"):
+        source.dataset_for()
+
+
+# What fit is given
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"),
+    [
+        (X, "graph"),
+        ({"a": X, "b": Y}, "graph"),
+        (tf.constant(X), "graph"),
+        (Squares(), "python"),
+        (Batches(), "python"),
+        (tf.data.Dataset.from_tensors(X), "stream"),
+    ],
+    ids=["array", "dict", "tensor", "collection", "PyDataset", "Dataset"],
+)
+def test_each_kind_is_recognised(x, kind):
+    source = as_source(x)
+    assert source.kind == kind
+    assert as_source(source) is source
+    assert batch_spec(source.element_spec) is not None
+    assert "\n" not in source.describe()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "x: received None"),
+        (([1, 2],), "np.asarray"),
+        (("text",), "x: received str 'text'"),
+        (((i for i in range(2)),), "from_generator"),
+        ((tf.data.Dataset.from_tensors(X), Y), "y: received y beside a tf.data.Dataset"),
+        ((Batches(), Y), "y: received y beside a PyDataset"),
+        ((Squares(), Y), "y: received y beside a collection"),
+        ((ArraySource(X), Y), "y: received y beside a tfdist source"),
+    ],
+)
+def test_what_is_no_data_is_refused_in_one_line(arguments, message):
+    with pytest.raises(UsageError, match=message) as error:
+        as_source(*arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_beside_a_dataset_are_refused():
+    with pytest.raises(UsageError, match="sample_weight beside a"):
+        as_source(tf.data.Dataset.from_tensors(X), sample_weight=Y)
+
+
+def from_generator():
+    signature = tf.TensorSpec([2], tf.int32)
+    made = tf.data.Dataset.from_generator(lambda: iter([[1, 2]]), output_signature=signature)
+    return made.map(lambda value: value + 1).prefetch(1)
+
+
+def through_py_function():
+    def plus_one(value):
+        return tf.py_function(lambda v: v + 1, [value], tf.int64)
+
+    return (
+        tf.data.Dataset.range(4)
+        .batch(2)
+        .interleave(lambda value: tf.data.Dataset.from_tensors(value).map(plus_one))
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PythonSource(Squares()),
+        PyDatasetSource(Batches()),
+        StreamSource(from_generator()),
+        StreamSource(through_py_function()),
+        InputFunctionSource(lambda context: from_generator()),
+    ],
+    ids=["collection", "PyDataset", "from_generator", "py_function", "input function"],
+)
+def test_python_is_refused_under_ps_with_the_reason(source):
+    for strategy in ("single", "mirrored", "multiworker"):
+        check_supported(source, strategy)
+    with pytest.raises(UsageError, match="Python") as error:
+        check_supported(source, "ps")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ArraySource(X, Y),
+        StreamSource(tf.data.Dataset.range(9).shuffle(9).batch(2).map(lambda v: v + 1)),
+        InputFunctionSource(lambda context: tf.data.Dataset.range(9).batch(2)),
+    ],
+    ids=["arrays", "Dataset", "input function"],
+)
+def test_graphs_are_taken_under_ps(source):
+    check_supported(source, "ps")
+
+
+# Order and source together
+
+
+def test_every_example_comes_once_in_each_pass():
+    source = ArraySource(X, Y)
+
+    def batch(step):
+        positions = step * 8 + tf.range(8, dtype=tf.int64)
+        return source.gather(example_at(positions, num_examples=20, seed=2, shuffle=True))
+
+    steps = tf.data.Dataset.range(5).map(batch).with_options(lean_options())
+    seen = np.concatenate([y for _, y in steps.as_numpy_iterator()])
+    assert np.array_equal(np.sort(seen[:20]), Y)
+    assert np.array_equal(np.sort(seen[20:]), Y)

@@ -1,0 +1,165 @@
+"""TFDS: prepared once per job, read by index."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets
+
+from tfdist.data import tfds
+from tfdist.data.arrays import ArraySource
+from tfdist.data.augment import RandomFlip
+from tfdist.data.cache import exclusive
+from tfdist.data.python_indexed import PythonSource
+from tfdist.data.tfrecord import TFRecordSource
+from tfdist.errors import StartupTimeout, UsageError
+
+PREPARE = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+from tfdist.data import tfds
+source = tfds.load("tfdist_digits", "test", data_dir=sys.argv[1])
+print("examples", source.num_examples)
+"""
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """A folder where the digits are prepared as TFRecords."""
+    folder = tmp_path_factory.mktemp("tensorflow_datasets")
+    tfds.prepare("tfdist_digits", data_dir=folder)
+    return folder
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def mocked(tmp_path):
+    with tensorflow_datasets.testing.mock_data(num_examples=12, data_dir=str(tmp_path)):
+        yield
+
+
+def everything(source):
+    return tf.nest.map_structure(np.asarray, source.gather(np.arange(source.num_examples)))
+
+
+@pytest.mark.usefixtures("mocked")
+@pytest.mark.parametrize(("name", "shape"), [("mnist", (28, 28, 1)), ("cifar10", (32, 32, 3))])
+def test_image_sets_are_loaded_into_memory(name, shape):
+    source = tfds.load(name, "train", transform=RandomFlip())
+    assert isinstance(source, ArraySource)
+    assert source.num_examples == 12
+    assert source.element_spec == (tf.TensorSpec(shape, tf.uint8), tf.TensorSpec([], tf.int64))
+    assert source.transform == RandomFlip()
+
+
+@pytest.mark.usefixtures("mocked")
+def test_array_record_gives_access_by_index_in_python():
+    source = tfds.load("mnist", "train", file_format="array_record", memory_limit_bytes=0)
+    assert isinstance(source, PythonSource)
+    assert source.num_examples == 12
+    assert source.element_spec[0] == tf.TensorSpec([28, 28, 1], tf.uint8)
+
+
+def test_array_record_of_real_files_holds_the_same_examples(data_dir, tmp_path):
+    expected = everything(tfds.load("tfdist_digits", "test", data_dir=data_dir))
+    for limit, kind in ((0, PythonSource), (2**30, ArraySource)):
+        source = tfds.load(
+            "tfdist_digits", "test", data_dir=tmp_path, file_format="array_record",
+            memory_limit_bytes=limit,
+        )  # fmt: skip
+        assert type(source) is kind
+        indices = np.arange(source.num_examples)
+        found = source.fetch(indices) if limit == 0 else everything(source)
+        assert sorted(found[1].tolist()) == sorted(expected[1].tolist())
+        assert found[0].sum() == expected[0].sum()
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("split", ["test", "train[10%:35%]+test", "train[:7]"])
+def test_past_the_limit_the_files_are_read_by_index_in_the_same_order(data_dir, split):
+    in_memory = tfds.load("tfdist_digits", split, data_dir=data_dir)
+    by_index = tfds.load("tfdist_digits", split, data_dir=data_dir, memory_limit_bytes=0)
+    assert isinstance(by_index, TFRecordSource)
+    assert by_index.kind == "graph"
+    for ours, theirs in zip(everything(by_index), everything(in_memory), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("limit", [2**30, 0])
+def test_examples_are_converted_one_by_one(data_dir, limit):
+    def convert(example):
+        image = tf.image.resize(tf.cast(example["image"], tf.float32), (4, 4))
+        return {"image": image, "label": example["label"]}
+
+    source = tfds.load(
+        "tfdist_digits", "test", data_dir=data_dir, convert=convert, memory_limit_bytes=limit
+    )
+    assert source.element_spec["image"] == tf.TensorSpec([4, 4, 1], tf.float32)
+    assert source.gather([0, 5])["image"].shape == (2, 4, 4, 1)
+
+
+def test_three_processes_prepare_once(tmp_path):
+    """Without the lock two of three crash on a rename (tensorflow/datasets)."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PREPARE, str(tmp_path)]
+    started = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+        )
+        for _ in range(3)
+    ]
+    try:
+        outputs = [process.communicate(timeout=180)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    whole = "\n".join(outputs)
+    assert [process.returncode for process in started] == [0, 0, 0], whole
+    assert whole.count("examples 355") == 3, whole
+    assert whole.count("preparing dataset tfdist_digits in") == 1, whole
+
+
+def test_a_task_that_waits_too_long_gives_up(tmp_path):
+    with (
+        exclusive(tmp_path / ".tfdist-tfdist_digits.lock", purpose="held", timeout_s=1),
+        pytest.raises(StartupTimeout, match=f"preparing dataset .*: process {os.getpid()}"),
+    ):
+        tfds.load("tfdist_digits", "test", data_dir=tmp_path, prepare_timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("tfdist_digit", "train"), {}, r"did you mean 'tfdist_digits'\?"),
+        (("tfdist_digits", "tran"), {}, r"split 'tran' \(did you mean 'train'\?\)"),
+        (("tfdist_digits", "test[:0]"), {}, "which is empty"),
+        (("tfdist_digits", "test"), {"file_format": "array_record"}, "another format"),
+        (
+            ("tfdist_digits", "test"),
+            {"convert": lambda e: (e["image"][: tf.cast(e["label"], tf.int32)], e["label"])},
+            "one fixed shape",
+        ),
+    ],
+    ids=["name", "split", "empty", "format", "shape"],
+)
+def test_mistakes_are_one_line(data_dir, arguments, options, message):
+    with pytest.raises(UsageError, match=message) as error:
+        tfds.load(*arguments, data_dir=data_dir, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("mocked")
+def test_a_dataset_without_a_supervised_pair_asks_for_convert():
+    with pytest.raises(UsageError, match=r"convert=.*features: "):
+        tfds.load("coco/2017", "train")

@@ -1,0 +1,228 @@
+"""`python -m tfdist.train` in one process, from the command line to the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfdist.outputs.run_directory import RunDirectory
+
+DEADLINE_S = 150
+SHORT = ("--config.total_examples=1000", "--config.checkpoints=3", "--config.global_batch_size=50")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", **more}
+
+
+def train(run_dir: Path | None, *arguments: str, cwd: Path | None = None) -> Any:
+    where = [f"--config.run_dir={run_dir}"] if run_dir else []
+    return subprocess.run(
+        [sys.executable, "-m", "tfdist.train", *arguments, *where],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(),
+        cwd=cwd,
+    )
+
+
+def trained(run_dir: Path, *arguments: str) -> dict[str, Any]:
+    done = train(run_dir, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = RunDirectory(run_dir).read_summary()
+    assert summary is not None
+    return {**summary, "stdout": done.stdout, "stderr": done.stderr}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 22 steps; tests that change it copy what they need."""
+    run_dir = tmp_path_factory.mktemp("runs") / "digits"
+    trained(run_dir, *SHORT, "--config.seed=5")
+    return run_dir
+
+
+def test_the_run_directory_is_that_of_the_design(finished: Path) -> None:
+    names = {"config.json", "metrics.jsonl", "summary.json", "metrics.png"}
+    assert names | {"tensorboard", "checkpoints"} <= set(os.listdir(finished))
+    config = json.loads((finished / "config.json").read_text())
+    assert (config["seed"], config["total_examples"]) == (5, 1000)
+    lines = RunDirectory(finished).read_metrics()
+    assert [(line["virtual_epoch"], line["examples"]) for line in lines] == [
+        (1, 333),
+        (2, 666),
+        (3, 1000),
+    ]
+    keys = {"step", "loss", "accuracy", "val_loss", "val_accuracy", "examples_per_second"}
+    assert all(keys <= set(line) for line in lines)
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {
+        name: summary[name] for name in ("status", "strategy", "workers", "ps", "replicas")
+    } == {
+        "status": "done",
+        "strategy": "single",
+        "workers": 1,
+        "ps": 0,
+        "replicas": 1,
+    }
+    assert summary["steps"] == lines[-1]["step"] == 21
+    assert (summary["examples"], summary["virtual_epochs"]) == (1000, 3)
+    assert summary["metrics"]["val_accuracy"] == lines[-1]["val_accuracy"]
+    assert summary["resumed_from_step"] is None
+    assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
+    assert re.fullmatch("[0-9a-f]{64}", summary["state_sha256"])
+    assert summary["state_sha256"] != summary["weights_sha256"]
+
+
+def test_a_finished_run_says_so_and_is_not_run_again(finished: Path) -> None:
+    before = (finished / "summary.json").stat().st_mtime_ns
+    done = train(finished, *SHORT, "--config.seed=5")
+    assert done.returncode == 0, done.stderr
+    assert "is finished; --overwrite runs it again" in done.stderr
+    assert "result" in done.stdout
+    assert (finished / "summary.json").stat().st_mtime_ns == before
+
+
+def test_another_run_in_the_directory_is_refused_before_anything_is_written(
+    finished: Path,
+) -> None:
+    done = train(finished, *SHORT, "--config.seed=6")
+    assert done.returncode == 2
+    error = done.stderr.splitlines()[-1]
+    assert "received seed=6 (there: 5)" in error
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(
+    finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [*SHORT, "--config.seed=5", "--config.backup_every_steps=4"]
+    undisturbed = trained(tmp_path / "undisturbed", *arguments)
+    command = [sys.executable, "-m", "tfdist.train", *arguments, f"--config.run_dir={run_dir}"]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while not list(run_dir.glob("checkpoints/step-*")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    resumed = trained(run_dir, *arguments)
+    assert resumed["resumed_from_step"] in (None, *range(4, 22))
+    for name in ("weights_sha256", "state_sha256", "metrics", "steps", "examples", "status"):
+        assert resumed[name] == undisturbed[name], name
+    assert without_rate(run_dir) == without_rate(tmp_path / "undisturbed")
+    # Saving more often changes nothing either.
+    reference = RunDirectory(finished).read_summary()
+    assert reference is not None
+    assert undisturbed["state_sha256"] == reference["state_sha256"]
+
+
+def without_rate(run_dir: Path) -> list[dict[str, Any]]:
+    lines = RunDirectory(run_dir).read_metrics()
+    return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in lines]
+
+
+def test_a_run_killed_just_before_its_summary_gets_it(finished: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    before = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").unlink()
+    after = trained(run_dir, *SHORT, "--config.seed=5")
+    for name in ("status", "steps", "examples", "virtual_epochs", "metrics", "state_sha256"):
+        assert after[name] == before[name], name
+    assert without_rate(run_dir) == without_rate(finished)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_overwrite_keeps_the_old(
+    finished: Path, tmp_path: Path
+) -> None:
+    first = trained(tmp_path / "run", *SHORT, "--config.seed=6")
+    again = trained(tmp_path / "run", *SHORT, "--config.seed=5", "--overwrite")
+    reference = RunDirectory(finished).read_summary()
+    assert reference is not None
+    assert again["weights_sha256"] == reference["weights_sha256"] != first["weights_sha256"]
+    assert again["state_sha256"] == reference["state_sha256"]
+    old = RunDirectory(tmp_path / "run" / "old-1").read_summary()
+    assert old is not None
+    assert old["weights_sha256"] == first["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config.precision=mixed_bfloat16", "--config.optimizer=adamw", "--config.clip_norm=1"],
+        ["--config.schedule=cosine", "--config.optimizer=sgd", "--config.model=dense"],
+    ],
+)
+def test_config_lines_reach_the_training(tmp_path: Path, arguments: Sequence[str]) -> None:
+    summary = trained(tmp_path / "run", *SHORT, *arguments)
+    assert summary["status"] == "done"
+    assert summary["steps"] == 21
+
+
+def test_overfitting_a_few_batches_learns_them_by_heart(tmp_path: Path) -> None:
+    config = Path(__file__).parents[2] / "configs" / "overfit_digits.py"
+    summary = trained(tmp_path / "run", f"--config={config}", "--config.total_examples=12800")
+    assert summary["metrics"]["loss"] < 0.02
+    assert summary["metrics"]["accuracy"] == 1.0
+
+
+def test_patience_ends_a_run_that_does_not_get_better(tmp_path: Path) -> None:
+    arguments = ["--config.early_stopping_patience=1", "--config.learning_rate=1e-30"]
+    summary = trained(tmp_path / "run", *SHORT, *arguments, "--config.checkpoints=10")
+    assert summary["status"] == "done"
+    assert summary["virtual_epochs"] < 10
+
+
+def test_a_loss_that_is_not_a_number_is_one_line(tmp_path: Path) -> None:
+    wild = ["--config.model=dense", "--config.optimizer=sgd", "--config.learning_rate=1e20"]
+    done = train(tmp_path / "run", *SHORT, *wild)
+    assert done.returncode == 1
+    assert "the loss became" in done.stderr
+    assert "Fix: lower learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert RunDirectory(tmp_path / "run").read_summary() is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--config.dataset=tfdist_digit", "did you mean 'tfdist_digits'"),
+        ("--config.strategy=multiworker", "no cluster in TF_CONFIG"),
+        ("--config.augmentation.std=(1,2)", "received 2 numbers; expected 1"),
+    ],
+)
+def test_what_only_data_or_cluster_can_tell_is_one_line_too(
+    tmp_path: Path, argument: str, says: str
+) -> None:
+    done = train(tmp_path / "run", argument)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    # The corrected run may have the directory.
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_run_dir_each_run_has_a_new_one(tmp_path: Path) -> None:
+    done = train(None, *SHORT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-tfdist_digits-cnn", run_dir.name)
+    assert str(run_dir.relative_to(tmp_path)) in done.stdout

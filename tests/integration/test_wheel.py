@@ -1,0 +1,75 @@
+"""The package as it is installed: built into a wheel and used from outside the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 150
+
+
+def run(*command: str | Path, cwd: Path, site: Path | None = None) -> str:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if site is not None:
+        environment["PYTHONPATH"] = str(site)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds from a copy of what is needed, so that the checkout stays as it is; no network."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tfdist", source / "tfdist", ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", "dist", cwd=source)
+    (built,) = (source / "dist").glob("tfdist-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=site)
+    return site
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = (ROOT / "tfdist").rglob("*")
+    expected = {
+        str(p.relative_to(ROOT)) for p in files if p.suffix == ".py" or p.name == "py.typed"
+    }
+    assert names == expected
+
+
+def test_the_installed_program_trains_the_digits(site: Path, tmp_path: Path) -> None:
+    where = run(
+        sys.executable, "-c", "import tfdist; print(tfdist.__file__)", cwd=tmp_path, site=site
+    )
+    assert Path(where.strip()).parent == site / "tfdist"
+    short = ["--config.total_examples=256", "--config.checkpoints=2"]
+    output = run(sys.executable, "-m", "tfdist.train", *short, cwd=tmp_path, site=site)
+    assert "result" in output
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert (run_dir / "summary.json").exists()
+
+
+def test_the_console_script_is_the_launcher(site: Path, tmp_path: Path) -> None:
+    output = run(site / "bin" / "tfdist", "--help", cwd=tmp_path, site=site)
+    assert "--strategy auto|single|mirrored|multiworker|ps" in output

@@ -1,0 +1,162 @@
+"""The launcher's command line: its own flags, the program's, and every mistake in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.errors import UsageError
+from tfdist.launch.flags import FLAGS, help_text, parse
+from tfdist.launch.options import Program
+from tfdist.launch.target import check_program
+
+
+def test_flags_are_read_with_a_space_an_equals_sign_and_dashes():
+    options = parse(
+        ["--strategy", "ps", "--workers=4", "--ps", "2", "--startup-timeout-s=30", "--dry-run"]
+    )
+    assert (options.strategy, options.workers, options.ps) == ("ps", 4, 2)
+    assert options.startup_timeout_s == 30
+    assert options.dry_run
+
+
+@pytest.mark.parametrize("flag", [flag.name for flag in FLAGS if flag.name != "help"])
+def test_every_flag_in_the_help_is_read(flag):
+    example = {"strategy": "ps", "start": "fork", "run_dir": "x", "dry_run": ""}.get(flag, "2")
+    words = [f"--{flag}", example] if example else [f"--{flag}"]
+    assert f"--{flag}" in help_text()
+    assert parse(words) != parse([])
+
+
+def test_what_follows_the_script_reaches_it_untouched():
+    rest = ("--workers", "9", "--strategy=x", "-m", "--", "--help", "")
+    options = parse(["--workers", "2", "train.py", *rest])
+    assert options.program == Program(target="train.py", is_module=False, args=rest)
+    assert options.workers == 2
+
+
+def test_what_follows_the_module_reaches_it_untouched():
+    options = parse(["-m", "package.module", "--workers", "9"])
+    assert options.program == Program(target="package.module", args=("--workers", "9"))
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        ([], ()),
+        (["--config.steps=10"], ("--config.steps=10",)),
+        (["--config", "configs/x.py", "--lr", "1"], ("--config", "configs/x.py", "--lr", "1")),
+        (["--config=configs/x.py"], ("--config=configs/x.py",)),
+        (["--", "--overwrite"], ("--overwrite",)),
+        (["--"], ()),
+    ],
+)
+def test_without_a_program_the_rest_goes_to_our_own(words, args):
+    options = parse(["--workers", "2", *words])
+    assert options.program == Program(target="tfdist.train", args=args)
+    assert options.workers == 2
+
+
+def test_a_program_may_stand_after_two_dashes():
+    assert parse(["--", "x.py", "--a"]).program.args == ("--a",)
+    assert parse(["--", "-m", "x", "--a"]).program == Program(target="x", args=("--a",))
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_is_asked_for(word):
+    assert parse(["--workers", "2", word]) is None
+
+
+def test_help_after_the_program_is_the_programs():
+    assert parse(["train.py", "--help"]).program.args == ("--help",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--worker", "2"], "did you mean --workers?"),
+        (["--stratgy=ps"], "did you mean --strategy?"),
+        (["--devices-per-workers", "2"], "did you mean --devices_per_worker?"),
+        (["--learning_rate", "2"], "after the program"),
+        (["-w", "2"], "received -w"),
+        (["-workers", "2"], "did you mean --workers?"),
+        (["--workers"], "received no value"),
+        (["--workers", "two"], "received 'two'"),
+        (["--workers", "0"], "--workers: received 0"),
+        (["--workers=-1"], "--workers: received -1"),
+        (["--workers", "1000000"], "--workers: received 1000000"),
+        (["--strategy", "ps", "--ps", "0"], "--ps: received 0"),
+        (["--ps", "0"], "--ps: received 0"),
+        (["--strategy", "multiworker", "--ps", "1"], "--ps: received 1 with --strategy multi"),
+        (["--strategy", "single", "--workers", "2"], "use --strategy multiworker"),
+        (["--strategy", "mirrored", "--workers", "2"], "use --strategy multiworker"),
+        (["--strategy", "single", "--devices_per_worker", "2"], "use --strategy mirrored"),
+        (["--strategy", "mirored"], "did you mean 'mirrored'?"),
+        (["--start", "spawn"], "expected one of auto, exec, fork"),
+        (["--grace_s", "soon"], "expected a number of seconds"),
+        (["--grace_s", "-1"], "--grace_s: received -1"),
+        (["--grace_s", "nan"], "--grace_s: received nan"),
+        (["--startup_timeout_s", "0"], "expected a positive number of seconds"),
+        (["--devices_per_worker", "0"], "--devices_per_worker: received 0"),
+        (["--threads_per_task", "0"], "--threads_per_task: received 0"),
+        (["--run_dir", " "], "--run_dir"),
+        (["--dry_run=perhaps"], "expected true or false"),
+        (["-m"], "no module"),
+        (["-m", "--workers"], "no module"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(words, said):
+    with pytest.raises(UsageError) as caught:
+        parse([*words, "train.py"] if words != ["--workers"] and words != ["-m"] else words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_script_that_is_not_there_is_named_with_the_near_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train_big.py").touch()
+    for target, said in [
+        ("trian.py", "did you mean 'train.py'?"),
+        ("jobs/train_bug.py", "did you mean 'jobs/train_big.py'?"),
+        ("job/train.py", "no directory job"),
+        ("jobs", "the directory jobs"),
+        ("zzz", "which does not exist"),
+    ]:
+        with pytest.raises(UsageError, match="program: received") as caught:
+            check_program(Program(target=target, is_module=False), search=[])
+        assert said in str(caught.value)
+    check_program(Program(target="jobs/train_big.py", is_module=False), search=[])
+
+
+def test_a_module_that_is_not_there_is_named_with_the_near_one_and_none_is_imported(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "train.py").touch()
+    for name, said in [
+        ("packages.train", "did you mean 'package'?"),
+        ("package.trian", "did you mean 'package.train'?"),
+        ("package.train.deep", "which does not exist"),
+        ("package", "without __main__"),
+        ("train.py", "leave -m out"),
+    ]:
+        with pytest.raises(UsageError, match="program: received") as caught:
+            check_program(Program(target=name), search=[str(tmp_path)])
+        assert said in str(caught.value)
+    check_program(Program(target="package.train"), search=[str(tmp_path)])
+
+
+def test_the_launcher_loads_no_tensorflow_keras_or_numpy():
+    code = (
+        "import sys, tfdist.launch.job, tfdist.launch.zygote, tfdist.launch.__main__ as m;"
+        "m.main(['--help']);"
+        "heavy = {'tensorflow', 'keras', 'numpy', 'absl', 'psutil'} & set(sys.modules);"
+        "sys.exit(' '.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,303 @@
+"""What tasks print: whole in the log, line by line on the screen, never without bound."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+from tfdist.cluster import Task
+from tfdist.launch.console import Console
+from tfdist.launch.options import Program
+from tfdist.launch.output import MAX_LINE_BYTES, LineSplitter, TaskOutput
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.report import (
+    Attempt,
+    Failure,
+    TaskRecord,
+    attempt_entry,
+    earlier_attempts,
+    write_report,
+)
+from tfdist.launch.screen import JobScreen
+
+W0, W1 = Task("worker", 0), Task("worker", 1)
+
+
+class Reader:
+    """A pipe with a console at its other end."""
+
+    def __init__(self, **options):
+        self.fd, self.write_fd = os.pipe2(os.O_NONBLOCK)
+        os.set_blocking(self.write_fd, True)
+        self.console = Console(self.write_fd, **options)
+
+    def text(self):
+        self.console.write()
+        return os.read(self.fd, 1 << 20).decode()
+
+    def close(self):
+        for fd in (self.fd, self.write_fd):
+            if fd >= 0:
+                os.close(fd)
+
+
+@pytest.fixture
+def reader():
+    made = Reader()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def terminal():
+    made = Reader(is_terminal=True, columns=lambda: 20)
+    yield made
+    made.close()
+
+
+def task_output(console, path, **options):
+    return TaskOutput("worker-0", log_path=path / "log", writer=console, **options)
+
+
+def spec(task, path):
+    return ProcessSpec(
+        task=task,
+        program=Program(),
+        argv=(),
+        env={},
+        added=(),
+        log_path=path / f"{task}.log",
+        title="",
+    )
+
+
+# lines
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"a\nb\n"], [b"a", b"b"]),
+        ([b"a", b"b\nc"], [b"ab"]),
+        ([b"a\r\nb\r\n"], [b"a", b"b"]),
+        ([b"a\r", b"\nb\n"], [b"a", b"b"]),
+        ([b"1/3\r2/3\r3/3\n"], [b"3/3"]),
+        ([b"1/3\r", b"2/3\r", b"3/3\r", b"\n"], [b"3/3"]),
+        ([b"\r1/3", b"\r2/3", b"\rdone\n"], [b"done"]),
+        ([b"\r1/", b"3\n"], [b"1/3"]),
+        ([b"\n\n"], [b"", b""]),
+        ([b"\xff\xfe\n"], [b"\xff\xfe"]),
+    ],
+)
+def test_lines_are_what_a_terminal_would_be_left_with(pieces, lines):
+    splitter = LineSplitter()
+    assert [line for piece in pieces for line in splitter.feed(piece)] == lines
+
+
+def test_an_unfinished_line_is_there_at_the_end():
+    splitter = LineSplitter()
+    assert splitter.feed(b"1/2\r2/2\r") == []
+    assert splitter.progress == b"2/2"
+    assert splitter.end() == [b"2/2"]
+    assert splitter.end() == []
+
+
+def test_a_line_without_end_comes_in_pieces_that_cut_no_character():
+    splitter = LineSplitter()
+    text = "é" * MAX_LINE_BYTES
+    pieces = []
+    for i in range(0, len(text), 1000):
+        pieces += splitter.feed(text[i : i + 1000].encode())
+    pieces += splitter.end()
+    assert b"".join(pieces).decode() == text
+    assert all(len(piece) <= MAX_LINE_BYTES for piece in pieces)
+    for piece in pieces:
+        piece.decode()
+
+
+def test_a_progress_bar_without_end_is_not_kept():
+    splitter = LineSplitter()
+    for step in range(10_000):
+        assert splitter.feed(b"step %d " % step + b"#" * 50 + b"\r") == []
+    assert len(splitter._rest) < 100
+    assert splitter.end()[0].startswith(b"step 9999")
+
+
+# one task's output
+
+
+def test_the_log_keeps_every_byte_and_the_screen_gets_prefixed_lines(reader, tmp_path):
+    output = task_output(reader.console, tmp_path)
+    data = b"one\n\xff\xfe 1/2\r2/2\r\nlast"
+    for i in range(len(data)):
+        output.feed(data[i : i + 1])
+    output.close()
+    assert (tmp_path / "log").read_bytes() == data
+    os.set_blocking(reader.fd, True)
+    reader.console.write()
+    assert os.read(reader.fd, 4096) == b"[worker-0] one\n[worker-0] 2/2\n[worker-0] last\n"
+
+
+def test_the_last_lines_are_text_whatever_the_bytes(reader, tmp_path):
+    output = task_output(reader.console, tmp_path)
+    output.feed(b"".join(b"line %d\n" % i for i in range(50)) + b"\xff\n")
+    lines = output.last_lines()
+    assert len(lines) == 20
+    assert lines[-1] == "\\xff"
+    assert lines[-2] == "line 49"
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(reader, tmp_path):
+    (tmp_path / "log").symlink_to("/dev/full")
+    output = task_output(reader.console, tmp_path)
+    output.feed(b"one\n")
+    output.feed(b"two\n")
+    text = reader.text()
+    assert text.count("cannot be written: No space left on device") == 1
+    assert "[worker-0] one\n" in text
+    assert "[worker-0] two\n" in text
+
+
+# the console
+
+
+def test_a_progress_line_is_shown_on_a_terminal_and_replaced(terminal, tmp_path):
+    output = task_output(terminal.console, tmp_path, is_chief=True)
+    output.feed(b"\x1b[1m10%\x1b[0m\r")
+    assert terminal.text() == "\r\x1b[K[worker-0] 10%"
+    output.feed(b"0123456789\r")
+    assert terminal.text() == "\r\x1b[K[worker-0] 01234567"  # does not fill the 20 columns
+    terminal.console.line("worker-1", b"hello")
+    assert terminal.text() == "\r\x1b[K[worker-1] hello\n[worker-0] 01234567"
+    output.feed(b"100%\n")
+    assert terminal.text() == "\r\x1b[K[worker-0] 100%\n"
+
+
+def test_a_progress_line_of_another_task_is_not_shown(terminal, tmp_path):
+    output = task_output(terminal.console, tmp_path)
+    output.feed(b"10%\r20%\r")
+    assert not terminal.console.is_waiting
+    output.feed(b"\n")
+    assert terminal.text() == "[worker-0] 20%\n"
+
+
+def test_elsewhere_only_the_last_of_a_progress_line_is_shown(reader, tmp_path):
+    output = task_output(reader.console, tmp_path, is_chief=True)
+    output.feed(b"10%\r20%\r")
+    assert not reader.console.is_waiting
+    output.close()
+    assert reader.text() == "[worker-0] 20%\n"
+
+
+def test_colour_only_where_asked_for():
+    colours = Reader(colour=True)
+    colours.console.line("worker-0", b"x", hue=1)
+    text = colours.text()
+    colours.close()
+    assert re.fullmatch(r"\x1b\[\d+m\[worker-0\]\x1b\[0m x\n", text)
+
+
+def test_a_reader_that_does_not_read_is_not_waited_for(reader):
+    for _ in range(200):
+        reader.console.line("worker-0", b"x" * 10_000)
+    reader.console.write()
+    assert reader.console.is_waiting
+    assert reader.console.is_full
+    reader.console.forget_backlog()
+    assert not reader.console.is_waiting
+
+
+def test_a_reader_that_has_gone_is_noticed(reader):
+    os.close(reader.fd)
+    reader.fd = -1
+    reader.console.line("worker-0", b"x")
+    reader.console.write()
+    assert reader.console.is_closed
+    assert not reader.console.is_waiting
+
+
+# the failure block
+
+
+def test_the_failure_block_shows_the_last_lines_of_the_task_that_failed(reader, tmp_path):
+    screen = JobScreen(out=reader.console, err=reader.console)
+    outputs = [screen.open(spec(task, tmp_path), is_chief=task == W0) for task in (W0, W1)]
+    outputs[1].feed(b"reason\n")
+    outputs[0].feed(b"something else\n")
+    screen.show_failure(W1, "exit code 3")
+    outputs[0].feed(b"victim\n")
+    screen.close()
+    text = reader.text()
+    assert "[launch] worker-1 failed first: exit code 3\n" in text
+    assert f"from {tmp_path}/worker-1.log:\n[launch]   reason\n" in text
+    assert "victim" not in text
+    assert (tmp_path / "worker-0.log").read_bytes() == b"something else\nvictim\n"
+
+
+def test_a_traceback_that_is_the_last_on_the_screen_is_not_shown_again(reader, tmp_path):
+    screen = JobScreen(out=reader.console, err=reader.console)
+    output = screen.open(spec(W1, tmp_path), is_chief=False)
+    output.feed(b"Traceback\nValueError\n")
+    screen.show_failure(W1, "ValueError (exit code 1)")
+    screen.close()
+    text = reader.text()
+    assert text.count("Traceback") == 1
+    assert "what it printed is above" in text
+
+
+def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
+    errors = Reader()
+    screen = JobScreen(out=reader.console, err=errors.console)
+    screen.open(spec(W1, tmp_path), is_chief=False).feed(b"Traceback\n")
+    screen.show_failure(W1, "exit code 1")
+    screen.close()
+    assert reader.text() == "[worker-1] Traceback\n"
+    assert "[launch]   Traceback\n" in errors.text()
+    errors.close()
+
+
+# the report
+
+
+def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
+    attempt = Attempt(
+        exit_code=137,
+        tasks=(
+            TaskRecord(task=W0, pid=7, status=-9, started_at_s=0, ended_at_s=2.5),
+            TaskRecord(task=W1, pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True),
+            TaskRecord(task=Task("ps", 0)),
+        ),
+        first_failure=Failure(
+            task=W0, cause="killed by SIGKILL", exit_code=137, at_s=2.5, last_lines=("x",)
+        ),
+    )
+    write_report(
+        tmp_path, exit_code=137, attempts=[attempt_entry(attempt, number=1, epoch_s=1_800_000_000)]
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["exit_code"] == 137
+    (entry,) = report["attempts"]
+    assert entry["attempt"] == 1
+    assert [(t["task"], t["exit_code"], t["signal"]) for t in entry["tasks"]] == [
+        ("worker-0", None, "SIGKILL"),
+        ("worker-1", 1, None),
+        ("ps-0", None, None),
+    ]
+    assert entry["tasks"][0]["ended_at"] == "2027-01-15T08:00:02.500Z"
+    assert entry["first_failure"] == {
+        "task": "worker-0",
+        "cause": "killed by SIGKILL",
+        "at": "2027-01-15T08:00:02.500Z",
+        "last_lines": ["x"],
+    }
+    assert earlier_attempts(tmp_path) == [entry]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": 3}', "{}"])
+def test_a_damaged_report_does_not_stop_the_next_attempt(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    assert earlier_attempts(tmp_path) == []

@@ -1,0 +1,298 @@
+"""The plan of a job: which processes, in which environment, on which part of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tfdist.cluster import Task, decode
+from tfdist.errors import UsageError
+from tfdist.launch.flags import parse
+from tfdist.launch.job import replace_taken
+from tfdist.launch.machine import Machine, visible_gpus
+from tfdist.launch.plan import Place, decided_strategy, plan, render, tasks_with_address
+from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
+
+
+def planned(line, *, cpus=2, gpus=(), environ=None):
+    """Returns {task name: process} for a command line."""
+    options = parse([*line.split(), "train.py"])
+    machine = Machine(cpus=cpus, gpus=tuple(gpus))
+    strategy = decided_strategy(options, machine)
+    place = Place(
+        machine=machine,
+        environ=environ or {"PATH": "/bin"},
+        python="/usr/bin/python",
+        run_dir=Path("/runs/a b"),
+        attempt=3,
+    )
+    addresses = [
+        f"127.0.0.1:{5000 + i}" for i, _ in enumerate(tasks_with_address(options, strategy))
+    ]
+    specs = plan(options, strategy=strategy, place=place, addresses=addresses)
+    return {str(spec.task): spec for spec in specs}
+
+
+def values(specs, name):
+    return {task: spec.env.get(name) for task, spec in specs.items()}
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "strategy"),
+    [
+        ("", (), "single"),
+        ("", ("0",), "single"),
+        ("", ("0", "1"), "mirrored"),
+        ("--devices_per_worker 2", (), "mirrored"),
+        ("--devices_per_worker 1", ("0", "1"), "single"),
+        ("--workers 2", (), "multiworker"),
+        ("--workers 2 --devices_per_worker 2", (), "multiworker"),
+        ("--ps 1", (), "ps"),
+        ("--workers 3 --ps 1", (), "ps"),
+        ("--strategy multiworker", (), "multiworker"),
+        ("--strategy mirrored", (), "mirrored"),
+    ],
+)
+def test_auto_is_decided_by_the_numbers_asked_for(line, gpus, strategy):
+    options = parse(line.split())
+    assert decided_strategy(options, Machine(cpus=2, gpus=gpus)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("line", "tasks"),
+    [
+        ("", "worker-0"),
+        ("--strategy mirrored", "worker-0"),
+        ("--strategy multiworker", "worker-0"),
+        ("--workers 3", "worker-0 worker-1 worker-2"),
+        ("--strategy ps", "chief-0 worker-0 ps-0"),
+        ("--ps 2 --workers 2", "chief-0 worker-0 worker-1 ps-0 ps-1"),
+    ],
+)
+def test_tasks_start_with_the_chief(line, tasks):
+    assert list(planned(line)) == tasks.split()
+
+
+def test_each_task_is_told_its_own_part_of_one_cluster():
+    specs = planned("--ps 1 --workers 2 --threads_per_task 3 --startup_timeout_s 7")
+    configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
+    assert {str(config.task) for config in configs.values()} == set(specs)
+    assert all(str(config.task) == name for name, config in configs.items())
+    assert len({config.cluster for config in configs.values()}) == 1
+    options = configs["ps-0"].options
+    assert options.strategy == "ps"
+    assert options.run_dir == "/runs/a b"
+    assert options.attempt == 3
+    assert options.startup_timeout_s == 7
+    assert options.threads_per_task == 3
+
+
+def test_one_process_gets_no_address():
+    config = decode(planned("--strategy mirrored")["worker-0"].env["TF_CONFIG"])
+    assert config.cluster.tasks() == ()
+    assert config.task == Task("worker", 0)
+    assert config.options.strategy == "mirrored"
+
+
+def test_the_command_is_what_one_would_type():
+    spec = planned("--workers 2")["worker-1"]
+    assert spec.argv == ("/usr/bin/python", "train.py")
+    assert spec.title == "tfdist worker-1 train.py"
+    assert spec.log_path == Path("/runs/a b/logs/attempt-3/worker-1.log")
+
+
+@pytest.mark.parametrize(
+    ("line", "cpus", "share"),
+    [
+        ("", 8, "8"),
+        ("--workers 2", 8, "4"),
+        ("--workers 3", 8, "2"),
+        ("--workers 4", 2, "1"),
+        ("--ps 1 --workers 3", 8, "2"),
+    ],
+)
+def test_cpus_are_divided_among_the_tasks_that_compute(line, cpus, share):
+    specs = planned(line, cpus=cpus)
+    assert set(values(specs, "TF_NUM_INTRAOP_THREADS").values()) == {share}
+    assert set(values(specs, "OMP_NUM_THREADS").values()) == {share}
+
+
+def test_chief_and_ps_have_a_thread_for_each_worker_that_may_wait():
+    threads = values(planned("--ps 1 --workers 4", cpus=2), "TF_NUM_INTEROP_THREADS")
+    assert threads["chief-0"] == threads["ps-0"] == "6"
+    assert threads["worker-0"] == "2"
+
+
+def test_the_users_own_settings_go_before_what_the_launcher_would_choose():
+    own = {
+        "TF_NUM_INTRAOP_THREADS": "7",
+        "TF_NUM_INTEROP_THREADS": "9",
+        "OMP_NUM_THREADS": "5",
+        "GRPC_FAIL_FAST": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "PYTHONFAULTHANDLER": "",
+    }
+    spec = planned("--ps 1", environ=own)["chief-0"]
+    assert {name: spec.env[name] for name in own} == own
+    assert not set(own) & set(spec.added)
+
+
+def test_the_flag_for_threads_goes_before_the_users_environment():
+    own = {"TF_NUM_INTRAOP_THREADS": "7"}
+    spec = planned("--threads_per_task 3", environ=own)["worker-0"]
+    assert spec.env["TF_NUM_INTRAOP_THREADS"] == "3"
+
+
+def test_only_a_ps_job_lets_calls_wait_for_a_task_that_restarts():
+    assert planned("--ps 1")["worker-0"].env["GRPC_FAIL_FAST"] == "use_caller"
+    assert "GRPC_FAIL_FAST" not in planned("--workers 2")["worker-0"].env
+
+
+def test_output_is_not_buffered():
+    assert planned("", environ={"PYTHONUNBUFFERED": ""})["worker-0"].env["PYTHONUNBUFFERED"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "expected"),
+    [
+        ({}, "no_proxy", "localhost,127.0.0.1,::1"),
+        ({}, "NO_PROXY", "localhost,127.0.0.1,::1"),
+        ({"no_proxy": "a.b, localhost"}, "no_proxy", "a.b,localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "a.b"}, "no_proxy", "a.b,localhost,127.0.0.1,::1"),
+        ({"no_grpc_proxy": "c"}, "no_grpc_proxy", "c,localhost,127.0.0.1,::1"),
+        ({}, "no_grpc_proxy", None),
+    ],
+)
+def test_tasks_reach_each_other_without_a_proxy(own, name, expected):
+    environ = {"grpc_proxy": "http://proxy:3128", **own}
+    assert planned("--workers 2", environ=environ)["worker-0"].env.get(name) == expected
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus", "visible"),
+    [
+        ("--workers 2", "0123", {"worker-0": "0,1", "worker-1": "2,3"}),
+        ("--workers 2 --devices_per_worker 1", "0123", {"worker-0": "0", "worker-1": "1"}),
+        ("--workers 3", "0123", {"worker-0": "0", "worker-1": "1", "worker-2": "2"}),
+        ("--strategy single", "01", {"worker-0": "0"}),
+        ("--strategy mirrored", "01", {"worker-0": "0,1"}),
+        ("--devices_per_worker 2", "0123", {"worker-0": "0,1"}),
+        ("--ps 1", "01", {"chief-0": "-1", "worker-0": "0,1", "ps-0": "-1"}),
+        (
+            "--ps 1 --workers 3",
+            "01",
+            {"chief-0": "-1", "worker-0": "0", "worker-1": "1", "worker-2": "0", "ps-0": "-1"},
+        ),
+        ("--workers 2", "", {"worker-0": None, "worker-1": None}),
+    ],
+)
+def test_gpus_are_divided_among_the_workers(line, gpus, visible):
+    assert values(planned(line, gpus=gpus), "CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--workers 3", "at most 2, one for each GPU"),
+        ("--workers 2 --devices_per_worker 2", "use --devices_per_worker 1"),
+        ("--devices_per_worker 3", "at most 2"),
+        ("--ps 1 --workers 2 --devices_per_worker 2", "at most 1"),
+    ],
+)
+def test_more_gpus_than_there_are_is_a_mistake(line, said):
+    with pytest.raises(UsageError, match=said):
+        planned(line, gpus="01")
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"),
+    [("", ()), ("-1", ()), ("0,2", ("0", "2")), ("1,-1,2", ("1",)), ("GPU-ab, 3", ("GPU-ab", "3"))],
+)
+def test_visible_gpus_are_read_as_cuda_reads_them(value, gpus):
+    assert visible_gpus(value) == gpus
+
+
+# the dry run
+
+
+def test_the_plan_is_printed_as_commands_for_a_shell_and_without_secrets():
+    specs = planned("--workers 2", environ={"AWS_SECRET": "hush", "PATH": "/bin"})
+    text = render(list(specs.values()))
+    assert "hush" not in text
+    first, second = text.split("\n\n")
+    assert first.startswith("# worker-0\n")
+    words = shlex.split(second.replace(" \\\n", " "), comments=True)
+    assert words[-2:] == ["/usr/bin/python", "train.py"]
+    given = dict(word.split("=", 1) for word in words[:-2])
+    assert given["TF_CONFIG"] == specs["worker-1"].env["TF_CONFIG"]
+    assert given.keys() == set(specs["worker-1"].added)
+
+
+# the ports
+
+
+class Port:
+    """A held port whose number somebody else may have taken all the same."""
+
+    def __init__(self, number):
+        self.address = f"127.0.0.1:{number}"
+        self.is_held = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.is_held = False
+
+
+def test_other_ports_are_chosen_for_those_that_were_taken_before_the_start():
+    held = [Port(1), Port(2), Port(3)]
+    drawn = [Port(4), Port(5)]
+    taken = {"127.0.0.1:2", "127.0.0.1:4"}
+    with contextlib.ExitStack() as stack:
+        ports = replace_taken(
+            held,
+            stack=stack,
+            hold=lambda count: [drawn.pop(0)],
+            is_free=lambda address: address not in taken,
+        )
+        assert [port.address for port in ports] == [f"127.0.0.1:{n}" for n in (1, 5, 3)]
+        assert all(port.is_held for port in ports)
+    assert not ports[1].is_held
+
+
+# the run directory
+
+
+def test_the_run_directory_is_absolute_and_new_unless_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert chosen_run_dir("x/../y z") == tmp_path / "y z"
+    assert chosen_run_dir(None).parent == tmp_path / "runs"
+    assert chosen_run_dir(None) != chosen_run_dir(None)
+
+
+def test_each_start_in_a_run_directory_is_another_attempt(tmp_path):
+    path = tmp_path / "run"
+    assert next_attempt(path) == 1
+    for number in (1, 2):
+        with RunDir(path) as run_dir:
+            assert run_dir.attempt == number
+            assert run_dir.start_attempt() == path / "logs" / f"attempt-{number}"
+
+
+def test_two_jobs_do_not_share_a_run_directory(tmp_path):
+    with RunDir(tmp_path), pytest.raises(UsageError, match="where a job runs"):
+        RunDir(tmp_path)
+    RunDir(tmp_path).close()
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_mistake(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="Not a directory"):
+        RunDir(tmp_path / "file" / "run")

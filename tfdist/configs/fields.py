@@ -1,0 +1,178 @@
+"""Every field of a configuration, documented in the one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One line of a configuration; `choices` and `least` are what its value must be."""
+
+    name: str
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    optional_type: type | None = None
+
+
+FIELDS: tuple[Field, ...] = (
+    # What is learned from what
+    Field(
+        name="dataset",
+        default="tfdist_digits",
+        help="TFDS name; tfdist_digits, scikit-learn's, needs no download",
+    ),
+    Field(name="data_dir", default="", help="where TFDS keeps its data; '' for its own default"),
+    Field(name="train_split", default="train", help="TFDS split, slices allowed: 'train[:90%]'"),
+    Field(name="validation_split", default="test", help="TFDS split to validate on; '' for none"),
+    Field(
+        name="model",
+        default="cnn",
+        choices=("dense", "cnn", "resnet20"),
+        help="the network; see tfdist/training/models.py",
+    ),
+    Field(name="dropout", default=0.25, least=0, below=1, help="share of units left out"),
+    Field(
+        name="initial_weights",
+        default="",
+        help="a .keras or .weights.h5 file or a checkpoint directory to start from",
+    ),
+    # How long
+    Field(
+        name="total_examples",
+        default=28_800,
+        least=1,
+        help="length of the run, in training examples",
+    ),
+    Field(
+        name="checkpoints",
+        default=10,
+        least=1,
+        help="virtual epochs: the run is validated, logged and saved this often",
+    ),
+    Field(
+        name="global_batch_size",
+        default=64,
+        least=1,
+        help="examples of a step, over all replicas; under ps, of one worker's step",
+    ),
+    Field(
+        name="early_stopping_patience",
+        default=0,
+        least=0,
+        help="stop after so many virtual epochs without a lower validation loss; 0 never",
+    ),
+    # How
+    Field(name="optimizer", default="adam", choices=("sgd", "adam", "adamw"), help="optimizer"),
+    Field(name="learning_rate", default=1e-3, above=0, help="highest learning rate"),
+    Field(
+        name="schedule",
+        default="constant",
+        choices=("constant", "cosine", "linear"),
+        help="learning rate over the run: to 0 along a cosine or a line, or not at all",
+    ),
+    Field(
+        name="warmup_examples",
+        default=0,
+        least=0,
+        help="examples over which the learning rate rises from 0",
+    ),
+    Field(name="momentum", default=0.9, least=0, below=1, help="of sgd, Nesterov's"),
+    Field(name="weight_decay", default=0.0, least=0, help="apart from the gradient; 0 for none"),
+    Field(name="clip_norm", default=0.0, least=0, help="highest norm of all gradients; 0 for any"),
+    Field(
+        name="gradient_accumulation_steps",
+        default=1,
+        least=1,
+        help="steps whose gradients make one update",
+    ),
+    Field(
+        name="precision",
+        default="float32",
+        choices=("float32", "mixed_bfloat16", "mixed_float16"),
+        help="Keras dtype policy",
+    ),
+    Field(
+        name="seed",
+        default=None,
+        optional_type=int,
+        least=0,
+        help="of weights, order, augmentation and dropout; drawn and written down if not given",
+    ),
+    # Augmentation and normalisation of images; drawn from (seed, pass, example)
+    Field(
+        name="augmentation.random_crop_padding",
+        default=0,
+        least=0,
+        help="pixels to pad each side with before a random crop to the old size",
+    ),
+    Field(name="augmentation.random_flip", default=False, help="left to right, half of the time"),
+    Field(name="augmentation.mean", default=(0.0,), help="subtracted, per channel or one for all"),
+    Field(name="augmentation.std", default=(1.0,), help="divided by, per channel or one for all"),
+    # Where and how it runs
+    Field(
+        name="strategy",
+        default="auto",
+        choices=("auto", "single", "mirrored", "multiworker", "ps"),
+        help="auto: what the launcher was told",
+    ),
+    Field(name="devices_per_worker", default=0, least=0, help="replicas in each task; 0 for all"),
+    Field(name="run_dir", default="", help="where the run writes; '' for the launcher's, or runs/"),
+    Field(
+        name="backup_every_steps",
+        default=0,
+        least=0,
+        help="save also every so many steps; 0 only at the end of each virtual epoch",
+    ),
+    Field(name="keep_checkpoints", default=2, least=1, help="checkpoints kept"),
+    # To look into a run
+    Field(
+        name="overfit_batches",
+        default=0,
+        least=0,
+        help="train on the first so many batches only, to see that the model can learn; 0 all",
+    ),
+    Field(
+        name="profile_steps",
+        default=(),
+        help="(first, last) step to record for TensorBoard's profiler; () for none",
+    ),
+)
+
+# What may differ between two starts of the same run.
+FREE = frozenset(
+    {"run_dir", "data_dir", "strategy", "devices_per_worker", "keep_checkpoints", "profile_steps"}
+)
+
+
+def base() -> ConfigDict:
+    """Returns a locked `ConfigDict` of all fields with their defaults: a CNN on the digits."""
+    from ml_collections import config_dict
+
+    config = config_dict.ConfigDict()
+    for field in FIELDS:
+        group, _, name = field.name.rpartition(".")
+        if group and group not in config:
+            config[group] = config_dict.ConfigDict()
+        default = field.default
+        if field.optional_type:
+            default = config_dict.placeholder(field.optional_type)
+        (config[group] if group else config)[name] = default
+    return config.lock()
+
+
+def flat(config: ConfigDict) -> dict[str, Any]:
+    """Returns the configuration as ``{"augmentation.random_flip": False, ...}``."""
+    values: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        nested = isinstance(value, dict)
+        values.update({f"{name}.{k}": v for k, v in value.items()} if nested else {name: value})
+    return values

@@ -1,0 +1,46 @@
+"""`python -m tfdist.launch`: flags in, exit code out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+from tfdist.launch.flags import help_text, parse
+
+_EXIT_SIGPIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the job that the command line asks for and returns its exit code."""
+    _open_standard_files()
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        if options is None:
+            print(help_text(), flush=True)
+            return 0
+        from tfdist.launch.job import run_job  # not for --help, which is to be there at once
+
+        return run_job(options, environ=dict(os.environ))
+    except TfdistError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # nobody reads the plan or the help to its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _EXIT_SIGPIPE
+
+
+def _open_standard_files() -> None:
+    """Opens what the caller has closed, so that no log or socket becomes standard output."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+if __name__ == "__main__":
+    sys.exit(main())

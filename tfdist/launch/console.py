@@ -1,0 +1,123 @@
+"""The launcher's own standard output: prefixed lines, and a progress line on a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+from collections.abc import Callable
+
+_CHUNK_BYTES = 4096  # a pipe that is ready takes this much without blocking
+_BACKLOG_BYTES = 1 << 20
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_ERASE = b"\r\x1b[K"
+
+
+class Console:
+    """Writes to a descriptor without ever waiting for whoever reads it.
+
+    What cannot be written yet is kept; `is_full` asks the caller to read no more output from
+    the tasks until there is room. `is_closed` says that nobody reads any more.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        *,
+        is_terminal: bool = False,
+        colour: bool = False,
+        columns: Callable[[], int] = lambda: 80,
+    ) -> None:
+        self.fd = fd
+        self.is_terminal = is_terminal
+        self.is_closed = False
+        self.num_lines = 0
+        self._colour = colour
+        self._columns = columns
+        self._backlog = bytearray()
+        self._progress = b""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Returns whether there is output that the reader has not taken yet."""
+        return bool(self._backlog) and not self.is_closed
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether so much is waiting that the tasks should wait too."""
+        return len(self._backlog) > _BACKLOG_BYTES
+
+    def say(self, text: str) -> None:
+        """Adds lines of the launcher's own."""
+        for line in text.splitlines():
+            self._put(b"[launch] " + line.encode(errors="backslashreplace"))
+
+    def line(self, name: str, text: bytes, *, hue: int = 0) -> None:
+        """Adds one line of the task called `name`."""
+        self._put(self._prefix(name, hue) + text)
+
+    def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
+        """Shows a line that the next one replaces; only a terminal can."""
+        if not self.is_terminal:
+            return
+        room = max(0, self._columns() - len(name) - 4)
+        plain = _ESCAPES.sub(b"", text).replace(b"\t", b" ")
+        cut = plain.decode(errors="replace")[:room].encode()
+        self._progress = self._prefix(name, hue) + cut
+        self._add(_ERASE + self._progress)
+
+    def end_progress(self) -> None:
+        """Leaves the progress line behind as an ordinary one."""
+        if self._progress:
+            self._progress = b""
+            self._add(b"\n")
+
+    def drop_progress(self) -> None:
+        """Takes the progress line away."""
+        if self._progress:
+            self._progress = b""
+            self._add(_ERASE)
+
+    def write(self) -> None:
+        """Writes what the reader takes without waiting."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while self.is_waiting and poll.poll(0):
+            self._write_some()
+
+    def drain(self, timeout_s: float | None) -> None:
+        """Writes all that is left; waits for the reader as long as `timeout_s` each time."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while self.is_waiting and poll.poll(None if timeout_s is None else timeout_s * 1000):
+            self._write_some()
+
+    def forget_backlog(self) -> None:
+        """Gives up what is waiting for a reader that does not read."""
+        self._backlog.clear()
+
+    def _write_some(self) -> None:
+        try:
+            written = os.write(self.fd, self._backlog[:_CHUNK_BYTES])
+        except OSError:  # the pipe is closed, or the disk is full: no more output here
+            self.is_closed = True
+            self._backlog.clear()
+            return
+        del self._backlog[:written]
+
+    def _put(self, line: bytes) -> None:
+        self.num_lines += 1
+        if self._progress:
+            self._add(_ERASE + line + b"\n" + self._progress)
+        else:
+            self._add(line + b"\n")
+
+    def _add(self, data: bytes) -> None:
+        if not self.is_closed:
+            self._backlog += data
+
+    def _prefix(self, name: str, hue: int) -> bytes:
+        if not self._colour:
+            return f"[{name}] ".encode()
+        return f"\x1b[{_COLOURS[hue % len(_COLOURS)]}m[{name}]\x1b[0m ".encode()

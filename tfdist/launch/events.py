@@ -1,0 +1,50 @@
+"""What can happen to a running job; all that the supervisor acts on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfdist.cluster import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A task has a process."""
+
+    task: Task
+    pid: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Raised:
+    """A task's program has failed; its process will end, which may take it a while."""
+
+    task: Task
+    exit_code: int
+    cause: str
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A task's process has ended, and its output has been read.
+
+    `status` is its exit code, or minus the signal that ended it.
+    """
+
+    task: Task
+    status: int
+    at_s: float
+    cause: str = ""
+    """Why, where the launcher knows better than the status says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Somebody asked the launcher to stop, by a signal or by closing its output (SIGPIPE)."""
+
+    signum: int
+
+
+Event = Started | Raised | Ended | Asked

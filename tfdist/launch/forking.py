@@ -1,0 +1,162 @@
+"""The launcher's side of the fork server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster import Task
+from tfdist.cluster.tf_config import VARIABLE
+from tfdist.launch.events import Ended, Started
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.process import bootstrap_command, spawn
+from tfdist.launch.zygote import MAX_MESSAGE_BYTES, ONE_THREAD
+
+IMPORTS = ("tensorflow", "keras")
+"""What the server imports before it forks: what every program needs that takes long."""
+
+_END_TIMEOUT_S = 2.0
+
+
+class ForkStarter:
+    """Starts each task as a fork of one process that has TensorFlow imported."""
+
+    def __init__(
+        self,
+        *,
+        environ: Mapping[str, str],
+        log_path: Path,
+        open_files: tuple[int, int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._environ = {**environ, **ONE_THREAD}
+        self._log_path = log_path
+        self._clock = clock
+        self._is_ready = False
+        self._waiting: deque[tuple[Task, bytes, tuple[int, int]]] = deque()
+        self._tasks: dict[str, Task] = {}
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(log_path, "ab") as log:
+            self._server = spawn(
+                bootstrap_command("zygote", str(theirs.fileno()), *IMPORTS),
+                env=self._environ,
+                output_fd=log.fileno(),
+                keep_fds=(theirs.fileno(),),
+                open_files=open_files,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Returns the server's process id, which is its session's too."""
+        return self._server.pid
+
+    def start(
+        self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
+    ) -> None:
+        """Asks for a task. It is forked once the server has imported everything."""
+        program = spec.program
+        request = {
+            "task": str(spec.task),
+            "title": spec.title,
+            "target": program.target,
+            "is_module": program.is_module,
+            "args": program.args,
+            "set": {k: v for k, v in env.items() if self._environ.get(k) != v},
+            "unset": [name for name in self._environ if name not in env],
+        }
+        message = json.dumps(request).encode()
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise OSError(f"its flags are too long for --start fork: {len(message)} bytes")
+        self._tasks[str(spec.task)] = spec.task
+        self._waiting.append((spec.task, message, (os.dup(output_fd), os.dup(notes_fd))))
+        self._send_waiting()
+
+    def withdraw(self, task: Task) -> bool:
+        """Takes back a start that has not been begun; returns whether it could."""
+        for request in self._waiting:
+            if request[0] == task:
+                self._waiting.remove(request)
+                self._forget(request)
+                return True
+        return False
+
+    def fileno(self) -> int | None:
+        """Returns the socket on which the server answers."""
+        return self._socket.fileno()
+
+    def collect(self) -> list[Started | Ended]:
+        """Returns which tasks have started or ended since the last call."""
+        events: list[Started | Ended] = []
+        while self._socket.fileno() >= 0:
+            try:
+                data = self._socket.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            if not data:
+                return events + self._all_ended()
+            events += self._event(json.loads(data))
+        return events
+
+    def close(self) -> None:
+        """Ends the server."""
+        for request in self._waiting:
+            self._forget(request)
+        self._waiting.clear()
+        self._socket.close()
+        with contextlib.suppress(Exception):
+            self._server.wait(_END_TIMEOUT_S)
+        if self._server.returncode is None:
+            self._server.kill()
+            self._server.wait()
+
+    def _event(self, answer: dict[str, Any]) -> list[Started | Ended]:
+        if "started" in answer:
+            task = self._tasks[answer["started"]]
+            return [Started(task=task, pid=answer["pid"], at_s=answer["at"])]
+        if "ended" in answer:
+            task = self._tasks.pop(answer["ended"])
+            status, cause = answer["status"], answer.get("cause", "")
+            return [Ended(task=task, status=status, at_s=answer["at"], cause=cause)]
+        self._is_ready = True
+        self._send_waiting()
+        return []
+
+    def _send_waiting(self) -> None:
+        while self._is_ready and self._waiting:
+            request = self._waiting.popleft()
+            _, message, fds = request
+            with contextlib.suppress(OSError):  # the server is gone: `collect` sees that
+                socket.send_fds(self._socket, [message], fds)
+            self._forget(request)
+
+    def _all_ended(self) -> list[Started | Ended]:
+        """Every task has ended with the server, which was their parent."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        cause = f"the fork server has ended: see {self._log_path}"
+        now_s = self._clock()
+        status = -signal.SIGKILL
+        return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]
+
+    def _forget(self, request: tuple[Task, bytes, tuple[int, int]]) -> None:
+        for fd in request[2]:
+            os.close(fd)
+
+
+def shared_environment(specs: Sequence[ProcessSpec]) -> dict[str, str]:
+    """Returns what the environments of all tasks agree on, for the server to import with."""
+    first, *others = (spec.env for spec in specs)
+    return {
+        name: value
+        for name, value in first.items()
+        if name != VARIABLE and all(env.get(name) == value for env in others)
+    }

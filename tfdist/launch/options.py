@@ -1,0 +1,124 @@
+"""What a user asks the launcher for; checked when created."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tfdist.cluster import STRATEGIES
+from tfdist.errors import UsageError, near
+
+StartMethod = Literal["exec", "fork"]
+
+STARTS = ("auto", "exec", "fork")
+AUTO_START: StartMethod = "exec"
+"""How ``--start auto`` starts tasks; the one place where that is decided."""
+
+DEFAULT_MODULE = "tfdist.train"
+
+_MAX_TASKS = 10_000
+_MAX_SECONDS = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What every task runs: a script by its path or a module by its name, and its flags."""
+
+    target: str = DEFAULT_MODULE
+    is_module: bool = True
+    args: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Returns the program as a person calls it: ``train.py`` or ``package.module``."""
+        return self.target if self.is_module else self.target.rpartition("/")[2]
+
+    @property
+    def python_args(self) -> tuple[str, ...]:
+        """Returns what to write after ``python`` to run it by hand."""
+        return ("-m", self.target, *self.args) if self.is_module else (self.target, *self.args)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """The flags of the launcher.
+
+    Raises:
+        UsageError: a value out of its range, or values that do not go together.
+    """
+
+    strategy: str = "auto"
+    workers: int = 1
+    ps: int | None = None
+    devices_per_worker: int | None = None
+    threads_per_task: int | None = None
+    startup_timeout_s: float = 60.0
+    grace_s: float = 10.0
+    run_dir: str | None = None
+    dry_run: bool = False
+    start: str = "auto"
+    program: Program = Program()
+
+    def __post_init__(self) -> None:
+        _check_name("strategy", self.strategy, STRATEGIES)
+        _check_name("start", self.start, STARTS)
+        for name in ("workers", "ps", "devices_per_worker", "threads_per_task"):
+            _check_count(name, getattr(self, name))
+        _check_seconds("startup_timeout_s", self.startup_timeout_s, above_zero=True)
+        _check_seconds("grace_s", self.grace_s, above_zero=False)
+        if self.run_dir is not None and not self.run_dir.strip():
+            _refuse("run_dir", "''", "the path of a directory", "give one, or leave --run_dir out")
+        _check_together(self)
+
+    @property
+    def start_method(self) -> StartMethod:
+        """Returns how the tasks are started, ``auto`` decided."""
+        if self.start == "auto":
+            return AUTO_START
+        return "fork" if self.start == "fork" else "exec"
+
+    @property
+    def num_ps(self) -> int:
+        """Returns how many ps a ps job has: one unless more were asked for."""
+        return self.ps or 1
+
+
+def _check_together(options: LaunchOptions) -> None:
+    strategy, workers, ps = options.strategy, options.workers, options.ps
+    if ps is not None and strategy not in ("auto", "ps"):
+        fix = "leave --ps out, or use --strategy ps"
+        _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix)
+    if workers > 1 and strategy in ("single", "mirrored"):
+        fix = "use --strategy multiworker, or leave --workers out"
+        _refuse("workers", f"{workers} with --strategy {strategy}", "one process, 1", fix)
+    devices = options.devices_per_worker
+    if strategy == "single" and devices is not None and devices > 1:
+        received = f"{devices} with --strategy single"
+        _refuse("devices_per_worker", received, "1", "use --strategy mirrored")
+
+
+def _check_name(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = "one of " + ", ".join(choices)
+        _refuse(flag, repr(value), expected, f"use one of these{near(value.lower(), choices)}")
+
+
+def _check_count(flag: str, value: int | None) -> None:
+    if value is None or 1 <= value <= _MAX_TASKS:
+        return
+    expected = f"an integer from 1 to {_MAX_TASKS}"
+    fix = f"use --{flag} 1 or more"
+    if flag == "ps":
+        fix = "use --ps 1 or more, or --strategy multiworker, which has no ps"
+    _refuse(flag, str(value), expected, fix)
+
+
+def _check_seconds(flag: str, value: float, *, above_zero: bool) -> None:
+    if (value > 0 or (value == 0 and not above_zero)) and value <= _MAX_SECONDS:
+        return
+    expected = "a positive number of seconds" + (" or 0" * (not above_zero))
+    _refuse(flag, f"{value:g}", expected, f"use --{flag} 60, for example")
+
+
+def _refuse(flag: str, received: str, expected: str, fix: str) -> None:
+    raise UsageError(f"--{flag}", received=received, expected=expected, fix=fix)

@@ -1,0 +1,202 @@
+"""From what was asked for to a process per task: pure, so that ``--dry_run`` can print it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist.cluster import (
+    JobOptions,
+    Task,
+    TaskConfig,
+    addressed_tasks,
+    build_cluster,
+    job_configs,
+)
+from tfdist.cluster.tf_config import VARIABLE, encode
+from tfdist.errors import UsageError
+from tfdist.launch.machine import Machine
+from tfdist.launch.options import LaunchOptions, Program
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSpec:
+    """One task's process: what it runs, in which environment, and where its output is kept."""
+
+    task: Task
+    program: Program
+    argv: tuple[str, ...]
+    """What a person would type to run this task by hand."""
+    env: Mapping[str, str]
+    added: tuple[str, ...]
+    """Names in `env` that the launcher set; the rest is the user's own environment."""
+    log_path: Path
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a job runs: this machine, the environment, and the directory it writes to."""
+
+    machine: Machine
+    environ: Mapping[str, str]
+    python: str
+    run_dir: Path
+    attempt: int = 1
+
+
+def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
+    """Returns the strategy of the job, ``auto`` decided by the numbers asked for."""
+    if options.strategy != "auto":
+        return options.strategy
+    if options.ps is not None:
+        return "ps"
+    if options.workers > 1:
+        return "multiworker"
+    devices = options.devices_per_worker or len(machine.gpus)
+    return "mirrored" if devices > 1 else "single"
+
+
+def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:
+    """Returns the tasks that need a port, in the order in which `plan` takes addresses."""
+    ps = options.num_ps if strategy == "ps" else 0
+    return addressed_tasks(strategy=strategy, workers=options.workers, ps=ps)
+
+
+def plan(
+    options: LaunchOptions, *, strategy: str, place: Place, addresses: Sequence[str]
+) -> tuple[ProcessSpec, ...]:
+    """Returns a process for each task, in the order in which they start.
+
+    Raises:
+        UsageError: the job cannot be divided over this machine.
+    """
+    ps = options.num_ps if strategy == "ps" else 0
+    cluster = build_cluster(strategy=strategy, addresses=addresses, workers=options.workers, ps=ps)
+    job = JobOptions(
+        strategy=strategy,
+        devices_per_worker=options.devices_per_worker,
+        startup_timeout_s=options.startup_timeout_s,
+        run_dir=str(place.run_dir),
+        attempt=place.attempt,
+        threads_per_task=options.threads_per_task,
+    )
+    gpus = _divide_gpus(options, strategy=strategy, gpus=place.machine.gpus)
+    return tuple(
+        _process(config, options=options, place=place, gpus=gpus)
+        for config in job_configs(cluster, options=job)
+    )
+
+
+def render(specs: Sequence[ProcessSpec]) -> str:
+    """Returns the tasks as commands for a shell, with what the launcher adds to each one's
+    environment and nothing of the user's own, which may hold secrets."""
+    blocks = []
+    for spec in specs:
+        variables = [f"{name}={shlex.quote(spec.env[name])} \\" for name in spec.added]
+        blocks.append("\n".join([f"# {spec.task}", *variables, shlex.join(spec.argv)]))
+    return "\n\n".join(blocks)
+
+
+def _process(
+    config: TaskConfig,
+    *,
+    options: LaunchOptions,
+    place: Place,
+    gpus: Mapping[Task, str],
+) -> ProcessSpec:
+    task, program = config.task, options.program
+    forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
+    if task in gpus:
+        forced["CUDA_VISIBLE_DEVICES"] = gpus[task]
+    if options.threads_per_task is not None:
+        forced |= _compute_threads(options.threads_per_task)
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONFAULTHANDLER": "1"}
+    defaults |= _thread_defaults(config, options=options, cpus=place.machine.cpus)
+    if config.cluster.kind == "ps":
+        defaults["GRPC_FAIL_FAST"] = "use_caller"
+    forced |= _without_proxy(place.environ)
+    added = forced | {k: v for k, v in defaults.items() if k not in {**place.environ, **forced}}
+    return ProcessSpec(
+        task=task,
+        program=program,
+        argv=(place.python, *program.python_args),
+        env={**place.environ, **added},
+        added=tuple(added),
+        log_path=place.run_dir / "logs" / f"attempt-{place.attempt}" / f"{task}.log",
+        title=f"tfdist {task} {program.name}",
+    )
+
+
+def _thread_defaults(config: TaskConfig, *, options: LaunchOptions, cpus: int) -> dict[str, str]:
+    """Returns the task's share of the CPUs; what the user has set himself goes before it.
+
+    In a ps job an operation may hold an inter-op thread until a worker answers: with fewer
+    threads than workers the job stands still.
+    """
+    cluster = config.cluster
+    computing = max(1, len(cluster.worker) + len(cluster.ps))
+    share = max(1, cpus // computing)
+    inter_op = max(2, options.threads_per_task or share)
+    if cluster.kind == "ps" and config.task.type in ("chief", "ps"):
+        inter_op = max(inter_op, len(cluster.worker) + _SPARE_THREADS)
+    return {**_compute_threads(share), "TF_NUM_INTEROP_THREADS": str(inter_op)}
+
+
+def _compute_threads(count: int) -> dict[str, str]:
+    return {"TF_NUM_INTRAOP_THREADS": str(count), "OMP_NUM_THREADS": str(count)}
+
+
+def _without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that keep connections between the tasks away from any proxy.
+
+    gRPC reads no_grpc_proxy before no_proxy, so where that is set it must say it too.
+    """
+    names = ["no_proxy", "NO_PROXY", *(n for n in ("no_grpc_proxy",) if n in environ)]
+    result = {}
+    for name in names:
+        given = environ.get(name) or environ.get(name.swapcase(), "")
+        hosts = [host.strip() for host in given.split(",") if host.strip()]
+        hosts += [host for host in _LOOPBACK if host not in hosts]
+        result[name] = ",".join(hosts)
+    return result
+
+
+def _divide_gpus(options: LaunchOptions, *, strategy: str, gpus: Sequence[str]) -> dict[Task, str]:
+    """Returns CUDA_VISIBLE_DEVICES for each task of a machine with GPUs."""
+    if not gpus:
+        return {}
+    workers = options.workers
+    each = options.devices_per_worker or max(1, len(gpus) // workers)
+    if strategy == "single":
+        each = 1
+    shared = strategy == "ps" and each == 1  # workers of a ps job need no device of their own
+    if each * workers > len(gpus) and not shared:
+        raise _too_few_gpus(options, gpus=gpus)
+    tasks = tasks_with_address(options, strategy) or (Task("worker", 0),)
+    return {task: _gpus_of(task, gpus=gpus, each=each) for task in tasks}
+
+
+def _gpus_of(task: Task, *, gpus: Sequence[str], each: int) -> str:
+    if task.type != "worker":
+        return "-1"
+    first = task.index * each
+    return ",".join(gpus[(first + k) % len(gpus)] for k in range(each))
+
+
+def _too_few_gpus(options: LaunchOptions, *, gpus: Sequence[str]) -> UsageError:
+    cpu = "set CUDA_VISIBLE_DEVICES=-1 to use CPUs"
+    if options.devices_per_worker is None:
+        fix = f"use --workers {len(gpus)}, or {cpu}"
+        expected = f"at most {len(gpus)}, one for each GPU"
+        return UsageError("--workers", received=options.workers, expected=expected, fix=fix)
+    most = len(gpus) // options.workers
+    received = f"{options.devices_per_worker} for each of {options.workers} workers"
+    expected = f"at most {most}, as there are {len(gpus)} GPUs"
+    fix = f"use --devices_per_worker {most}, or {cpu}" if most else f"use fewer workers, or {cpu}"
+    return UsageError("--devices_per_worker", received=received, expected=expected, fix=fix)

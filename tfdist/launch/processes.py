@@ -1,0 +1,230 @@
+"""All processes of a job: one loop over their output, their ends, their notes and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+from collections.abc import Callable, Sequence
+
+from tfdist.cluster import Task
+from tfdist.launch.console import Console
+from tfdist.launch.events import Asked, Ended, Event, Raised, Started
+from tfdist.launch.guard import Guard
+from tfdist.launch.guardian import MARK
+from tfdist.launch.output import TaskOutput
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.process import Starter
+from tfdist.launch.screen import JobScreen
+from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
+
+_READ_BYTES = 1 << 16
+_MAX_READS = 64  # of one task's pipe at its end, which a child of its own may keep filling
+
+
+class JobProcesses:
+    """The real processes that a `Supervisor` works with. It sleeps until something happens."""
+
+    def __init__(
+        self,
+        *,
+        chief: Task,
+        mark: str,
+        starter: Starter,
+        guard: Guard,
+        screen: JobScreen,
+        signals: SignalPipe,
+        clock: Callable[[], float],
+    ) -> None:
+        self._chief = chief
+        self._mark = mark
+        self._starter = starter
+        self._guard = guard
+        self._screen = screen
+        self._signals = signals
+        self._clock = clock
+        self._news: list[Event] = []
+        self._running: dict[Task, int | None] = {}
+        self._owed: dict[Task, int] = {}
+        self._pipes: dict[int, tuple[Task, TaskOutput]] = {}
+        self._is_patient = True
+        self._is_paused = False
+        self._notes_rest = b""
+        self._notes_fd, self._notes_write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._notes_fd, False)
+        self._selector = selectors.DefaultSelector()
+        self._watch(signals.fd, self._on_signals)
+        self._watch(self._notes_fd, self._on_notes)
+        if (starter_fd := starter.fileno()) is not None:
+            self._watch(starter_fd, self._collect)
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Starts a task; its `Started` comes as an event. Raises OSError if it cannot."""
+        output = self._screen.open(spec, is_chief=spec.task == self._chief)
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read_fd, False)
+        self._pipes[read_fd] = (spec.task, output)
+        if not self._is_paused:
+            self._watch(read_fd, self._read, read_fd)
+        env = {**spec.env, MARK: self._mark}
+        self._running[spec.task] = None
+        try:
+            started = self._starter.start(
+                spec, env=env, output_fd=write_fd, notes_fd=self._notes_write_fd
+            )
+        finally:
+            os.close(write_fd)
+        if started is not None:
+            self._on_started(started)
+
+    def signal(self, task: Task, signum: int) -> None:
+        """Sends a signal to a task's whole process group."""
+        self._is_patient = False
+        if task not in self._running:
+            return
+        pid = self._running[task]
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signum)
+        elif self._starter.withdraw(task):
+            self._running.pop(task)
+            self._news.append(Ended(task=task, status=-signum, at_s=self._clock()))
+        else:
+            self._owed[task] = signum
+
+    def wait(self, timeout_s: float | None) -> Sequence[Event]:
+        """Returns what has happened, after `timeout_s` at the latest."""
+        self._flush()
+        ready = self._selector.select(0 if self._news else timeout_s)
+        # What a task printed waits until the supervisor knows what happened meanwhile: then the
+        # words of a failure's victims are not shown any more.
+        for handler, args in [key.data for key, _ in ready if key.fd not in self._pipes]:
+            handler(*args)
+        if not self._news:
+            for fd in [key.fd for key, _ in ready if key.fd in self._pipes]:
+                self._read(fd)
+        news, self._news = self._news, []
+        return news
+
+    def finish(self) -> None:
+        """Ends what the tasks have left behind, and reads what is left of their output."""
+        self._starter.close()
+        left = self._guard.end_all()
+        if left:
+            self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
+        for fd in list(self._pipes):
+            self._read_all(fd)
+        for fd in self._pipes:  # held open by a process that cannot be killed
+            os.close(fd)
+        self._screen.close()
+        self._selector.close()
+        os.close(self._notes_fd)
+        os.close(self._notes_write_fd)
+
+    def _on_started(self, started: Started) -> None:
+        task = started.task
+        self._running[task] = started.pid
+        self._guard.add(started.pid)
+        self._news.append(started)
+        if task in self._owed:
+            self.signal(task, self._owed.pop(task))
+
+    def _on_signals(self) -> None:
+        came = self._signals.read()
+        self._news += [Asked(signum=signum) for signum in came if signum in STOP_SIGNALS]
+        if signal.SIGCHLD in came:
+            self._guard.check()
+            self._collect()
+
+    def _collect(self) -> None:
+        came = self._starter.collect()
+        self._on_notes()  # written before the ends just seen, so to be told before them
+        for event in came:
+            if isinstance(event, Started):
+                self._on_started(event)
+                continue
+            self._running.pop(event.task, None)
+            for fd in [fd for fd, (task, _) in self._pipes.items() if task == event.task]:
+                self._read_all(fd)
+            self._news.append(event)
+        if any(isinstance(event, Ended) for event in came):
+            self._guard.forget_empty()
+
+    def _on_notes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._notes_rest += os.read(self._notes_fd, _READ_BYTES)
+        *lines, self._notes_rest = self._notes_rest.split(b"\n")
+        tasks = {str(task): task for task in self._running} if lines else {}
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError):
+                note = json.loads(line)
+                raised = Raised(
+                    task=tasks[note["task"]],
+                    exit_code=note["exit_code"],
+                    cause=note["cause"],
+                    at_s=note["at"],
+                )
+                self._news.append(raised)
+
+    def _read(self, fd: int) -> bool:
+        """Passes on what is in a pipe; returns whether there may be more."""
+        _, output = self._pipes[fd]
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            output.feed(data)
+            return True
+        self._unwatch(fd)
+        os.close(fd)
+        del self._pipes[fd]
+        output.close()
+        return False
+
+    def _read_all(self, fd: int) -> None:
+        for _ in range(_MAX_READS):
+            if not self._read(fd):
+                break
+        if fd in self._pipes:
+            self._pipes[fd][1].settle()
+
+    def _flush(self) -> None:
+        """Writes to the consoles, and has the tasks wait when nobody reads what they print."""
+        for console in self._screen.consoles:
+            console.write()
+            if console.is_full and not self._is_patient:
+                console.forget_backlog()
+            self._watch_console(console)
+        out = self._screen.out
+        if out.is_closed and self._is_patient:
+            self._news.append(Asked(signum=signal.SIGPIPE))
+        if out.is_full is not self._is_paused:
+            self._is_paused = out.is_full
+            for fd in self._pipes:
+                if self._is_paused:
+                    self._unwatch(fd)
+                else:
+                    self._watch(fd, self._read, fd)
+
+    def _watch_console(self, console: Console) -> None:
+        watched = console.fd in self._selector.get_map()
+        if console.is_waiting and not watched:
+            self._watch(console.fd, console.write, events=selectors.EVENT_WRITE)
+        elif watched and not console.is_waiting:
+            self._unwatch(console.fd)
+
+    def _watch(
+        self,
+        fd: int,
+        handler: Callable[..., object],
+        *args: int,
+        events: int = selectors.EVENT_READ,
+    ) -> None:
+        self._selector.register(fd, events, (handler, args))
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)

@@ -1,0 +1,130 @@
+"""`report.json`: how each attempt of a job went, task by task, and what failed first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster import Task
+
+FILE_NAME = "report.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """The failure that came first; those after it are its victims."""
+
+    task: Task
+    cause: str
+    exit_code: int
+    """What the job ends with."""
+    at_s: float
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRecord:
+    """How one task went. Times are those of the clock that the supervisor was given."""
+
+    task: Task
+    pid: int | None = None
+    status: int | None = None
+    """Exit code, or minus the signal that ended the task; None if it did not end."""
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    stopped: bool = False
+    """Whether the launcher had asked it to end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One start of all tasks of a job, and its end."""
+
+    exit_code: int
+    tasks: tuple[TaskRecord, ...]
+    first_failure: Failure | None = None
+
+
+def signal_name(signum: int) -> str:
+    """Returns ``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def exit_code_of(status: int) -> int:
+    """Returns the exit code a shell would give for a task's `status`: 128 + n for a signal n."""
+    return 128 - status if status < 0 else status
+
+
+def attempt_entry(attempt: Attempt, *, number: int, epoch_s: float) -> dict[str, Any]:
+    """Returns the report's entry; `epoch_s` is the time of day when the clock stood at 0."""
+
+    def time_of(at_s: float | None) -> str | None:
+        if at_s is None:
+            return None
+        moment = datetime.fromtimestamp(epoch_s + at_s, UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def task_entry(record: TaskRecord) -> dict[str, Any]:
+        status = record.status
+        killed = status is not None and status < 0
+        return {
+            "task": str(record.task),
+            "pid": record.pid,
+            "exit_code": None if killed else status,
+            "signal": signal_name(-status) if status is not None and killed else None,
+            "started_at": time_of(record.started_at_s),
+            "ended_at": time_of(record.ended_at_s),
+            "stopped": record.stopped,
+        }
+
+    failure = attempt.first_failure
+    return {
+        "attempt": number,
+        "exit_code": attempt.exit_code,
+        "tasks": [task_entry(record) for record in attempt.tasks],
+        "first_failure": failure
+        and {
+            "task": str(failure.task),
+            "cause": failure.cause,
+            "at": time_of(failure.at_s),
+            "last_lines": list(failure.last_lines),
+        },
+    }
+
+
+def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the attempts of earlier runs in this directory; none if the report is damaged."""
+    try:
+        report = json.loads((run_dir / FILE_NAME).read_text())
+        attempts = report["attempts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return attempts if isinstance(attempts, list) else []
+
+
+def write_report(
+    run_dir: Path, *, exit_code: int | None, attempts: Sequence[dict[str, Any]]
+) -> None:
+    """Writes the report in one piece; `exit_code` None means that the job still runs."""
+    text = json.dumps({"exit_code": exit_code, "attempts": list(attempts)}, indent=1) + "\n"
+    handle, temporary = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=run_dir)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, run_dir / FILE_NAME)
+    except BaseException:
+        os.unlink(temporary)
+        raise

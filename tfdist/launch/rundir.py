@@ -1,0 +1,101 @@
+"""The directory a job writes to: chosen, made, and kept from other jobs while this one runs."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+from tfdist.errors import UsageError
+
+_LOGS = "logs"
+
+
+def chosen_run_dir(given: str | None, *, now: Callable[[], datetime] | None = None) -> Path:
+    """Returns the absolute path of the run directory: the one given, or a new name."""
+    if given is not None:
+        return Path(os.path.abspath(os.path.expanduser(given)))
+    moment = now() if now else datetime.now(UTC)
+    name = f"{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return Path(os.path.abspath(os.path.join("runs", name)))
+
+
+def next_attempt(run_dir: Path) -> int:
+    """Returns the number of the next start of the job in `run_dir`, from 1 on."""
+    try:
+        names = os.listdir(run_dir / _LOGS)
+    except OSError:
+        return 1
+    numbers = [int(m[1]) for name in names if (m := re.fullmatch(r"attempt-(\d+)", name))]
+    return max(numbers, default=0) + 1
+
+
+class RunDir:
+    """A run directory that no other launcher uses until it is closed.
+
+    The lock is the kernel's: it ends with this process, however that ends.
+
+    Raises:
+        UsageError: it cannot be written to, or another job runs in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        logs = path / _LOGS
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            self._lock_fd = os.open(logs, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _not_writable(path, error) from None
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise UsageError(
+                "--run_dir",
+                received=f"{path}, where a job runs",
+                expected="a directory of its own",
+                fix="wait until that job has ended, or give this one another --run_dir",
+            ) from None
+        self.attempt = next_attempt(path)
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start_attempt(self) -> Path:
+        """Makes and returns the directory for the logs of this attempt."""
+        logs = self.path / _LOGS / f"attempt-{self.attempt}"
+        try:
+            logs.mkdir()
+        except OSError as error:
+            raise _not_writable(self.path, error) from None
+        return logs
+
+    def close(self) -> None:
+        """Lets other jobs use the directory."""
+        os.close(self._lock_fd)
+
+
+def _not_writable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        "--run_dir",
+        received=f"{path} ({error.strerror})",
+        expected="a directory that can be written to",
+        fix="give another one with --run_dir",
+    )

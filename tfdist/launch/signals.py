@@ -1,0 +1,52 @@
+"""Signals as events: they wake the loop up through a pipe and are handled there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalPipe:
+    """Delivers SIGCHLD and requests to stop through a descriptor, while it is entered.
+
+    A signal that the launcher was started to ignore, as nohup does, stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._old_fd = -1
+        self._old: dict[signal.Signals, object] = {}
+        self.fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def __enter__(self) -> SignalPipe:
+        self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, *STOP_SIGNALS):
+            if signum != signal.SIGCHLD and signal.getsignal(signum) == signal.SIG_IGN:
+                continue
+            self._old[signum] = signal.signal(signum, _nothing)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]  # as it was returned
+        signal.set_wakeup_fd(self._old_fd)
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+    def read(self) -> list[int]:
+        """Returns the signals that have come since the last call."""
+        try:
+            return list(os.read(self.fd, 4096))
+        except BlockingIOError:
+            return []
+
+
+def _nothing(signum: int, frame: FrameType | None) -> None:
+    """A handler only so that the signal is caught: its number comes through the pipe."""

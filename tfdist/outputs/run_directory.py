@@ -1,0 +1,225 @@
+"""The directory of one run: its configuration, metrics and summary, and whose it is.
+
+Only the chief writes. `config.json` is written first and says which run the directory belongs
+to; `summary.json` with the status ``done`` is written last and says that it is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfdist.errors import TfdistError, UsageError
+
+DONE = "done"
+COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second"})
+"""What a line of `metrics.jsonl` says beside the metrics."""
+_LAUNCHERS_OWN = frozenset({"logs", "report.json"})
+_SHOWN_DIFFERENCES = 3
+
+
+class Claim(enum.Enum):
+    """What a run found when it claimed its directory."""
+
+    NEW = "new"
+    RESUMED = "resumed"
+    FINISHED = "finished"
+
+
+class RunDirectory:
+    """Paths, files and ownership of one run directory; creating the object touches nothing."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.summary_file = self.path / "summary.json"
+        self.plot_file = self.path / "metrics.png"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+
+    def claim(
+        self, config: Mapping[str, Any], overwrite: bool = False, *, free: Collection[str] = ()
+    ) -> Claim:
+        """Takes the directory for the run that `config` describes; the chief calls it first.
+
+        Args:
+          config: JSON; nested keys are compared one by one.
+          overwrite: moves what an earlier run wrote to ``old-1`` (``old-2``, ...) inside it.
+          free: dotted keys that may differ between two starts of the same run.
+
+        Returns:
+          NEW, with `config` written; RESUMED for an unfinished run of the same configuration;
+          FINISHED for a finished one. The latter two leave everything as it is.
+
+        Raises:
+          UsageError: the directory belongs to a run of another configuration.
+          TfdistError: it cannot be written.
+        """
+        with self._one_line_errors():
+            if overwrite:
+                self._move_aside()
+            theirs = self.read_config()
+            if theirs is None:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.write_config(config)
+                return Claim.NEW
+        self._require_same(theirs, config, free)
+        summary = self.read_summary()
+        return Claim.FINISHED if summary and summary.get("status") == DONE else Claim.RESUMED
+
+    def withdraw(self) -> None:
+        """Gives back a directory claimed as NEW by a run that turned out to be a mistake."""
+        with contextlib.suppress(OSError):
+            self.config_file.unlink()
+            self.path.rmdir()  # only where nothing else is in it
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes the resolved configuration, whole or not at all."""
+        with self._one_line_errors():
+            _write_atomically(self.config_file, _to_json(config, indent=1))
+
+    def read_config(self) -> dict[str, Any] | None:
+        """Returns the configuration of the run that owns the directory, None where none does."""
+        return _read_json(self.config_file)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes the result of the run, whole or not at all."""
+        with self._one_line_errors():
+            _write_atomically(self.summary_file, _to_json(summary, indent=1))
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """Returns the summary, None before there is one."""
+        return _read_json(self.summary_file)
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Adds a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null."""
+        with self._one_line_errors(), open(self.metrics_file, "a", encoding="utf-8") as file:
+            file.write(_to_json(line) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Returns the lines of `metrics.jsonl`, without one that a crash cut short."""
+        with self._one_line_errors():
+            try:
+                lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+            except FileNotFoundError:
+                return []
+        metrics = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                metrics.append(json.loads(line))
+        return metrics
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Takes back the lines of steps that a run resumed at `step` is about to do again."""
+        lines = [line for line in self.read_metrics() if line["step"] <= step]
+        with self._one_line_errors():
+            if self.metrics_file.exists():
+                text = "".join(_to_json(line) + "\n" for line in lines)
+                _write_atomically(self.metrics_file, text.rstrip("\n"))
+
+    def _require_same(
+        self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
+    ) -> None:
+        before, now = _flat(theirs), _flat(json.loads(_to_json(ours)))
+        keys = [key for key in before | now if key not in free]
+        missing = object()
+        different = [k for k in keys if before.get(k, missing) != now.get(k, missing)]
+        if not different:
+            return
+        said = [
+            f"{key}={now.get(key, 'nothing')!r} (there: {before.get(key, 'nothing')!r})"
+            for key in different[:_SHOWN_DIFFERENCES]
+        ]
+        more = len(different) - len(said)
+        raise UsageError(
+            f"run directory {self.path}",
+            received=", ".join(said) + (f" and {more} more differences" if more else ""),
+            expected="the configuration of the run that is in it",
+            fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
+        )
+
+    def _move_aside(self) -> None:
+        """Moves everything but what the launcher has just begun to write for this start."""
+        if not self.config_file.exists():
+            return
+        number = 1
+        while (self.path / f"old-{number}").exists():
+            number += 1
+        aside = self.path / f"old-{number}"
+        aside.mkdir()
+        # The configuration goes last: until then the directory is still seen as taken.
+        names = [name for name in os.listdir(self.path) if name != self.config_file.name]
+        for name in [*names, self.config_file.name]:
+            if name not in _LAUNCHERS_OWN and not name.startswith("old-"):
+                os.replace(self.path / name, aside / name)
+
+    @contextlib.contextmanager
+    def _one_line_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TfdistError(f"run directory {self.path}: {error.strerror or error}") from error
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` as JSON has it: NumPy scalars as numbers, non-finite numbers as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TfdistError(f"{file}: {error.strerror}") from error
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise UsageError(
+            str(file),
+            received="a file that is not JSON",
+            expected="what a run wrote",
+            fix="give this run a run_dir of its own",
+        )
+    return content
+
+
+def _write_atomically(file: Path, text: str) -> None:
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        with open(unfinished, "w", encoding="utf-8") as stream:
+            stream.write(f"{text}\n" if text else "")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(unfinished, file)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,79 @@
+"""The result of a run as a table: drawn on a terminal, plain text elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tfdist.outputs.progress import number
+
+
+def show(
+    summary: Mapping[str, Any], *, run_dir: str, plot: str | None, console: Console | None = None
+) -> None:
+    """Writes the summary of a run to `console`, by default standard output."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    rows = result_rows(summary, run_dir=run_dir, plot=plot)
+    if console.is_terminal:
+        table = Table(title="Result", box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+        table.add_column(style="dim")
+        table.add_column(overflow="fold")
+        for label, value in rows:
+            table.add_row(label, value)
+        console.print(table)
+        return
+    width = max(len(label) for label, _ in rows)
+    for label, value in [("result", str(summary["status"])), *rows[1:]]:
+        console.print(f"  {label:<{width}}  {value}", markup=False, emoji=False)
+
+
+def result_rows(
+    summary: Mapping[str, Any], *, run_dir: str, plot: str | None
+) -> list[tuple[str, str]]:
+    """Returns label and value of each row."""
+    rows = [("status", str(summary["status"])), ("strategy", strategy_line(summary))]
+    resumed = summary.get("resumed_from_step")
+    steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
+    rows += [
+        ("steps", steps),
+        ("examples", f"{summary['examples']:,}"),
+        ("virtual epochs", f"{summary['virtual_epochs']:,}"),
+    ]
+    rows += _metric_rows(summary["metrics"])
+    if summary.get("examples_per_second"):
+        rows.append(("examples/s", f"{summary['examples_per_second']:,.0f}"))
+    rows += [("weights", f"sha256 {summary['weights_sha256'][:16]}"), ("run directory", run_dir)]
+    if plot:
+        rows.append(("plot", plot))
+    return rows
+
+
+def strategy_line(summary: Mapping[str, Any]) -> str:
+    """Returns strategy and size of the job: ``ps, 4 workers, 1 parameter server``."""
+    workers, replicas = summary["workers"], summary["replicas"]
+    parts = [f"{workers} worker{'s' * (workers != 1)}"]
+    if summary.get("ps"):
+        parts.append(f"{summary['ps']} parameter server{'s' * (summary['ps'] != 1)}")
+    else:
+        parts.append(f"{replicas} replica{'s' * (replicas != 1)}")
+    return f"{summary['strategy']}, {', '.join(parts)}"
+
+
+def _metric_rows(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    rows = []
+    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
+        if name.startswith("val_") and name.removeprefix("val_") in metrics:
+            continue
+        text = _number(value)
+        if f"val_{name}" in metrics:
+            text = f"{text} training, {_number(metrics[f'val_{name}'])} validation"
+        rows.append((name.replace("_", " "), text))
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else number(value)

@@ -1,0 +1,38 @@
+"""Scalars for TensorBoard, `train/loss` beside `validation/loss`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+class ScalarWriter:
+    """Writes event files into a directory; the chief makes one. TensorFlow loads on first use."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = os.fspath(directory)
+        self._writer: Any = None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes the logs of a step under Keras' names: ``val_loss`` as ``validation/loss``."""
+        import tensorflow as tf
+
+        if self._writer is None:
+            self._writer = tf.summary.create_file_writer(self._directory)
+        with self._writer.as_default():
+            for name, value in scalars.items():
+                tf.summary.scalar(tag(name), value, step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def tag(name: str) -> str:
+    """Returns where TensorBoard shows a log of this name."""
+    if name.startswith("val_"):
+        return f"validation/{name.removeprefix('val_')}"
+    return name if name in ("learning_rate", "examples_per_second") else f"train/{name}"

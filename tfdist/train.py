@@ -1,0 +1,53 @@
+"""``python -m tfdist.train --config configs/x.py --config.global_batch_size=128``.
+
+Trains what a config file describes, under the strategy that TF_CONFIG describes; without
+``--config``, a CNN on the digits. ``python -m tfdist.launch`` starts it once for each task.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from tfdist.configs.command_line import Command, help_text, parse
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    _set_up_logging()
+    try:
+        command = parse(sys.argv[1:] if argv is None else argv)
+        if command.help:
+            print(help_text())
+            return EXIT_OK
+        return _train(command)
+    except TfdistError as error:
+        print(f"tfdist.train: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _set_up_logging() -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(levelname).1s %(asctime)s %(name)s: %(message)s"
+    )
+    # TFDS tells through absl of each file it opens, and TensorFlow of each all-reduce it traces.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
+
+
+def _train(command: Command) -> int:
+    # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
+    from tfdist.training.run import run
+
+    run(command.config, overwrite=command.overwrite, environ=os.environ)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
