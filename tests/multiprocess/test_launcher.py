@@ -242,7 +242,7 @@ def test_processes_are_named_for_their_task_and_program(launch, command):
 
 def test_forked_tasks_draw_random_numbers_of_their_own(launch):
     source = "import numpy, random; print('drew', random.random(), numpy.random.random())"
-    job = launch(source, "--workers=3", command=[w.replace("json", "numpy") for w in FORK])
+    job = launch(source, "--workers=3", command=[w.replace("json", "numpy.random") for w in FORK])
     assert job.end() == 0
     drawn = job.read_until(r"drew (\S+) (\S+)", count=3)
     assert len({number for pair in drawn for number in pair}) == 6
@@ -375,12 +375,18 @@ def test_the_same_run_directory_keeps_the_attempts_apart(launch):
 
 def test_a_terminal_gets_colours_and_the_chiefs_progress(launch):
     source = r"""
-    import os, signal
-    os.write(1, b"10%\r"); os.write(1, b"20%\r"); os.write(1, b"done\n")
+    import os
+    os.write(1, b"10%\r")
+    os.write(1, b"20%\r")
+    os.open("fifo", os.O_RDONLY)
+    os.write(1, b"done\n")
     """
+    os.mkfifo("fifo")
     job = launch(source, "--workers=2", stdout=pty.openpty(), env={"TERM": "xterm"})
+    job.read_until(r"\x1b\[\d+m\[worker-0\]\x1b\[0m 20%")
+    fifo = os.open("fifo", os.O_WRONLY)
     assert job.end() == 0
-    assert re.search(r"\x1b\[\d+m\[worker-0\]\x1b\[0m [12]0%", job.text)
+    os.close(fifo)
     assert not re.search(r"\[worker-1\]\x1b\[0m [12]0%", job.text)
     assert len(re.findall(r"\[worker-[01]\]\x1b\[0m done\r\n", job.text)) == 2
 
@@ -567,8 +573,9 @@ def test_no_process_outlives_its_job(launch, code):
     job.assert_gone(0)
 
 
-def test_the_kernel_ends_the_tasks_when_launcher_and_guardian_are_killed_at_once(launch):
-    job = launch(DEAF, "--workers=2")
+@STARTS
+def test_the_kernel_ends_the_tasks_if_launcher_and_guardian_are_killed_at_once(launch, command):
+    job = launch(DEAF, "--workers=2", command=command)
     job.ready(2)
     (guardian,) = (pid for pid, line in children(job.process.pid).items() if "guardian" in line)
     job.signal(signal.SIGSTOP)
@@ -635,24 +642,27 @@ def test_a_reader_that_leaves_ends_the_job(launch):
     job.process.stderr.close()
 
 
-def test_a_reader_that_does_not_read_keeps_no_signal_from_the_job(launch):
+def test_a_reader_that_does_not_read_stops_the_printing_but_no_signal(launch):
     source = """
-    import os, signal
-    os.set_blocking(1, False)
+    import os, select, signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     data = b"x" * 99 + b"\\n"
-    while True:
-        try: os.write(1, data)
-        except BlockingIOError: break
-    os.write(os.open("fifo", os.O_WRONLY), b"full")
-    os.set_blocking(1, True)
-    while True: os.write(1, data)
+    while select.select([], [1], [], 1)[1]:
+        os.write(1, data * 10)
+    told = os.open("fifo", os.O_WRONLY)
+    os.write(told, b"full")
+    signal.sigwait({signal.SIGTERM})
+    os.write(1, data * 50_000)
+    os.write(told, b"saved")
     """
     os.mkfifo("fifo")
-    job = launch(source, "--grace_s=0.5")
-    fd = os.open("fifo", os.O_RDONLY)
-    assert os.read(fd, 4) == b"full"
-    os.close(fd)
-    job.signal(signal.SIGTERM)
+    fifo = os.open("fifo", os.O_RDONLY | os.O_NONBLOCK)
+    job = launch(source, "--grace_s=30")
+    for word, signum in [(b"full", signal.SIGTERM), (b"saved", 0)]:
+        assert select.select([fifo], [], [], DEADLINE_S)[0]
+        assert os.read(fifo, 100) == word
+        job.signal(signum)
+    os.close(fifo)
     assert job.process.wait(DEADLINE_S) == 143
 
 

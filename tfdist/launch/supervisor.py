@@ -98,7 +98,7 @@ class Supervisor:
             before_s = self._woken_s
             events = self._processes.wait(self._timeout_s())
             self._woken_s = self._clock()
-            for event in sorted(events, key=self._precedence):
+            for event in events:
                 self._handle(event)
             self._judge(since_s=before_s)
             self._keep_deadlines()
@@ -112,16 +112,6 @@ class Supervisor:
             cause = f"cannot be started: {error.strerror or error}"
             self._handle(Ended(task=spec.task, status=1, at_s=self._clock(), cause=cause))
             self._judge(since_s=self._woken_s)
-
-    def _precedence(self, event: Event) -> int:
-        """Orders what was seen at one awakening, when the true order is not known.
-
-        A request to stop explains the ends around it, and a chief that is done those of its
-        servers.
-        """
-        if isinstance(event, Ended):
-            return 2 if event.task == self._chief and event.status == 0 else 3
-        return 0 if isinstance(event, Asked) else 1
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -168,7 +158,11 @@ class Supervisor:
         self._stop(passed, within_s=self._grace_s)
 
     def _judge(self, *, since_s: float) -> None:
-        """Finds what failed first once anything has ended badly, and stops the rest."""
+        """Finds what failed first once anything has ended badly, and stops the rest.
+
+        Not if the same awakening brought a request to stop or the end of the chief: these
+        explain the ends around them.
+        """
         if self._stopping:
             return
         raised = self._overdue_raised()

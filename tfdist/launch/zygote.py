@@ -145,9 +145,9 @@ def _run(request: dict[str, Any]) -> None:
 def _reseed() -> None:
     """Gives the task random numbers of its own; TensorFlow draws its seeds when first used."""
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
 
 
 def _now() -> float:

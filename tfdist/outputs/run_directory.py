@@ -75,7 +75,9 @@ class RunDirectory:
         return Claim.FINISHED if summary and summary.get("status") == DONE else Claim.RESUMED
 
     def withdraw(self) -> None:
-        """Gives back a directory claimed as NEW by a run that turned out to be a mistake."""
+        """Gives back a directory claimed as NEW by a run that was a mistake and did no step."""
+        if self.metrics_file.exists() or self.checkpoints.exists():
+            return
         with contextlib.suppress(OSError):
             self.config_file.unlink()
             self.path.rmdir()  # only where nothing else is in it

@@ -2,7 +2,8 @@
 
 All tasks run a user's callbacks on the same logs, so that they decide alike; those that write run
 on the chief. Batch hooks are called once a range, with the last batch of the range; a callback
-that looks at every batch gets ranges of one step, and pays for them.
+that looks at every batch gets ranges of one step, and pays for them. A class of our own whose
+hooks make do with the last batch of a range says so by ``once_a_range = True``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
-# Their batch hooks make do with the last batch of a range.
+# Their own batch hooks make do with the last batch of a range.
 _RANGE_IS_ENOUGH = (
     keras.callbacks.ProgbarLogger,
     keras.callbacks.ModelCheckpoint,
@@ -34,9 +35,19 @@ _RANGE_IS_ENOUGH = (
 
 
 def callback_list(
-    callbacks: Any, *, job: Job, model: keras.Model, verbose: Any, epochs: int, steps: int | None
+    callbacks: Any,
+    *,
+    job: Job,
+    model: keras.Model,
+    verbose: Any,
+    epochs: int,
+    steps: int | None,
+    history: bool = False,
 ) -> CallbackList:
-    """Returns the callbacks of this task, with `History`, and a progress bar on the chief."""
+    """Returns the callbacks of this task, with a progress bar on the chief.
+
+    With `history`, a `History` is among them and becomes the model's.
+    """
     if isinstance(callbacks, CallbackList):
         return callbacks
     given = [c for c in keras.tree.flatten(callbacks) if c is not None] if callbacks else []
@@ -46,7 +57,7 @@ def callback_list(
         given = [c for c in given if not isinstance(c, _WRITERS)]
     return CallbackList(
         given,
-        add_history=True,
+        add_history=history,
         add_progbar=job.is_chief and verbose != 0,
         verbose=1 if verbose == "auto" else verbose,
         epochs=epochs,
@@ -74,12 +85,29 @@ def _require_callback(callback: Any) -> None:
 
 def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
     """True when the callback overrides a batch hook of `mode` (train, test, predict)."""
-    if isinstance(callback, _RANGE_IS_ENOUGH):
-        return False
     hooks = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
     if mode == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
-    return any(not is_default(getattr(callback, hook)) for hook in hooks)
+    return any(_sees_every_batch(callback, hook) for hook in hooks)
+
+
+def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:
+    if is_default(getattr(callback, hook)):
+        return False
+    if hook in vars(callback):  # set on the instance, as LambdaCallback does
+        return True
+    owner = next(c for c in type(callback).__mro__ if hook in vars(c))
+    return not (owner in _RANGE_IS_ENOUGH or vars(owner).get("once_a_range", False))
+
+
+def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Tells Keras' ModelCheckpoint that batches count from 0 again.
+
+    It takes it from a batch number that is not higher than the last, which a range of steps hides.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            callback._last_batch_seen = None
 
 
 def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
@@ -96,5 +124,7 @@ def steps_between_calls(callback: keras.callbacks.Callback) -> int | None:
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback.save_freq if isinstance(callback.save_freq, int) else None
     if isinstance(callback, keras.callbacks.TensorBoard):
-        return callback.update_freq if isinstance(callback.update_freq, int) else None
+        # It counts its calls where it writes by batch, and times them.
+        by_batch = callback.update_freq != "epoch" or callback._should_trace
+        return 1 if by_batch or callback.write_steps_per_second else None
     return None

@@ -7,7 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.strategy import broadcast
+from tfdist.strategy import Job, broadcast
+from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.inputs import Length, prepare
@@ -61,22 +62,36 @@ def predict(
     """
     job = building.job_for(model, doing="predict")
     data = prepare(
-        x, None, None, job=job, length=Length(batch_size=batch_size, steps_per_epoch=steps),
-        shuffle=False, seed=0,
+        x, None, None, job=job, shuffle=False, seed=0,
+        length=Length(batch_size=batch_size, steps_per_epoch=steps, once=True),
     )  # fmt: skip
     building.build(model, job, data.batch_spec)
     session = Session(model, job)
     program = session.program("predict_step", data.feed, seed=0)
     total = data.plan.total_steps
     listed = callback_list(callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=total)
+    looks = _some_task_looks(listed, mode="predict")
+    model.stop_predicting = False
     listed.on_predict_begin()
-    batches = []
-    for step, outputs in enumerate(session.engine.outputs(program, 0, total)):
+    batches: list[Any] = []
+    computed = session.engine.outputs(program, 0, total)
+    while len(batches) < total and not (looks and _asked(job, model.stop_predicting)):
+        step = len(batches)
         listed.on_predict_batch_begin(step)
-        batches.append(outputs)
-        listed.on_predict_batch_end(step, {"outputs": outputs})
+        batches.append(next(computed))
+        listed.on_predict_batch_end(step, {"outputs": batches[-1]})
     listed.on_predict_end()
     return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+
+
+def _some_task_looks(callbacks: Any, *, mode: str) -> bool:
+    """True in every task when the chief has a callback that looks at each batch."""
+    return bool(broadcast(any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)))
+
+
+def _asked(job: Job, stop: bool) -> bool:
+    """True in every task when some task has asked to stop. A collective."""
+    return bool(sum_over_tasks(job, np.array([float(stop)]))[0])
 
 
 class Evaluation:
@@ -90,7 +105,7 @@ class Evaluation:
         batch_size: int | None,
         steps: int | None,
     ) -> None:
-        length = Length(batch_size=batch_size, steps_per_epoch=steps)
+        length = Length(batch_size=batch_size, steps_per_epoch=steps, once=True)
         prepared = prepare(*data, job=session.job, length=length, shuffle=False, seed=0)
         building.build(session.model, session.job, prepared.batch_spec)
         self._session = session
@@ -103,8 +118,7 @@ class Evaluation:
         session.reset_metrics()
         session.model.stop_evaluating = False
         callbacks.on_test_begin()
-        looks = any(wants_every_batch(c, mode="test") for c in callbacks.callbacks)
-        looks = bool(broadcast(looks))
+        looks = _some_task_looks(callbacks, mode="test")
         logs: dict[str, float] = {}
         for first in range(0, self.steps, 1 if looks else _RANGE_STEPS):
             last = min(first + (1 if looks else _RANGE_STEPS), self.steps)
@@ -112,6 +126,8 @@ class Evaluation:
             logs = session.engine.run(self._program, first, last)
             seen = session.metrics(self._program, logs) if looks else {}
             callbacks.on_test_batch_end(last - 1, seen)
+            if looks and _asked(session.job, session.model.stop_evaluating):
+                break
         result = session.metrics(self._program, logs)
         callbacks.on_test_end(result)
         return result

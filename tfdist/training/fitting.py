@@ -17,7 +17,12 @@ from tfdist.checkpoint.warm_start import load_weights
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building, inputs, resume
-from tfdist.training.callbacks import callback_list, steps_between_calls, wants_logs
+from tfdist.training.callbacks import (
+    begin_epoch,
+    callback_list,
+    steps_between_calls,
+    wants_logs,
+)
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation
 from tfdist.training.inputs import Length
@@ -158,6 +163,7 @@ class Run:
             verbose=verbose,
             epochs=plan.num_epochs,
             steps=len(plan.steps(0)) if plan.num_epochs else 0,
+            history=True,
         )
         first = (
             plan.step_starts[min(initial_epoch, plan.num_epochs)] if saved is None else (saved.step)
@@ -198,6 +204,7 @@ class Run:
         session, within = self._session, loop.step > self._plan.steps(epoch).start
         if not within:
             session.reset_metrics()
+            begin_epoch(self._callbacks.callbacks)
         self._callbacks.on_epoch_begin(epoch)
         if within:
             self._restore()  # after the hook, which may set what the checkpoint knows better

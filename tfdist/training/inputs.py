@@ -45,13 +45,17 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """How long a run over some data is; see the arguments of `fit`."""
+    """How long a run over some data is; see the arguments of `fit`.
+
+    With `once`, the data's end is the end, whatever `steps_per_epoch` says.
+    """
 
     batch_size: int | None = None
     epochs: int = 1
     steps_per_epoch: int | None = None
     virtual_epochs: VirtualEpochs | None = None
     overfit_batches: int | None = None
+    once: bool = False
 
 
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
@@ -124,6 +128,8 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
             )
         return EpochPlan.from_boundaries(virtual.boundaries(), global_batch_size=batch)
     per_epoch = length.steps_per_epoch * batch if length.steps_per_epoch else examples
+    if length.once and per_epoch and examples:
+        per_epoch = min(per_epoch, examples)
     if per_epoch is None:
         raise UsageError(
             "tfdist.fit",

@@ -25,6 +25,8 @@ class RunReporter(keras.callbacks.ProgbarLogger):
     every batch, and in place of Keras' own bar.
     """
 
+    once_a_range = True
+
     def __init__(
         self,
         directory: RunDirectory,

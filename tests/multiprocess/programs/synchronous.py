@@ -164,7 +164,8 @@ def own_step():
 
 
 def group():
-    SEEN["broadcast"] = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})["array"].tolist()
+    told = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})
+    SEEN["broadcast"] = told["array"].tolist()
     SEEN["chief"] = tfdist.is_chief()
     tfdist.barrier()
 
