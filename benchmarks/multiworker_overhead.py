@@ -45,8 +45,7 @@ def measure_tfdist(args: argparse.Namespace) -> None:
         model = models.cnn(keras)
         model.compile(models.sgd(keras), models.loss(keras))
     rounds = _rounds(keras, tfdist.barrier, steps=steps, alone=alone, reduce=reduce)
-    epochs = args.epochs if args.epochs != 4 else ROUNDS + 1
-    tfdist.fit(model, x, y, batch_size=batch, epochs=epochs, verbose=0, callbacks=[rounds])
+    tfdist.fit(model, x, y, batch_size=batch, epochs=args.epochs, verbose=0, callbacks=[rounds])
     if tfdist.is_chief():
         figures = {key: statistics.median(v) for key, v in rounds.figures.items()}
         overhead = figures["step_s"] - figures["alone_s"]
@@ -170,4 +169,4 @@ ROW = row.Row(
 
 
 if __name__ == "__main__":
-    row.main(ROW, {"tfdist": measure_tfdist})
+    row.main(ROW, {"tfdist": measure_tfdist}, epochs=ROUNDS + 1)

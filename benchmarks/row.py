@@ -109,7 +109,9 @@ def launched(
         return harness.measure([harness.PROJECT_PYTHON, *launch, *program], timeout_s=timeout_s)
 
 
-def main(row: Row, measures: Mapping[str, Callable[[argparse.Namespace], None]]) -> None:
+def main(
+    row: Row, measures: Mapping[str, Callable[[argparse.Namespace], None]], *, epochs: int = 4
+) -> None:
     """The command line of a row's script.
 
     ``--side S`` measures S in this process (this is what the harness starts); without it each
@@ -117,7 +119,7 @@ def main(row: Row, measures: Mapping[str, Callable[[argparse.Namespace], None]])
     """
     parser = argparse.ArgumentParser(description=row.title)
     parser.add_argument("--side", choices=sorted(measures), help="measure in this process")
-    parser.add_argument("--epochs", type=int, default=4, help="the first is not timed")
+    parser.add_argument("--epochs", type=int, default=epochs, help="the first is not timed")
     parser.add_argument("--steps", type=int, default=None, help="steps an epoch")
     args = parser.parse_args()
     if args.side:

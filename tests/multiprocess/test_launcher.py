@@ -596,13 +596,13 @@ def test_a_guardian_that_is_killed_is_replaced_and_the_job_goes_on(launch):
 
 
 def test_a_job_inside_a_task_ends_with_it(launch, tmp_path):
-    (tmp_path / "inner.py").write_text(DEAF)
+    (tmp_path / "inner.py").write_text(TREE)
     source = f"""
     import subprocess
     subprocess.run({[*LAUNCH, "--workers=2", str(tmp_path / "inner.py")]!r})
     """
     job = launch(source)
-    job.ready(2)
+    job.ready(10)
     job.signal(signal.SIGKILL)
     job.assert_gone()
 

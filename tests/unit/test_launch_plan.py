@@ -13,14 +13,22 @@ from tfdist.errors import UsageError
 from tfdist.launch.flags import parse
 from tfdist.launch.job import replace_taken
 from tfdist.launch.machine import Machine, visible_gpus
-from tfdist.launch.plan import Place, decided_strategy, plan, render, tasks_with_address
+from tfdist.launch.options import AUTO_START_ON_CPU
+from tfdist.launch.plan import (
+    Place,
+    decided_strategy,
+    plan,
+    render,
+    start_method,
+    tasks_with_address,
+)
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 
 
-def planned(line, *, cpus=2, gpus=(), environ=None):
+def planned(line, *, cpus=2, gpus=(), environ=None, machine=None):
     """Returns {task name: process} for a command line."""
     options = parse([*line.split(), "train.py"])
-    machine = Machine(cpus=cpus, gpus=tuple(gpus))
+    machine = machine or Machine(cpus=cpus, gpus=tuple(gpus))
     strategy = decided_strategy(options, machine)
     place = Place(
         machine=machine,
@@ -189,11 +197,30 @@ def test_tasks_reach_each_other_without_a_proxy(own, name, expected):
             "01",
             {"chief-0": "-1", "worker-0": "0", "worker-1": "1", "worker-2": "0", "ps-0": "-1"},
         ),
-        ("--workers 2", "", {"worker-0": None, "worker-1": None}),
+        ("--workers 2", "", {"worker-0": "-1", "worker-1": "-1"}),
     ],
 )
 def test_gpus_are_divided_among_the_workers(line, gpus, visible):
     assert values(planned(line, gpus=gpus), "CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_a_gpu_that_the_launcher_does_not_know_is_left_to_tensorflow():
+    machine = Machine(cpus=2, has_gpu_driver=True)
+    assert "CUDA_VISIBLE_DEVICES" not in planned("", machine=machine)["worker-0"].env
+
+
+@pytest.mark.parametrize(
+    ("flag", "machine", "method"),
+    [
+        ("auto", Machine(cpus=2), AUTO_START_ON_CPU),
+        ("auto", Machine(cpus=2, has_gpu_driver=True), "exec"),
+        ("auto", Machine(cpus=2, gpus=("0",)), "exec"),
+        ("exec", Machine(cpus=2), "exec"),
+        ("fork", Machine(cpus=2, gpus=("0",)), "fork"),
+    ],
+)
+def test_only_a_machine_without_gpus_forks_unasked(flag, machine, method):
+    assert start_method(parse([f"--start={flag}"]), machine) == method
 
 
 @pytest.mark.parametrize(

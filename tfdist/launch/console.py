@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -100,8 +101,10 @@ class Console:
     def _write_some(self) -> None:
         try:
             written = os.write(self.fd, self._backlog[:_CHUNK_BYTES])
-        except OSError:  # the pipe is closed, or the disk is full: no more output here
-            self.is_closed = True
+        except OSError as error:
+            # A reader that has left wants no job; a terminal that was closed behind nohup, or a
+            # full disk, is no reason to end one. The logs have it all.
+            self.is_closed = error.errno == errno.EPIPE
             self._backlog.clear()
             return
         del self._backlog[:written]

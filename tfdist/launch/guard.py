@@ -86,7 +86,7 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=dict(self._environ),
+            env={k: v for k, v in self._environ.items() if k != guardian.MARK},
             cwd="/",
             start_new_session=True,
             bufsize=0,

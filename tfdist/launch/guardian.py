@@ -15,8 +15,8 @@ import sys
 import time
 
 MARK = "TFDIST_JOB"
-"""Variable by which the processes of a job, and theirs, are known; a nested job's begins with
-its parent's mark and a slash."""
+"""Variable by which the processes of a job, and theirs, are known. Those of a job inside a task
+have that job's mark, and its own guardian ends them when its launcher has been ended."""
 
 DONE = b"done"
 _GIVE_UP_S = 30.0  # a process in uninterruptible sleep does not even hear SIGKILL
@@ -88,8 +88,7 @@ def _is_marked(pid: int, mark: str) -> bool:
             environ = b"\0" + file.read() + b"\0"
     except OSError:
         return False
-    wanted = f"\0{MARK}={mark}".encode()
-    return wanted + b"\0" in environ or wanted + b"/" in environ
+    return f"\0{MARK}={mark}\0".encode() in environ
 
 
 if __name__ == "__main__":

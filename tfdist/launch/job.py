@@ -24,6 +24,7 @@ from tfdist.launch.plan import (
     decided_strategy,
     plan,
     render,
+    start_method,
     tasks_with_address,
 )
 from tfdist.launch.process import ExecStarter, Starter, raise_file_limit
@@ -136,7 +137,7 @@ def _run(
         write_report(job.run_dir, exit_code=attempt.exit_code, attempts=[*earlier, entry])
     except OSError as error:
         screen.say(f"{job.run_dir}/report.json: cannot be written: {error.strerror}")
-    _last_words(screen, is_hurried=attempt.exit_code > 128)
+    _last_words(screen, is_hurried=attempt.exit_code > 0 and attempt.first_failure is None)
     return attempt.exit_code
 
 
@@ -149,12 +150,12 @@ def _supervise(
     signals: SignalPipe,
     open_files: tuple[int, int],
 ) -> Attempt:
-    mark = "/".join(filter(None, [job.environ.get(MARK), secrets.token_hex(8)]))
+    mark = secrets.token_hex(8)
     guard = Guard(mark, environ=job.environ, say=screen.say)
     chief = specs[0].task
     try:
         starter: Starter = ExecStarter(clock=time.monotonic, open_files=open_files)
-        if job.options.start_method == "fork":
+        if start_method(job.options, job.machine) == "fork":
             starter = fork_server = ForkStarter(
                 environ={**shared_environment(specs), MARK: mark},
                 log_path=logs / "fork-server.log",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
@@ -21,11 +22,14 @@ class Machine:
 
     cpus: int
     gpus: tuple[str, ...] = ()
+    has_gpu_driver: bool = False
+    """Whether TensorFlow could find a GPU at all, be it one that we did not."""
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
     """Returns what the launcher may use, by its affinity, control group and environment."""
-    return Machine(cpus=_cpus(), gpus=_gpus(environ))
+    driver = any(Path(node).exists() for node in _GPU_NODES)
+    return Machine(cpus=_cpus(), gpus=_gpus(environ), has_gpu_driver=driver)
 
 
 def _cpus() -> int:

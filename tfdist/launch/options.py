@@ -11,8 +11,8 @@ from tfdist.errors import UsageError, near
 StartMethod = Literal["exec", "fork"]
 
 STARTS = ("auto", "exec", "fork")
-AUTO_START: StartMethod = "exec"
-"""How ``--start auto`` starts tasks; the one place where that is decided."""
+AUTO_START_ON_CPU: StartMethod = "exec"
+"""How ``--start auto`` starts tasks on a machine without GPUs; elsewhere it is exec."""
 
 DEFAULT_MODULE = "tfdist.train"
 
@@ -69,13 +69,6 @@ class LaunchOptions:
         if self.run_dir is not None and not self.run_dir.strip():
             _refuse("run_dir", "''", "the path of a directory", "give one, or leave --run_dir out")
         _check_together(self)
-
-    @property
-    def start_method(self) -> StartMethod:
-        """Returns how the tasks are started, ``auto`` decided."""
-        if self.start == "auto":
-            return AUTO_START
-        return "fork" if self.start == "fork" else "exec"
 
     @property
     def num_ps(self) -> int:

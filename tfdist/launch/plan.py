@@ -18,7 +18,7 @@ from tfdist.cluster import (
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
-from tfdist.launch.options import LaunchOptions, Program
+from tfdist.launch.options import AUTO_START_ON_CPU, LaunchOptions, Program, StartMethod
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
@@ -60,6 +60,14 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
         return "multiworker"
     devices = options.devices_per_worker or len(machine.gpus)
     return "mirrored" if devices > 1 else "single"
+
+
+def start_method(options: LaunchOptions, machine: Machine) -> StartMethod:
+    """Returns how the tasks are started; ``auto`` never forks where there may be a GPU."""
+    if options.start != "auto":
+        return "fork" if options.start == "fork" else "exec"
+    is_cpu_only = not (machine.gpus or machine.has_gpu_driver)
+    return AUTO_START_ON_CPU if is_cpu_only else "exec"
 
 
 def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:
@@ -118,6 +126,8 @@ def _process(
         forced |= _compute_threads(options.threads_per_task)
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONFAULTHANDLER": "1"}
     defaults |= _thread_defaults(config, options=options, cpus=place.machine.cpus)
+    if not place.machine.has_gpu_driver:
+        defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task complains that it found none
     if config.cluster.kind == "ps":
         defaults["GRPC_FAIL_FAST"] = "use_caller"
     forced |= _without_proxy(place.environ)

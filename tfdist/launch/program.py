@@ -6,7 +6,6 @@ Imported by every task before its program, so it imports next to nothing itself.
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
@@ -15,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_OURS = {__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
+_OURS = {__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
 _INTERRUPTED = 130
 
 
@@ -64,6 +63,8 @@ def _run_script(path: str, args: Sequence[str]) -> None:
 
 
 def _run_module(name: str, args: Sequence[str]) -> None:
+    import runpy
+
     sys.argv[:] = [name, *args]
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import compute_output_spec
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
@@ -67,6 +68,14 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
     model._post_build()
+
+
+def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:
+    """Makes every variable of the model inside the scope; it need not be compiled."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
+    with job.strategy.scope():
+        if not all(layer.built for layer in model._flatten_layers()):
+            compute_output_spec(model, x, training=False)
 
 
 def _symbolic(spec: tf.TensorSpec | None) -> keras.KerasTensor | None:

@@ -85,10 +85,17 @@ def _require_callback(callback: Any) -> None:
 
 def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
     """True when the callback overrides a batch hook of `mode` (train, test, predict)."""
+    if isinstance(callback, keras.callbacks.TensorBoard) and _by_batch(callback):
+        return True
     hooks = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
     if mode == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
     return any(_sees_every_batch(callback, hook) for hook in hooks)
+
+
+def _by_batch(board: keras.callbacks.TensorBoard) -> bool:
+    """True when it counts its calls, to write or to trace by batch, or times them."""
+    return board.update_freq != "epoch" or board._should_trace or board.write_steps_per_second
 
 
 def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:
@@ -123,8 +130,4 @@ def steps_between_calls(callback: keras.callbacks.Callback) -> int | None:
         return 1
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback.save_freq if isinstance(callback.save_freq, int) else None
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        # It counts its calls where it writes by batch, and times them.
-        by_batch = callback.update_freq != "epoch" or callback._should_trace
-        return 1 if by_batch or callback.write_steps_per_second else None
     return None

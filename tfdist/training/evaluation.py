@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import keras
@@ -65,9 +66,11 @@ def predict(
         x, None, None, job=job, shuffle=False, seed=0,
         length=Length(batch_size=batch_size, steps_per_epoch=steps, once=True),
     )  # fmt: skip
-    building.build(model, job, data.batch_spec)
+    building.build_to_predict(model, job, data.batch_spec)
     session = Session(model, job)
-    program = session.program("predict_step", data.feed, seed=0)
+    # A layer that draws while it predicts draws anew in each call, as under Keras.
+    seed = int(broadcast(random.randrange(2**31)))
+    program = session.program("predict_step", data.feed, seed=seed)
     total = data.plan.total_steps
     listed = callback_list(callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=total)
     looks = _some_task_looks(listed, mode="predict")

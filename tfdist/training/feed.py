@@ -166,6 +166,7 @@ class GraphFeed(Feed):
     def dataset(self, first: Any, last: Any, arrays: Any = None) -> tf.data.Dataset:
         """As in `Feed`."""
 
+        @tf.autograph.experimental.do_not_convert
         def parts(step: tf.Tensor) -> tuple[tuple[Any, ...], ...]:
             return tuple((p.data, p.share, p.count) for p in self.at(step, arrays))
 

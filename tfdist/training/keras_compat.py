@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend import random_seed_dtype
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -28,6 +29,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.metrics.reduction_metrics import Mean
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random import seed_generator
 from keras.src.random.seed_generator import SeedGenerator
 from keras.src.trainers.compile_utils import CompileLoss
 from tensorflow.python.distribute import (
@@ -104,6 +106,7 @@ def install() -> None:
     """Puts the replacements in place, once a process."""
     for owner, name, make in (
         (SeedGenerator, "next", _seed_of_the_step),
+        (seed_generator, "global_seed_generator", _no_generator_of_the_thread),
         (keras_loss, "scale_loss_for_distribution", _scale_by_share),
         (keras_loss, "unscale_loss_for_distribution", _unscale_by_share),
         (CompileLoss, "call", _noting_losses),
@@ -420,15 +423,37 @@ def _local_value(original: property) -> property:
 def _seed_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def next_seed(self: Any, ordered: bool = True) -> Any:
         trace = _current()
-        if trace is None:
-            return original(self, ordered)
-        _warn_in_loop(trace)
-        trace.draws += 1
-        offset = trace.draws * _GOLDEN_RATIO % 2**32
-        offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, trace.draws])
-        return tf.cast(trace.random_key + offset, self.state.dtype)
+        return original(self, ordered) if trace is None else _draw(trace)
 
     return next_seed
+
+
+def _draw(trace: StepTrace) -> tf.Tensor:
+    _warn_in_loop(trace)
+    trace.draws += 1
+    offset = trace.draws * _GOLDEN_RATIO % 2**32
+    offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, trace.draws])
+    return tf.cast(trace.random_key + offset, random_seed_dtype())
+
+
+# A draw without a seed makes a generator for each thread, so for each replica while its step is
+# traced, where no variable can be made.
+
+
+class _SeedsOfTheStep:
+    """Stands for the global generator; `next` without a trace cannot happen."""
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        trace = _current()
+        assert trace is not None
+        return _draw(trace)
+
+
+def _no_generator_of_the_thread(original: Callable[[], Any]) -> Callable[[], Any]:
+    def global_seed_generator() -> Any:
+        return original() if _current() is None else _SeedsOfTheStep()
+
+    return global_seed_generator
 
 
 def _warn_in_loop(trace: StepTrace) -> None:

@@ -53,7 +53,10 @@ class PythonFeed(Feed):
         raw = tf.data.Dataset.from_generator(
             lambda: self._read(int(first), int(last)), output_signature=signature
         )
-        return raw.map(lambda *parts: tuple(map(self._packed, parts))).prefetch(AHEAD_STEPS)
+        packed = tf.autograph.experimental.do_not_convert(
+            lambda *parts: tuple(map(self._packed, parts))
+        )
+        return raw.map(packed).prefetch(AHEAD_STEPS)
 
     def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
         """Python code does not run on a ps worker."""

@@ -11,6 +11,8 @@ from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.training.epochs import EpochPlan, share_of
 from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order
 
+_plain = tf.autograph.experimental.do_not_convert
+
 
 class StreamFeed(Feed):
     """Every task reads the same batches and takes its replicas' slices of each.
@@ -44,7 +46,7 @@ class StreamFeed(Feed):
         """As in `Feed`."""
         batches = self._endless(self.source.dataset_for()).skip(first).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
-        return numbered.map(self._parts).prefetch(AHEAD_STEPS)
+        return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
 
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the dataset's own graph when order counts, else the worker's batches."""
@@ -117,7 +119,8 @@ class InputFunctionFeed(StreamFeed):
         local = len(layout.replica_ids)
         shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
         steps = tf.data.Dataset.zip(shards).skip(first).take(last - first)
-        return steps.map(lambda *each: tuple(self._whole(d)[0] for d in each)).prefetch(AHEAD_STEPS)
+        parts = _plain(lambda *each: tuple(self._whole(d)[0] for d in each))
+        return steps.map(parts).prefetch(AHEAD_STEPS)
 
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the function's dataset for this worker."""

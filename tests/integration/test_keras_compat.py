@@ -1,0 +1,378 @@
+"""Each replacement of `keras_compat`: stock Keras and TensorFlow still need it, and keep it out.
+
+A test here fails on the day its replacement can go. They run after `install`, outside any tfdist
+step, where stock behaviour must be what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import StatelessScope
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.random import seed_generator
+from tensorflow.python.distribute import parameter_server_strategy_v2
+
+import tfdist
+from tfdist.training import keras_compat
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(8, 4).astype("float32")
+Y = (RNG.randn(8, 1) * 3).astype("float32")
+Y[7] *= 20
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    keras_compat.install()
+
+
+def make_model(strategy, optimizer, layers=()):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        model.compile(optimizer(), "mse", jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
+        model._symbolic_build(data_batch=(X, Y))
+    return model
+
+
+def stock_steps(strategy, model, cuts, *, steps=3, x=X, y=Y):
+    """Keras' own train_step on each replica, as Keras' own fit would run it."""
+    bounds = list(zip([0, *cuts], [*cuts, len(x)], strict=True))
+
+    def part(array):
+        def of(context):
+            first, last = bounds[context.replica_id_in_sync_group]
+            return tf.constant(array[first:last])
+
+        return strategy.experimental_distribute_values_from_function(of)
+
+    @tf.function
+    def step(*data):
+        strategy.run(lambda *mine: model.train_step(mine), args=data)
+
+    data = part(x), part(y)
+    for _ in range(steps):
+        step(*data)
+    return model.get_weights()
+
+
+def difference(one, other):
+    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+
+def per_replica(strategy, function):
+    outputs = tf.function(lambda: strategy.run(function))()
+    return [np.asarray(out) for out in strategy.experimental_local_results(outputs)]
+
+
+def test_stock_replicas_drop_the_same_units(strategies):
+    with strategies[2].scope():
+        layer = keras.layers.Dropout(0.5)
+    ones = tf.ones([64])
+    masks = per_replica(strategies[2], lambda: layer(ones, training=True))
+    np.testing.assert_array_equal(*masks)
+
+
+def test_stock_replicas_have_no_generator_in_common(strategies):
+    found = [seed_generator.global_seed_generator()]
+    strategies[2].run(lambda: found.append(threading.get_ident()) or None)
+    threads = set(found[1:])
+    assert len(threads) == 2  # each replica is traced in a thread of its own
+    other = []
+    thread = threading.Thread(target=lambda: other.append(seed_generator.global_seed_generator()))
+    thread.start()
+    thread.join()
+    assert other[0] is not found[0]
+
+
+def test_stock_losses_count_replicas_and_not_examples(strategies):
+    def sgd():
+        return keras.optimizers.SGD(0.01)
+
+    one = stock_steps(strategies[1], make_model(strategies[1], sgd), [])
+    even = stock_steps(strategies[2], make_model(strategies[2], sgd), [4])
+    uneven = stock_steps(strategies[2], make_model(strategies[2], sgd), [6])
+    assert difference(one, even) < 1e-6
+    assert difference(one, uneven) > 1e-2
+
+
+def test_stock_metrics_undo_the_number_of_replicas_and_not_the_share(strategies):
+    value = per_replica(
+        strategies[2], lambda: keras_compat.keras_loss.unscale_loss_for_distribution(tf.ones([]))
+    )
+    assert value == [2.0, 2.0]
+
+
+def test_stock_losses_of_several_outputs_are_means_over_batches():
+    x = keras.Input((4,))
+    model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in "ab"})
+    model.compile(loss="mse")
+    y = {"a": Y, "b": Y}
+    whole = model.evaluate(X, y, batch_size=8, verbose=0, return_dict=True)
+    batches = model.evaluate(X, y, batch_size=7, verbose=0, return_dict=True)
+    assert batches["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert abs(batches["a_loss"] / whole["a_loss"] - 1) > 0.1
+
+
+def test_stock_clips_before_it_reduces(strategies):
+    def clipped():
+        return keras.optimizers.SGD(0.1, global_clipnorm=1.0)
+
+    one = stock_steps(strategies[1], make_model(strategies[1], clipped), [])
+    two = stock_steps(strategies[2], make_model(strategies[2], clipped), [4])
+    assert difference(one, two) > 1e-2
+
+
+def test_stock_loss_scaling_looks_at_the_first_replica_alone(strategies):
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))
+
+    y = np.ones((2, 1), "float32")
+    y[1] = 3e38
+    model = make_model(strategies[2], scaled)
+    weights = stock_steps(strategies[2], model, [1], steps=1, x=X[:2], y=y)
+    assert not np.isfinite(weights[0]).all()
+
+
+def test_stock_accumulation_fails_under_a_strategy(strategies):
+    model = make_model(
+        strategies[2], lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    )
+    with pytest.raises(RuntimeError, match="merge_call"):
+        stock_steps(strategies[2], model, [4])
+
+
+def test_stock_reduces_once_more_in_the_update(strategies):
+    with strategies[2].scope():
+        optimizer = keras.optimizers.SGD()
+        variable = keras.Variable(1.0)
+    reduced = per_replica(
+        strategies[2],
+        lambda: TFOptimizer._all_reduce_sum_gradients(optimizer, [(tf.ones([]), variable)])[0][0],
+    )
+    assert reduced == [2.0, 2.0]
+
+
+def test_stock_statistics_drift_apart(strategies):
+    def sgd():
+        return keras.optimizers.SGD(0.001)
+
+    model = make_model(strategies[2], sgd, [keras.layers.BatchNormalization()])
+    stock_steps(strategies[2], model, [4])
+    copies = strategies[2].experimental_local_results(model.layers[0].moving_mean.value)
+    assert np.abs(copies[0].numpy() - copies[1].numpy()).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["assign_add", "assign_sub"])
+def test_stock_adds_in_three_operations(name):
+    variable = keras.Variable(1.0)
+    graph = tf.function(lambda: getattr(variable, name)(1.0)).get_concrete_function().graph
+    kinds = [operation.type for operation in graph.get_operations()]
+    assert "ReadVariableOp" in kinds
+    assert "AssignVariableOp" in kinds
+    getattr(variable, name)(2.0)
+    assert float(variable.numpy()) == (3.0 if name == "assign_add" else -1.0)
+
+
+def test_stock_keeps_either_all_variables_to_a_step_or_none():
+    """Metrics stay with a worker's step while weights go to the ps: StatelessScope takes both."""
+    metric, weight = keras.Variable(1.0), keras.Variable(1.0)
+    with StatelessScope(state_mapping=[(metric, tf.constant(5.0))]) as scope:
+        assert float(metric.value) == 5.0
+        weight.assign(7.0)
+    assert float(weight.numpy()) == 1.0
+    assert scope.get_current_value(weight) is not None
+    assert float(metric.value) == 1.0
+
+
+def test_stock_writes_of_a_replica_cannot_stand_inside_a_condition(strategies):
+    with strategies[2].scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+
+    def write():
+        tf.cond(tf.constant(1) > 0, lambda: variable.assign_add(1.0), lambda: variable.read_value())
+        return tf.zeros([])
+
+    with pytest.raises(RuntimeError, match="merge_call"):
+        per_replica(strategies[2], write)
+
+
+def test_stock_updates_go_through_merge_call(strategies):
+    assert strategies[2].extended._use_merge_call()
+    ps = parameter_server_strategy_v2.ParameterServerStrategyV2Extended
+    assert ps._use_merge_call(object.__new__(ps))
+
+
+def test_stock_warns_of_functions_traced_on_purpose(caplog):
+    def made(how):
+        def traced_again_and_again(x):
+            return x + 1
+
+        return how(traced_again_and_again)
+
+    tf.get_logger().propagate = True
+    with caplog.at_level(logging.WARNING):
+        for _ in range(12):
+            made(keras_compat.compiled)(tf.zeros([]))
+        assert "retracing" not in caplog.text
+        for _ in range(12):
+            made(tf.function)(tf.zeros([]))
+        assert "retracing" in caplog.text
+
+
+FAULT_SHOWN_BY = {
+    "SeedGenerator.next": test_stock_replicas_drop_the_same_units,
+    "seed_generator.global_seed_generator": test_stock_replicas_have_no_generator_in_common,
+    "keras_loss.scale_loss_for_distribution": test_stock_losses_count_replicas_and_not_examples,
+    "keras_loss.unscale_loss_for_distribution": (
+        test_stock_metrics_undo_the_number_of_replicas_and_not_the_share
+    ),
+    "CompileLoss.call": test_stock_losses_of_several_outputs_are_means_over_batches,
+    "Mean.update_state": test_stock_losses_of_several_outputs_are_means_over_batches,
+    "BaseOptimizer.apply": test_stock_clips_before_it_reduces,
+    "LossScaleOptimizer.apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
+    "LossScaleOptimizer._tf_apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
+    "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
+    "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,
+    "Variable._direct_assign": test_stock_statistics_drift_apart,
+    "Variable.assign_add": test_stock_adds_in_three_operations,
+    "Variable.assign_sub": test_stock_adds_in_three_operations,
+    "distribute_lib.StrategyExtendedV1._use_merge_call": test_stock_updates_go_through_merge_call,
+    "mirrored_strategy.MirroredExtended._use_merge_call": (
+        test_stock_accumulation_fails_under_a_strategy
+    ),
+    "collective_all_reduce_strategy.CollectiveAllReduceExtended._use_merge_call": (
+        test_stock_accumulation_fails_under_a_strategy
+    ),
+    "tf_values._on_write_update_replica": (
+        test_stock_writes_of_a_replica_cannot_stand_inside_a_condition
+    ),
+}
+
+
+def test_every_replacement_has_its_test():
+    with open(keras_compat.__file__, encoding="utf-8") as file:
+        text = re.search(r"\ndef install\(.*?\n\n\n", file.read(), re.DOTALL)
+    pairs = re.findall(r"\(\s*([\w.]+),\s*\"(\w+)\",", text[0])
+    assert {f"{owner}.{name}" for owner, name in pairs} == set(FAULT_SHOWN_BY)
+
+
+# What stock Keras computes in a process that never heard of tfdist, and in this one.
+
+REFERENCE = """
+import hashlib
+import keras, numpy as np, tensorflow as tf
+
+def digest(variables):
+    total = hashlib.sha256()
+    for variable in variables:
+        for copy in getattr(variable.value, "_values", [variable.value]):
+            total.update(np.ascontiguousarray(copy.numpy()).tobytes())
+    return total.hexdigest()
+
+def make():
+    x = keras.Input((4,))
+    h = keras.layers.Dense(8, activation="relu")(x)
+    h = keras.layers.Dropout(0.5)(keras.layers.BatchNormalization()(h))
+    h = keras.layers.GaussianNoise(0.1)(h)
+    outputs = {name: keras.layers.Dense(1, name=name)(h) for name in "ab"}
+    model = keras.Model(x, outputs)
+    model.compile(keras.optimizers.AdamW(0.01, clipnorm=0.5), "mse", metrics={"a": "mae"})
+    return model
+
+def reference(strategy):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    rng = np.random.RandomState(0)
+    x, y = rng.randn(30, 4).astype("f"), rng.randn(30, 1).astype("f")
+    model = make()
+    history = model.fit(x, {"a": y, "b": y}, batch_size=8, epochs=2, verbose=0)
+    values = model.evaluate(x, {"a": y, "b": y}, batch_size=8, verbose=0)
+    found = {"fit": digest(model.variables + model.optimizer.variables),
+             "history": repr(history.history), "evaluate": repr(values)}
+    with strategy.scope():
+        model = make()
+        model.optimizer.build(model.trainable_variables)
+        model._symbolic_build(data_batch=(x, {"a": y, "b": y}))
+    data = tf.constant(x[:8]), {"a": tf.constant(y[:8]), "b": tf.constant(y[:8])}
+    step = tf.function(lambda: strategy.run(model.train_step, args=(data,)))
+    for _ in range(3):
+        step()
+    found["mirrored"] = digest(model.variables + model.optimizer.variables)
+    return found
+"""
+
+FRESH = """
+import json, sys, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+strategy = tf.distribute.MirroredStrategy(["/CPU:0", "/CPU:1"])
+found = reference(strategy)
+assert not any(name.split(".")[0] == "tfdist" for name in sys.modules)
+print(json.dumps(found))
+"""
+
+
+def test_outside_a_step_stock_keras_computes_the_same_bits(strategies):
+    ran = subprocess.run(
+        [sys.executable, "-c", REFERENCE + FRESH],
+        capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    namespace = {}
+    exec(REFERENCE, namespace)
+    tfdist.fit(namespace["make"](), X, {"a": Y, "b": Y}, batch_size=4, verbose=0)
+    assert namespace["reference"](strategies[2]) == json.loads(ran.stdout)
+
+
+def trace():
+    return keras_compat.StepTrace(
+        num_replicas=1, share=1.0, examples=1, random_key=tf.zeros([2], tf.int32)
+    )
+
+
+def test_a_step_changes_nothing_for_other_threads():
+    generator = keras.random.SeedGenerator(3)
+    seen = []
+    with keras_compat.tracing(trace()):
+        thread = threading.Thread(target=lambda: seen.append(generator.next().numpy().tolist()))
+        thread.start()
+        thread.join()
+        assert generator.next().numpy().tolist() != [3, 1]
+    assert seen == [[3, 0]]
+    assert generator.state.numpy().tolist() == [3, 1]
+
+
+def test_a_step_that_fails_leaves_stock_keras_behind(strategies):
+    class Failing(keras.Sequential):
+        def train_step(self, data):
+            raise LookupError("mine")
+
+    with strategies[1].scope():
+        model = Failing([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(LookupError, match="mine"):
+        tfdist.fit(model, X, Y, verbose=0)
+    generator = keras.random.SeedGenerator(3)
+    assert [generator.next().numpy().tolist() for _ in range(2)] == [[3, 0], [3, 1]]
+
+
+def test_keras_fit_goes_on_with_what_tfdist_trained(strategies):
+    for strategy in (None, strategies[1]):
+        model = make_model(strategy or tf.distribute.get_strategy(), lambda: keras.optimizers.SGD())
+        tfdist.fit(model, X, Y, batch_size=4, verbose=0)
+        model.fit(X, Y, batch_size=4, verbose=0)
+        tfdist.fit(model, X, Y, batch_size=4, verbose=0)
+        assert model.optimizer.iterations.numpy() == 6

@@ -1,0 +1,245 @@
+"""Every draw of a step comes from (seed, step, replica): different in each, the same again."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.outputs.digest import state_sha256, weights_sha256
+
+RNG = np.random.RandomState(0)
+STEPS, BATCH_SIZE, UNITS = 8, 6, 24
+EXAMPLES = STEPS * BATCH_SIZE
+ONES = np.ones((EXAMPLES, UNITS), "float32")
+IMAGES = RNG.rand(EXAMPLES, 4, 4, 1).astype("float32")
+TARGETS = RNG.randn(EXAMPLES, 1).astype("float32")
+
+
+class Spy(keras.layers.Layer):
+    """Notes, step by step and on each replica, which units of the first example are left."""
+
+    def build(self, shape):
+        options = {"dtype": "int32", "initializer": "zeros", "trainable": False}
+        self.count = self.add_weight(shape=(), **options)
+        self.seen = self.add_weight(shape=(STEPS,), **options)
+
+    def call(self, x, training=False):
+        if training:
+            bits = tf.cast(x[0] != 0, tf.int32) * tf.bitwise.left_shift(1, tf.range(UNITS))
+            noted = tf.one_hot(self.count.value, STEPS, dtype="int32") * tf.reduce_sum(bits)
+            self.seen.assign(self.seen.value + noted)
+            self.count.assign(self.count.value + 1)
+        return x
+
+    def masks(self, strategy):
+        """The masks as numbers, [replica][step]."""
+        return [copy.numpy().tolist() for copy in strategy.experimental_local_results(
+            self.seen.value)]  # fmt: skip
+
+
+class Unseeded(keras.layers.Layer):
+    """Draws from Keras' global generator."""
+
+    def call(self, x, training=False):
+        return x * tf.cast(keras.random.uniform(tf.shape(x)) < 0.5, x.dtype) if training else x
+
+
+def watched(strategy, *, seed):
+    """Trains a model that drops in three layers side by side; returns masks [layer][replica]."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        x = keras.Input((UNITS,))
+        spies = [Spy() for _ in range(3)]
+        layers = [keras.layers.Dropout(0.5), keras.layers.Dropout(0.5), Unseeded()]
+        branches = [spy(layer(x)) for spy, layer in zip(spies, layers, strict=True)]
+        model = keras.Model(x, keras.layers.Dense(1)(keras.layers.Concatenate()(branches)))
+        model.compile("sgd", "mse")
+    tfdist.fit(model, ONES, TARGETS, BATCH_SIZE, seed=seed, verbose=0)
+    return [spy.masks(strategy) for spy in spies]
+
+
+def test_masks_differ_between_replicas_steps_and_layers(strategies):
+    masks = np.array(watched(strategies[3], seed=7))
+    assert masks.shape == (3, 3, STEPS)
+    assert len(np.unique(masks)) == masks.size
+    assert watched(strategies[3], seed=7) == masks.tolist()
+    other = np.array(watched(strategies[3], seed=8))
+    assert not set(other.flat) & set(masks.flat)
+
+
+def test_a_seed_beyond_32_bits_is_another_seed(strategies):
+    seeds = [5, 5 + 2**31, 5 + 2**40]
+    masks = [np.array(watched(strategies[1], seed=seed)) for seed in seeds]
+    assert len(np.unique(masks)) == 3 * masks[0].size
+
+
+def test_without_a_seed_keras_global_seed_decides(strategies):
+    # `watched` sets Keras' seed before each run.
+    one, two = (watched(strategies[1], seed=None) for _ in range(2))
+    assert one == two != watched(strategies[1], seed=1)
+
+
+class EverySteps(keras.callbacks.Callback):
+    """Asks for a range that ends at each multiple."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.every = every
+
+    def next_step(self, step):
+        return (step // self.every + 1) * self.every
+
+
+class EveryBatch(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
+def random_model():
+    model = keras.Sequential(
+        [
+            keras.Input((4, 4, 1)),
+            keras.layers.RandomFlip(),
+            keras.layers.RandomTranslation(0.2, 0.2),
+            keras.layers.GaussianNoise(0.1),
+            keras.layers.Conv2D(2, 3),
+            keras.layers.BatchNormalization(),
+            keras.layers.SpatialDropout2D(0.2),
+            keras.layers.Reshape((4, 2)),
+            keras.layers.GRU(3, dropout=0.2, recurrent_dropout=0.2),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+def trained(strategy, *, seed=7, callback=None, epochs=2):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = random_model()
+    callbacks = [callback] if callback else []
+    tfdist.fit(
+        model, IMAGES, TARGETS, 7, epochs, seed=seed, verbose=0, callbacks=callbacks
+    )  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_bits_do_not_depend_on_how_steps_are_cut_into_ranges(strategies, replicas):
+    whole = trained(strategies[replicas])
+    for callback in (EveryBatch(), EverySteps(3)):
+        cut = trained(strategies[replicas], callback=callback)
+        assert weights_sha256(cut) == weights_sha256(whole)
+        assert state_sha256(cut) == state_sha256(whole)
+
+
+def test_another_seed_gives_other_weights(strategies):
+    shas = {weights_sha256(trained(strategies[2], seed=seed, epochs=1)) for seed in (7, 7, 8)}
+    assert len(shas) == 2
+
+
+def test_training_leaves_the_seeds_of_the_layers_as_they_were(strategies):
+    """What is saved does not depend on how often the model was run before."""
+    with strategies[2].scope():
+        model = random_model()
+    states = [v for v in model.variables if "seed_generator_state" in v.path]
+    before = [v.numpy().tolist() for v in states]
+    tfdist.fit(model, IMAGES, TARGETS, 7, verbose=0)
+    assert len(states) >= 5
+    assert [v.numpy().tolist() for v in states] == before
+
+
+class Drawing(keras.Model):
+    """Predicts with the random layers at work: what they do can be looked at."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.drawing = list(layers)
+
+    def call(self, x):
+        return [layer(x, training=True) for layer in self.drawing]
+
+
+def drawn(strategy, layers, x, batch_size):
+    with strategy.scope():
+        model = Drawing(*layers())
+    return [np.asarray(out) for out in tfdist.predict(model, x, batch_size, verbose=0)]
+
+
+def assert_uncorrelated(samples):
+    """Rows of independent draws: no pair correlates beyond chance (5 standard errors)."""
+    correlations = np.corrcoef(samples) - np.eye(len(samples))
+    assert np.abs(correlations).max() < 5 / np.sqrt(samples.shape[1])
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
+def test_dropout_keeps_its_rate_and_is_independent(strategies, rate):
+    x = np.ones((12, 5000), "float32")
+    layers = drawn(strategies[3], lambda: [keras.layers.Dropout(rate) for _ in range(2)], x, 6)
+    values = np.concatenate(layers)  # rows: 2 layers x 2 steps x 3 replicas x 2 examples
+    kept = values != 0
+    np.testing.assert_allclose(values[kept], 1 / (1 - rate), rtol=1e-5)
+    deviation = np.sqrt(rate * (1 - rate) / kept.size)
+    assert abs(kept.mean() - (1 - rate)) < 5 * deviation
+    assert_uncorrelated(kept.astype(float))
+
+
+def test_gaussian_noise_has_its_deviation_and_is_independent(strategies):
+    x = np.zeros((12, 5000), "float32")
+    layers = drawn(strategies[3], lambda: [keras.layers.GaussianNoise(0.5) for _ in range(2)], x, 6)
+    values = np.concatenate(layers)
+    assert abs(values.mean()) < 5 * 0.5 / np.sqrt(values.size)
+    assert abs(values.std() - 0.5) < 0.01
+    assert_uncorrelated(values)
+
+
+def test_random_flip_turns_half_of_the_images_each_by_its_own_draw(strategies):
+    left = np.zeros((600, 1, 2, 1), "float32")
+    left[:, :, 0] = 1
+    flips = drawn(
+        strategies[3], lambda: [keras.layers.RandomFlip("horizontal") for _ in range(2)], left, 60
+    )
+    turned = np.array([flip[:, 0, 1, 0] for flip in flips])  # [layer, example]
+    assert set(np.unique(turned)) == {0, 1}
+    assert abs(turned.mean() - 0.5) < 5 * 0.5 / np.sqrt(turned.size)
+    by_step_and_replica = turned.reshape(2 * 10 * 3, 20)
+    assert len(np.unique(by_step_and_replica, axis=0)) == 60
+
+
+def test_predictions_that_draw_differ_from_call_to_call(strategies):
+    """Monte Carlo dropout counts on it."""
+    x = np.ones((4, 50), "float32")
+    layers = [keras.layers.Dropout(0.5)]
+    with strategies[2].scope():
+        model = Drawing(*layers)
+    one, two = (tfdist.predict(model, x, verbose=0)[0] for _ in range(2))
+    assert (one != two).any()
+    shown = []
+    for _ in range(2):
+        keras.utils.set_random_seed(3)
+        shown.append(tfdist.predict(model, x, verbose=0)[0])
+    np.testing.assert_array_equal(*shown)
+
+
+def test_a_draw_inside_a_loop_of_the_model_is_warned_of(strategies, caplog):
+    class Looping(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.generator = keras.random.SeedGenerator(1)
+
+        def call(self, x):
+            def body(i, y):
+                return i + 1, y + keras.random.normal(tf.shape(y), seed=self.generator)
+
+            return tf.while_loop(lambda i, _: i < 3, body, [0, x])[1]
+
+    with strategies[1].scope():
+        model = keras.Sequential([keras.Input((UNITS,)), Looping(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    tfdist.fit(model, ONES, TARGETS, BATCH_SIZE, verbose=0)
+    assert "a random draw inside a loop" in caplog.text
