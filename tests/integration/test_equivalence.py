@@ -220,3 +220,18 @@ def test_synchronized_batch_normalization_equals_one_device(strategies):
         return model
 
     assert difference(train(strategies[1]), train(strategies[2])) < 1e-5
+
+
+def test_a_sum_without_a_regularizer_equals_one_device(strategies):
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            loss = keras.losses.MeanSquaredError(reduction="sum")
+            model.compile(keras.optimizers.SGD(0.001), loss)
+        history = tfdist.fit(model, X[:60], Y[:60], batch_size=8, seed=3, verbose=0)
+        return model, history.history["loss"]
+
+    (one, one_loss), (many, many_loss) = train(strategies[1]), train(strategies[3])
+    assert difference(one, many) < 1e-6
+    np.testing.assert_allclose(many_loss, one_loss, rtol=1e-5)

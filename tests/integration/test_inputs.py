@@ -145,3 +145,19 @@ def test_pydataset_hooks_are_called_between_passes(strategies):
     data = Batches()
     train(strategies[1], data, epochs=3)
     assert data.passes == ["end", "end"]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "pydataset", "dataset", "endless"])
+def test_overfitting_sees_the_first_batches_only(kind, strategies):
+    make, arguments = KINDS[kind]
+    few, _ = train(strategies[1], X[:16], Y[:16], batch_size=8, epochs=4, shuffle=False)
+    options = {**arguments, "steps_per_epoch": 2} if kind == "endless" else arguments
+    other, _ = train(strategies[1], *make(), epochs=4, shuffle=False, overfit_batches=2, **options)
+    assert difference(few, other) < 1e-6
+
+
+def test_virtual_epochs_do_not_cut_batches_that_come_ready(strategies):
+    with pytest.raises(tfdist.UsageError, match="batches that come ready"):
+        train(strategies[1], dataset(), virtual_epochs=tfdist.VirtualEpochs(30, 2))
+    model, _ = train(strategies[1], dataset(), virtual_epochs=tfdist.VirtualEpochs(48, 2))
+    assert model.optimizer.iterations.numpy() == 6

@@ -207,3 +207,38 @@ def test_model_checkpoint_leaves_a_whole_file(strategies, tmp_path, monkeypatch)
                    callbacks=[tfdist.ModelCheckpoint(tmp_path / "best.keras")])  # fmt: skip
     assert (tmp_path / "best.keras").read_bytes() == whole
     assert [p.name for p in tmp_path.iterdir()] == ["best.keras"]
+
+
+def test_weights_of_a_checkpoint_are_found_whatever_the_layers_are_called(strategies, tmp_path):
+    model = make(strategies[1])
+    fit(model, tmp_path / "run", epochs=1)
+    with strategies[1].scope():
+        keras.layers.Dense(3)  # shifts the names of the layers that follow
+    keras.utils.set_random_seed(9)
+    with strategies[1].scope():
+        other = keras.models.clone_model(model)
+    tfdist.load_weights(other, tmp_path / "run")
+    np.testing.assert_array_equal(other.layers[0].kernel, model.layers[0].kernel)
+    np.testing.assert_array_equal(other.layers[-1].kernel, model.layers[-1].kernel)
+
+
+def test_weights_are_not_loaded_into_a_model_without_any(strategies, tmp_path):
+    with strategies[1].scope():
+        unbuilt = keras.Sequential([keras.layers.Dense(3)])
+    with pytest.raises(UsageError, match="no weights yet"):
+        tfdist.load_weights(unbuilt, tmp_path)
+
+
+def test_a_state_that_became_nan_is_not_saved(strategies, tmp_path, caplog):
+    with strategies[1].scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    bad = X.copy()
+    bad[40:] = np.nan
+    backup = tfdist.BackupAndRestore(tmp_path, every_steps=1)
+    stop = keras.callbacks.TerminateOnNaN()
+    tfdist.fit(
+        model, bad, Y, batch_size=8, shuffle=False, epochs=2, verbose=0, callbacks=[stop, backup]
+    )
+    assert CheckpointStore(tmp_path).latest() == 5
+    assert "not saved" in caplog.text

@@ -45,6 +45,13 @@ def load_weights(
 
     job = job or job_of(model.distribute_strategy)
     path = os.fspath(path)
+    if not model.built or not model.weights:
+        raise UsageError(
+            "load_weights",
+            received="a model that has no weights yet",
+            expected="a built model",
+            fix="give it an Input, or let fit load them: fit(..., initial_weights=path)",
+        )
     wanted = _wanted(model, layers)
     values = _read(model, path, wanted) if job.is_chief else {}
     for name, variable in wanted.items():
@@ -107,14 +114,16 @@ def _values(model: keras.Model) -> dict[str, Any]:
 
 
 def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
-    """Reads by way of a copy of the model, so that only what is wanted is set."""
-    copy = keras.models.clone_model(model)
+    """Reads into the model, and puts back what it had: only what is wanted is set later."""
+    before = model.get_weights()
     try:
-        copy.load_weights(path)
+        model.load_weights(path)
+        return _values(model)
     except ValueError as error:
         first = str(error).strip().splitlines()[0]
         raise _unreadable(path, f"weights of another model ({first})") from error
-    return _values(copy)
+    finally:
+        model.set_weights(before)
 
 
 def _from_checkpoint(model: keras.Model, path: str) -> dict[str, Any]:
@@ -128,11 +137,11 @@ def _from_checkpoint(model: keras.Model, path: str) -> dict[str, Any]:
     found = {}
     for layer in model.layers:
         for variable in layer.weights:
-            value = by_path.get(variable.path)
-            if value is None and same:
-                value = weights[positions[id(variable)]]
-            if value is not None:
-                found[_key(layer, variable)] = value
+            # Paths are of the process that named them: a layer made before shifts them all.
+            if same:
+                found[_key(layer, variable)] = weights[positions[id(variable)]]
+            elif variable.path in by_path:
+                found[_key(layer, variable)] = by_path[variable.path]
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -112,8 +113,9 @@ class ForkStarter:
             self._forget(request)
         self._waiting.clear()
         self._socket.close()
-        with contextlib.suppress(Exception):
-            self._server.wait(_END_TIMEOUT_S)
+        if self._is_ready:  # it reads, and so sees that nobody asks any more
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(_END_TIMEOUT_S)
         if self._server.returncode is None:
             self._server.kill()
             self._server.wait()

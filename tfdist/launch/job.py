@@ -154,15 +154,7 @@ def _supervise(
     guard = Guard(mark, environ=job.environ, say=screen.say)
     chief = specs[0].task
     try:
-        starter: Starter = ExecStarter(clock=time.monotonic, open_files=open_files)
-        if start_method(job.options, job.machine) == "fork":
-            starter = fork_server = ForkStarter(
-                environ={**shared_environment(specs), MARK: mark},
-                log_path=logs / "fork-server.log",
-                open_files=open_files,
-                clock=time.monotonic,
-            )
-            guard.add(fork_server.pid)
+        starter = _starter(specs, job=job, logs=logs, mark=mark, guard=guard, open_files=open_files)
         processes = JobProcesses(
             chief=chief,
             mark=mark,
@@ -187,6 +179,27 @@ def _supervise(
             processes.finish()
     finally:
         guard.close()
+
+
+def _starter(
+    specs: Sequence[ProcessSpec],
+    *,
+    job: Job,
+    logs: Path,
+    mark: str,
+    guard: Guard,
+    open_files: tuple[int, int],
+) -> Starter:
+    if start_method(job.options, job.machine) == "exec":
+        return ExecStarter(clock=time.monotonic, open_files=open_files)
+    fork_server = ForkStarter(
+        environ={**shared_environment(specs), MARK: mark},
+        log_path=logs / "fork-server.log",
+        open_files=open_files,
+        clock=time.monotonic,
+    )
+    guard.add(fork_server.pid)
+    return fork_server
 
 
 def _last_words(screen: JobScreen, *, is_hurried: bool) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import tensorflow as tf
 
-from tfdist.cluster import TaskConfig
+from tfdist.cluster import TaskConfig, from_environ
 
 KINDS = ("single", "mirrored", "multiworker", "ps")
 
@@ -67,16 +68,17 @@ def current_job() -> Job | None:
 
 
 def job_of(strategy: tf.distribute.Strategy) -> Job:
-    """The job of a strategy, also of one that `make_strategy` did not make."""
+    """The job of a strategy, also of one that `make_strategy` did not make.
+
+    One of several processes is then told by TF_CONFIG which task it is.
+    """
     for job in _made:
         if job.strategy is strategy:
             return job
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
-        kind = "ps"
-    elif isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        kind = "multiworker"
-    elif isinstance(strategy, tf.distribute.MirroredStrategy):
-        kind = "mirrored"
-    else:
-        kind = "single"
+        return remember(Job(strategy=strategy, kind="ps", config=from_environ(os.environ)))
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        config = from_environ(os.environ)
+        return remember(Job(strategy=strategy, kind="multiworker", config=config))
+    kind = "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "single"
     return Job(strategy=strategy, kind=kind)

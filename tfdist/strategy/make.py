@@ -163,7 +163,7 @@ def _multiworker(
 
 def _parameter_server(config: TaskConfig, timeout_s: float) -> tf.distribute.Strategy:
     if config.task.type in ("worker", "ps"):
-        serve(config)
+        serve(config, timeout_s=timeout_s)
     if config.task != config.cluster.chief_task:
         raise UsageError(
             "make_strategy",
@@ -185,7 +185,8 @@ def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResol
         task_type=task.type,
         task_id=task.index,
         rpc_layer="grpc",
-        num_accelerators={"GPU": gpus} if gpus else {},
+        # Under ps a step is one device's: a second one of a worker would repeat its batch.
+        num_accelerators={"GPU": 1 if config.cluster.kind == "ps" else gpus} if gpus else {},
     )
 
 

@@ -22,18 +22,19 @@ _PROBE_EVERY_S = 1.0
 _GONE_AFTER_S = 5.0
 
 
-def serve(config: TaskConfig) -> NoReturn:
+def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     """Serves this task's devices to the chief, and ends the process when the chief has gone.
 
     `tf.distribute.Server.join` never returns; so the chief's port is asked once a second. The
-    exit code is 0 after a chief that was there, 75 when none came in time, 143 on SIGTERM.
+    exit code is 0 after a chief that was there, 75 when none came within `timeout_s`, 143 on
+    SIGTERM.
     """
     stop = threading.Event()
     server = _start(config)
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     _LOG.info("%s serves at %s", config.task, config.cluster.address(config.task))
-    code = wait_for_chief_to_end(config, stop=stop)
+    code = wait_for_chief_to_end(config, stop=stop, timeout_s=timeout_s)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -45,12 +46,12 @@ def wait_for_chief_to_end(
     config: TaskConfig,
     *,
     stop: threading.Event,
+    timeout_s: float,
     alive: Callable[[str], bool] = answers,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Returns the exit code once the chief came and went, never came, or `stop` was set."""
     address = config.cluster.address(config.cluster.chief_task)
-    timeout_s = config.options.startup_timeout_s
     seen, last = False, clock()
     while not stop.wait(_PROBE_EVERY_S):
         if alive(address):

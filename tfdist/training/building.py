@@ -22,6 +22,14 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             fix=f"call tfdist.{doing}(model, ...)",
         )
     current, made = current_job(), model._distribute_strategy
+    around = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy() and around is not model.distribute_strategy:
+        raise UsageError(
+            f"tfdist.{doing}",
+            received="a call inside the scope of another strategy than the model's",
+            expected="a call outside of any scope, or in the model's own",
+            fix=f"call tfdist.{doing} after the `with` block",
+        )
     if current is None:
         return job_of(model.distribute_strategy)
     if made is current.strategy:
@@ -63,11 +71,13 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
     a collective under multiworker.
     """
     batch = tf.nest.map_structure(_symbolic, batch_spec)
+    _require_optimizer_of_scope(model, job)
     with job.strategy.scope():
         model._symbolic_build(data_batch=batch)
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
     model._post_build()
+    _require_variables_of_scope(model, job)
 
 
 def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:
@@ -76,6 +86,33 @@ def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:
     with job.strategy.scope():
         if not all(layer.built for layer in model._flatten_layers()):
             compute_output_spec(model, x, training=False)
+
+
+def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    for one in (optimizer, inner):
+        if getattr(one, "_distribution_strategy", job.strategy) is not job.strategy:
+            raise UsageError(
+                "optimizer",
+                received=f"{type(inner).__name__} made outside the strategy's scope",
+                expected="an optimizer of the model's own scope",
+                fix="make the optimizer, and call model.compile, inside `with strategy.scope():`",
+            )
+
+
+def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
+    """Raises UsageError for a layer or metric that was made elsewhere: its replicas would race."""
+    if job.num_replicas == 1:
+        return
+    for variable in (*model.variables, *model.metrics_variables):
+        if not job.strategy.extended.variable_created_in_scope(variable.value):
+            raise UsageError(
+                "model",
+                received=f"{variable.path}, which was made outside the strategy's scope",
+                expected="every layer and metric of the model made in one scope",
+                fix="make layers and metrics inside `with strategy.scope():`",
+            )
 
 
 def _symbolic(spec: tf.TensorSpec | None) -> keras.KerasTensor | None:

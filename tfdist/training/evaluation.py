@@ -126,7 +126,7 @@ class Evaluation:
         for first in range(0, self.steps, 1 if looks else _RANGE_STEPS):
             last = min(first + (1 if looks else _RANGE_STEPS), self.steps)
             callbacks.on_test_batch_begin(first)
-            logs = session.engine.run(self._program, first, last)
+            logs = session.run(self._program, first, last)
             seen = session.metrics(self._program, logs) if looks else {}
             callbacks.on_test_batch_end(last - 1, seen)
             if looks and _asked(session.job, session.model.stop_evaluating):

@@ -79,10 +79,17 @@ def graph_span(plan: EpochPlan, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """In which order a run sees its examples: the first `examples` of the data, shuffled or not."""
+    """In which order a run sees its examples.
+
+    Attributes:
+      examples: only the first so many of the data, None for a stream of unknown length.
+      shuffle: in an order of its own in each pass.
+      batches: only the first so many of batches that come ready, None for all.
+    """
 
     examples: int | None
     shuffle: bool
+    batches: int | None = None
 
 
 class Feed(abc.ABC):

@@ -32,11 +32,13 @@ class Sizes:
       examples: examples in one pass; a last batch that is smaller counts as whole where batches
         come ready. None where it is not known.
       spec: nest of `tf.TensorSpec` of a batch.
+      ready: batches come ready, made by the user, and cannot be cut.
     """
 
     batch: int
     examples: int | None
     spec: Any
+    ready: bool = False
 
 
 def sizes_of(
@@ -63,7 +65,8 @@ def sizes_of(
             expected="at least one batch",
             fix="check the files it reads, and drop_remainder",
         )
-    return Sizes(batch=batch, examples=None if batches is None else batches * batch, spec=spec)
+    examples = None if batches is None else batches * batch
+    return Sizes(batch=batch, examples=examples, spec=spec, ready=True)
 
 
 def feed_for(

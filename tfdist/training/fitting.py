@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tfdist.checkpoint.warm_start import load_weights
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building, inputs, resume
+from tfdist.training.arguments import require_whole
 from tfdist.training.callbacks import (
     begin_epoch,
     callback_list,
@@ -78,6 +80,9 @@ def fit(
     """
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
+    require_whole("initial_epoch", initial_epoch, least=0)
+    if isinstance(validation_freq, int):
+        require_whole("validation_freq", validation_freq, least=1)
     if validation_split and validation_data is None:
         arrays = (x, y, sample_weight)
         (x, y, sample_weight), validation_data = inputs.split(
@@ -147,6 +152,7 @@ class Run:
         self._validation = validation
         self._backups = backups
         self._saved = saved
+        self._warned = not session.job.is_chief
         self._fingerprint = resume.fingerprint(data)
         if saved is not None:
             resume.require_same_run(saved, self._fingerprint, plan=data.plan, seed=seed)
@@ -210,6 +216,7 @@ class Run:
             self._restore()  # after the hook, which may set what the checkpoint knows better
         loop.run_epoch(epoch)
         logs = session.metrics(self._program, loop.step_logs)
+        self._warn_of_bad_loss(logs.get("loss"), epoch=epoch)
         validation = self._validation
         if validation is not None and session.model._should_eval(epoch, validation_freq):
             values = validation.run(self._callbacks)
@@ -220,6 +227,19 @@ class Run:
         for backup in self._backups:
             self._save(backup, loop.step)
         return logs
+
+    def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
+        """Says once that the loss is NaN or infinite; like Keras, the run goes on."""
+        if self._warned or not isinstance(loss, float) or math.isfinite(loss):
+            return
+        self._warned = True
+        _LOG.warning(
+            "loss: received %s in epoch %d; expected a finite number. Fix: lower the learning "
+            "rate, set clipnorm, or look for NaN in the data; the run goes on, unless "
+            "keras.callbacks.TerminateOnNaN() stops it",
+            loss,
+            epoch + 1,
+        )
 
     def _resume_between_epochs(self, epoch: int, step: int) -> None:
         """Restores a run that stands between two epochs, or at its end."""
@@ -241,6 +261,12 @@ class Run:
     def _save(self, backup: BackupAndRestore, step: int) -> None:
         session = self._session
         session.engine.settle_metrics(self._program)
+        loss = session.metrics(self._program, {}).get("loss", 0.0)
+        if not np.isfinite(loss):
+            _LOG.warning(
+                "the loss is %s at step %d: not saved; the checkpoint before it is kept", loss, step
+            )
+            return
         run = RunState(
             step=step,
             examples=self._plan.examples_before(step),

@@ -10,14 +10,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 from tfdist.data.resolve import as_source, check_supported
-from tfdist.data.source import Source
+from tfdist.data.source import Source, unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import feeds
+from tfdist.training.arguments import require_class_weight, require_split, require_whole
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
 from tfdist.training.feed import Feed, Layout, Order
 
@@ -60,6 +60,7 @@ class Length:
 
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
     """Splits the last part off as validation data, as Keras does."""
+    require_split(validation_split)
     return array_slicing.train_validation_split(arrays, validation_split=validation_split)
 
 
@@ -79,19 +80,28 @@ def prepare(
     Raises:
       UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
     """
+    _check(length)
+    require_class_weight(class_weight)
     source = as_source(x, y, sample_weight=sample_weight)
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
         source = StreamSource(source.dataset_for())  # once each: not by tasks that may overlap
     layout = _layout(job)
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
-    sizes = feeds.sizes_of(source, batch_size=length.batch_size, layout=layout, count=not known)
+    batch_size = length.batch_size
+    if batch_size is None and length.steps_per_epoch and source.num_examples:
+        batch_size = -(-source.num_examples // length.steps_per_epoch)  # as Keras has it
+    sizes = feeds.sizes_of(source, batch_size=batch_size, layout=layout, count=not known)
     _require_enough(sizes.batch, job)
-    examples = sizes.examples
-    if length.overfit_batches:
-        examples = min(examples or sizes.batch, length.overfit_batches * sizes.batch)
+    examples, few = sizes.examples, length.overfit_batches
+    if few:
+        few_examples = few * sizes.batch
+        examples = few_examples if examples is None else min(examples, few_examples)
+        few = -(-examples // sizes.batch)
     plan = _plan(length, batch=sizes.batch, examples=examples)
-    order = Order(examples=examples, shuffle=shuffle)
+    if sizes.ready and length.virtual_epochs and not plan.all_full:
+        raise _cut_batches(sizes.batch)
+    order = Order(examples=examples, shuffle=shuffle, batches=few)
     feed = feeds.feed_for(
         source,
         plan,
@@ -105,6 +115,15 @@ def prepare(
     return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec)
 
 
+def _cut_batches(batch: int) -> UsageError:
+    return UsageError(
+        "virtual_epochs",
+        received=f"boundaries inside batches that come ready, of {batch} examples",
+        expected="boundaries between batches, or data by index, whose batches can be cut",
+        fix=f"make total_examples a multiple of checkpoints * {batch}, or pass arrays",
+    )
+
+
 def _layout(job: Job) -> Layout:
     replica_ids = job.replica_ids
     workers = len(job.config.cluster.worker) if job.kind == "ps" and job.config else 1
@@ -114,6 +133,20 @@ def _layout(job: Job) -> Layout:
         num_tasks=job.num_replicas // len(replica_ids),
         num_workers=workers,
     )
+
+
+def _check(length: Length) -> None:
+    require_whole("batch_size", length.batch_size, least=1)
+    require_whole("epochs", length.epochs, least=0)
+    require_whole("steps" if length.once else "steps_per_epoch", length.steps_per_epoch, least=1)
+    require_whole("overfit_batches", length.overfit_batches, least=1)
+    if not isinstance(length.virtual_epochs, VirtualEpochs | None):
+        raise UsageError(
+            "virtual_epochs",
+            received=repr(length.virtual_epochs),
+            expected="a tfdist.VirtualEpochs",
+            fix="write tfdist.VirtualEpochs(total_examples=..., checkpoints=...)",
+        )
 
 
 def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
@@ -153,8 +186,18 @@ def _require_enough(batch: int, job: Job) -> None:
 def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any] | None:
     if class_weight is None:
         return None
-    weigh = make_class_weight_map_fn(class_weight)
-    return lambda data: weigh(*data)
+    unlisted = max(class_weight) + 1
+    weights = [float(class_weight.get(c, 1.0)) for c in range(unlisted)] + [1.0]
+
+    def weigh(data: Any) -> Any:
+        x, y, _ = unpack(data)
+        one_hot = y.shape.rank >= 2 and y.shape[-1] != 1
+        classes = tf.argmax(y, axis=-1) if one_hot else tf.reshape(y, [tf.shape(y)[0]])
+        classes = tf.cast(classes if classes.dtype.is_integer else tf.round(classes), tf.int32)
+        listed = tf.logical_and(classes >= 0, classes < unlisted)
+        return x, y, tf.gather(tf.constant(weights), tf.where(listed, classes, unlisted))
+
+    return weigh
 
 
 def _with_weight(spec: Any) -> Any:

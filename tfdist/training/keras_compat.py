@@ -109,6 +109,7 @@ def install() -> None:
         (seed_generator, "global_seed_generator", _no_generator_of_the_thread),
         (keras_loss, "scale_loss_for_distribution", _scale_by_share),
         (keras_loss, "unscale_loss_for_distribution", _unscale_by_share),
+        (keras_loss.Loss, "__call__", _noting_loss),
         (CompileLoss, "call", _noting_losses),
         (Mean, "update_state", _mean_of_examples),
         (BaseOptimizer, "apply", _door),
@@ -312,6 +313,18 @@ def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
         return tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
 
     return unscale
+
+
+def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A Keras loss knows the share by itself, also one that is a sum and is never scaled."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = _current()
+        if trace is not None and self.reduction not in (None, "none"):
+            trace.loss_scaled = True
+        return original(self, *args, **kwargs)
+
+    return call
 
 
 # The loss of each of several outputs is a mean over batches, not examples, where the size of a

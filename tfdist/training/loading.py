@@ -142,7 +142,8 @@ class BatchFeed(PythonFeed):
         return self.source.workers
 
     def _begins_pass(self, step: int) -> bool:
-        return bool(self.source.num_batches) and step % (self.source.num_batches or 1) == 0
+        batches = self._order.batches or self.source.num_batches
+        return batches is not None and step % batches == 0
 
     def _turn_pass(self, step: int) -> None:
         if step:
@@ -150,7 +151,7 @@ class BatchFeed(PythonFeed):
         self.source.on_epoch_begin()
 
     def _load(self, step: int) -> tuple[Any, ...]:
-        batches = self.source.num_batches
+        batches = self._order.batches or self.source.num_batches
         index, passes = step, 0
         if batches:
             passes = step // batches

@@ -95,7 +95,7 @@ class Loop:
         first, last = self.step, decision.last
         self._callbacks.on_train_batch_begin(first - epoch_start)
         start = self._clock()
-        self.step_logs = self._session.engine.run(self._program, first, last)
+        self.step_logs = self._session.run(self._program, first, last)
         self._note_rate(last - first, self._clock() - start)
         self.step = last
         logs = self._session.metrics(self._program, self.step_logs) if self._with_logs else {}

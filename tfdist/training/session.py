@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import keras
@@ -10,10 +11,13 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
+from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.engines import engine_for
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram
+
+_BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
 
 class Session:
@@ -36,6 +40,21 @@ class Session:
             metrics=() if step == "predict_step" else tuple(self.model.metrics_variables),
             keep_logs=own and step != "predict_step",
         )
+
+    def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
+        """Runs steps as `Engine.run` does; a wrong label is told in one line."""
+        try:
+            return self.engine.run(program, first, last)
+        except tf.errors.InvalidArgumentError as error:
+            found = _BAD_LABEL.search(str(error))
+            if found is None:
+                raise
+            raise UsageError(
+                "labels",
+                received=f"a label of {found[1]}",
+                expected=f"labels in the range {found[2]}",
+                fix="number the classes from 0, or make the last layer as wide as there are",
+            ) from None
 
     def metrics(self, program: StepProgram, logs: dict[str, float]) -> dict[str, Any]:
         """The model's metrics over all replicas. A collective: every task calls it alike.

@@ -40,7 +40,8 @@ class StreamFeed(Feed):
         self._seed = seed
         self._in_order = not order.shuffle
         self._after = after
-        self._is_endless = source.is_endless
+        self._is_endless = source.is_endless and order.batches is None
+        self._take = -1 if order.batches is None else order.batches
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`."""
@@ -69,7 +70,7 @@ class StreamFeed(Feed):
         return _Batches(iter(batches.skip(first).take(last - first)), self._whole)
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return dataset if self._is_endless else dataset.repeat()
+        return dataset if self._is_endless else dataset.take(self._take).repeat()
 
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Any, ...]:
         data = self._finished(step, data)

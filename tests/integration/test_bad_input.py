@@ -1,0 +1,453 @@
+"""A mistake is one line that names it and the fix; nothing is trained, and the next call works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.errors import EXIT_USAGE, UsageError
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(12, 4).astype("float32")
+Y = RNG.randn(12, 1).astype("float32")
+LABELS = np.arange(12) % 3
+
+
+def regression(strategy, **compiled):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **compiled)
+    return model
+
+
+def classifier(strategy, *, logits=False):
+    with strategy.scope():
+        activation = None if logits else "softmax"
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=logits)
+        model.compile("sgd", loss, weighted_metrics=["accuracy"])
+    return model
+
+
+def two_outputs(strategy):
+    with strategy.scope():
+        x = keras.Input((4,))
+        model = keras.Model(x, [keras.layers.Dense(1)(x), keras.layers.Dense(1)(x)])
+        model.compile("sgd", ["mse", "mse"])
+    return model
+
+
+def fit(model, *arguments, **options):
+    return tfdist.fit(model, *arguments, **({"verbose": 0} | options))
+
+
+def refusal(call):
+    """The one line that a call is refused with."""
+    with pytest.raises(UsageError) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    assert all(part in line for part in (": received ", "; expected ", ". Fix: "))
+    assert caught.value.exit_code == EXIT_USAGE
+    return line
+
+
+class NoBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        return X, Y
+
+
+PAIRS = tf.data.Dataset.from_tensor_slices((X, Y))
+NUMBERS = {
+    "batch_size=0": {"batch_size": 0},
+    "batch_size=-1": {"batch_size": -1},
+    "batch_size=2.5": {"batch_size": 2.5},
+    "batch_size='4'": {"batch_size": "4"},
+    "epochs=-1": {"epochs": -1},
+    "epochs=1.5": {"epochs": 1.5},
+    "epochs=True": {"epochs": True},
+    "steps_per_epoch=0": {"steps_per_epoch": 0},
+    "initial_epoch=-1": {"initial_epoch": -1},
+    "validation_split=1.0": {"validation_split": 1.0},
+    "validation_split=-0.5": {"validation_split": -0.5},
+    "validation_freq=0": {"validation_freq": 0},
+    "overfit_batches=0.5": {"overfit_batches": 0.5},
+    "virtual_epochs=100": {"virtual_epochs": 100},
+}
+
+
+@pytest.mark.parametrize("named", NUMBERS)
+def test_a_number_that_is_none_is_named(strategies, named):
+    name, value = named.split("=")
+    line = refusal(lambda: fit(regression(strategies[1]), X, Y, **NUMBERS[named]))
+    assert line.startswith(f"{name}: received {value};")
+
+
+def test_numpy_integers_are_numbers(strategies):
+    history = fit(regression(strategies[1]), X, Y, batch_size=np.int64(5), epochs=np.int32(2))
+    assert history.epoch == [0, 1]
+
+
+def test_no_epochs_is_a_run_of_nothing(strategies):
+    model = regression(strategies[2])
+    before = model.get_weights()
+    assert fit(model, X, Y, epochs=0).history == {}
+    assert fit(model, X, Y, epochs=2, initial_epoch=2).history == {}
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
+def test_what_is_no_model_is_refused(act):
+    line = refusal(lambda: getattr(tfdist, act)("model", X))
+    assert line.startswith(f"tfdist.{act}: received a str as the model")
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate"])
+def test_an_uncompiled_model_is_refused(act):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    line = refusal(lambda: getattr(tfdist, act)(model, X, Y))
+    assert "a model that was not compiled" in line
+    assert "model.compile" in line
+
+
+def test_an_uncompiled_model_predicts(strategies):
+    for strategy in (strategies[1], strategies[2]):
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])  # not built either
+        assert tfdist.predict(model, X, verbose=0).shape == (12, 1)
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate"])
+def test_run_eagerly_is_refused(strategies, act):
+    model = regression(strategies[1], run_eagerly=True)
+    line = refusal(lambda: getattr(tfdist, act)(model, X, Y))
+    assert "run_eagerly=True" in line
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict", "validation"])
+def test_a_global_batch_smaller_than_the_replicas_is_refused(strategies, act):
+    model = regression(strategies[3])
+    calls = {
+        "fit": lambda: fit(model, X, Y, 2),
+        "evaluate": lambda: tfdist.evaluate(model, X, Y, 2),
+        "predict": lambda: tfdist.predict(model, X, 2),
+        "validation": lambda: fit(model, X, Y, 6, validation_data=(X, Y), validation_batch_size=2),
+    }
+    line = refusal(calls[act])
+    assert line.startswith("batch_size: received a global batch of 2 for 3 replicas")
+    assert "batch_size=3" in line
+
+
+def test_a_call_in_the_scope_of_another_strategy_is_refused(strategies):
+    model = regression(strategies[2])
+    with strategies[1].scope():
+        line = refusal(lambda: fit(model, X, Y))
+    assert "inside the scope of another strategy" in line
+
+
+def test_a_call_in_the_models_own_scope_works(strategies):
+    with strategies[2].scope():
+        model = regression(strategies[2])
+        fit(model, X, Y, validation_data=(X, Y))
+        assert tfdist.evaluate(model, X, Y, verbose=0) > 0
+        assert tfdist.predict(model, X, verbose=0).shape == (12, 1)
+
+
+def test_an_optimizer_made_outside_the_scope_is_refused(strategies):
+    optimizer = keras.optimizers.Adam()
+    with strategies[2].scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+    assert "Adam made outside the strategy's scope" in refusal(lambda: fit(model, X, Y))
+
+
+def test_a_model_compiled_outside_the_scope_is_refused(strategies):
+    with strategies[2].scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    assert "model.compile, inside `with strategy.scope():`" in refusal(lambda: fit(model, X, Y))
+
+
+def test_a_layer_or_metric_made_outside_the_scope_is_refused(strategies):
+    layer = keras.layers.Dense(1, name="outsider")
+    layer.build((None, 4))
+    metric = keras.metrics.MeanAbsoluteError(name="stranger")
+    for layers, metrics in (([layer], []), ([keras.layers.Dense(1)], [metric])):
+        with strategies[2].scope():
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile("sgd", "mse", metrics=metrics)
+        line = refusal(lambda model=model: fit(model, X, Y))
+        assert "outsider/" in line or "stranger/" in line
+        assert "outside the strategy's scope" in line
+
+
+EMPTY = {
+    "arrays": (X[:0], Y[:0]),
+    "dataset": (PAIRS.take(0).batch(4),),
+    "unknown": (PAIRS.filter(lambda x, y: x[0] > 1e9).batch(4),),
+    "pydataset": (NoBatches(),),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+@pytest.mark.parametrize("act", ["fit", "evaluate", "validation"])
+def test_empty_data_are_refused(strategies, kind, act):
+    model = regression(strategies[2])
+    calls = {
+        "fit": lambda: fit(model, *EMPTY[kind]),
+        "evaluate": lambda: tfdist.evaluate(model, *EMPTY[kind], verbose=0),
+        "validation": lambda: fit(
+            model, X, Y,
+            validation_data=EMPTY[kind] if len(EMPTY[kind]) > 1 else EMPTY[kind][0],
+        ),
+    }  # fmt: skip
+    line = refusal(calls[act])
+    assert "at least one" in line
+
+
+def test_data_that_do_not_fit_together_are_refused(strategies):
+    model = regression(strategies[1])
+    assert "x: 12, y: 5" in refusal(lambda: fit(model, X, Y[:5]))
+    assert "sample_weight: 7" in refusal(lambda: fit(model, X, Y, sample_weight=np.ones(7)))
+    assert "y beside a tf.data.Dataset" in refusal(lambda: fit(model, PAIRS.batch(4), Y))
+    assert "None" in refusal(lambda: fit(model))
+    assert "str 'abc'" in refusal(lambda: fit(model, X, Y, validation_data="abc"))
+    assert "float '2.0'" in refusal(lambda: fit(model, X, Y, sample_weight=2.0))
+
+
+def test_endless_data_need_a_length(strategies):
+    model = regression(strategies[1])
+    line = refusal(lambda: fit(model, PAIRS.batch(4).repeat()))
+    assert "pass steps_per_epoch" in line
+    assert fit(model, PAIRS.batch(4).repeat(), steps_per_epoch=3).epoch == [0]
+
+
+def test_steps_without_a_batch_size_divide_the_data_as_under_keras(strategies):
+    def make():
+        keras.utils.set_random_seed(1)
+        return regression(strategies[1])
+
+    ours, theirs = make(), make()
+    fit(ours, X, Y, steps_per_epoch=4, shuffle=False)
+    theirs.fit(X, Y, steps_per_epoch=4, shuffle=False, verbose=0)
+    assert ours.optimizer.iterations.numpy() == theirs.optimizer.iterations.numpy() == 4
+    np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], atol=1e-6)
+
+
+def test_class_weights_that_cannot_be_are_refused(strategies):
+    labels, model = LABELS, classifier(strategies[1])
+    both = {"class_weight": {0: 1.0}, "sample_weight": np.ones(12)}
+    assert "class_weight with sample weights" in refusal(lambda: fit(model, X, labels, **both))
+    assert "no targets" in refusal(lambda: fit(model, X, class_weight={0: 1.0}))
+    line = refusal(lambda: fit(two_outputs(strategies[1]), X, [Y, Y], class_weight={0: 1.0}))
+    assert "several outputs" in line
+    for wrong in ([1, 1, 1], {}, {"cat": 1.0}, {-1: 2.0}, {0: "heavy"}):
+        line = refusal(lambda wrong=wrong: fit(model, X, labels, class_weight=wrong))
+        assert line.startswith("class_weight: received")
+
+
+@pytest.mark.parametrize("targets", ["labels", "column", "float", "one_hot"])
+def test_class_weights_weigh_as_under_keras(strategies, targets):
+    y = {
+        "labels": LABELS,
+        "column": LABELS[:, None],
+        "float": LABELS.astype("float32"),
+        "one_hot": np.eye(3, dtype="float32")[LABELS],
+    }[targets]
+
+    def make(strategy):
+        keras.utils.set_random_seed(1)
+        model = classifier(strategy)
+        if targets == "one_hot":
+            with strategy.scope():
+                model.compile("sgd", "categorical_crossentropy", weighted_metrics=["accuracy"])
+        return model
+
+    # Class 0 is listed, class 1 is below the highest of the list, class 2 above: both weigh 1.
+    for weights in ({0: 3.0}, {0: 3.0, 2: 0.5}):
+        ours, theirs = make(strategies[2]), make(strategies[1])
+        options = {"batch_size": 5, "epochs": 2, "shuffle": False, "class_weight": weights}
+        one = fit(ours, X, y, **options)
+        other = theirs.fit(X, y, verbose=0, **options)
+        for name, values in one.history.items():
+            np.testing.assert_allclose(values, other.history[name], rtol=1e-4)
+        np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], atol=1e-6)
+
+
+def test_two_lengths_of_a_run_are_refused(strategies):
+    length = tfdist.VirtualEpochs(total_examples=24)
+    for other in ({"epochs": 2}, {"steps_per_epoch": 2}):
+        line = refusal(
+            lambda other=other: fit(regression(strategies[1]), X, Y, virtual_epochs=length, **other)
+        )
+        assert "virtual_epochs together with" in line
+
+
+def test_callbacks_that_cannot_be_are_refused(strategies, tmp_path):
+    model = regression(strategies[1])
+    assert "a str" in refusal(lambda: fit(model, X, Y, callbacks=["EarlyStopping"]))
+    assert "a type" in refusal(lambda: fit(model, X, Y, callbacks=[keras.callbacks.History]))
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    line = refusal(lambda: fit(model, X, Y, callbacks=[backup]))
+    assert "tfdist.BackupAndRestore" in line
+    assert not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_is_warned_of_once_and_the_run_goes_on(strategies, caplog, kind):
+    y = Y.copy()
+    y[3] = float(kind)
+    history = fit(regression(strategies[2]), X, y, 6, 3, shuffle=False)
+    assert history.epoch == [0, 1, 2]
+    assert not np.isfinite(history.history["loss"]).any()
+    warned = [r.getMessage() for r in caplog.records if r.getMessage().startswith("loss: ")]
+    assert len(warned) == 1
+    assert "in epoch 1" in warned[0]
+    assert "TerminateOnNaN" in warned[0]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("logits", [True, False])
+def test_labels_out_of_range_are_named(strategies, replicas, logits):
+    model = classifier(strategies[replicas], logits=logits)
+    for shift, named in ((1, "a label of 3"), (-1, "a label of -1")):
+        line = refusal(lambda shift=shift: fit(model, X, LABELS + shift))
+        assert line.startswith("labels: received ")
+        assert named in line
+        assert "in the range [0, 3)" in line
+    assert "a label of 3" in refusal(lambda: tfdist.evaluate(model, X, LABELS + 1, verbose=0))
+    fit(model, X, LABELS)  # the strategy is as good as before
+
+
+def test_another_invalid_argument_keeps_its_own_message(strategies):
+    with strategies[1].scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Lambda(lambda x: tf.debugging.check_numerics(x, "mine")),
+            ]
+        )
+        model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="mine"):
+        tfdist.evaluate(model, X * np.nan, Y, verbose=0)
+
+
+def test_what_keras_finds_wrong_keeps_the_message_of_keras(strategies):
+    model = regression(strategies[2])
+    with pytest.raises(ValueError, match=r"expected axis -1 .* value 4|incompatible"):
+        fit(model, X[:, :3], Y)
+    with strategies[1].scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd")
+    with pytest.raises(ValueError, match="No loss to compute"):
+        fit(model, X, Y)
+    with pytest.raises(TypeError, match="batchsize"):
+        fit(model, X, Y, batchsize=4)
+
+
+# make_strategy must be called before TensorFlow has run anything: each in a process of its own.
+
+ASK = """
+import json, sys
+import tfdist
+def ask(**options):
+    try:
+        tfdist.make_strategy(**options)
+        said.append("made")
+    except tfdist.UsageError as error:
+        said.append(str(error))
+said = []
+"""
+
+REFUSED = (
+    ASK
+    + """
+ask(kind="mirorred")
+ask(kind="ps")
+ask(kind="multiworker")
+ask(kind="single", devices_per_worker=2)
+ask(kind="mirrored", devices_per_worker=1000)
+ask(environ={"TF_CONFIG": "{'cluster': {}}"})
+ask(kind="ps", environ={"TF_CONFIG": json.dumps({
+    "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}})})
+ask(kind="mirrored", devices_per_worker=2)
+ask(kind="mirrored")
+ask(kind="single")
+
+import keras, numpy as np, tensorflow as tf
+def made(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+for strategy in (tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy("/CPU:0")):
+    for act in (tfdist.fit, tfdist.evaluate, tfdist.predict):
+        try:
+            act(made(strategy), np.zeros((8, 4)), *[np.zeros((8, 1))] * (act is not tfdist.predict))
+            said.append("done")
+        except tfdist.UsageError as error:
+            said.append(str(error))
+print(json.dumps(said))
+"""
+)
+
+TOO_LATE = (
+    ASK
+    + """
+import tensorflow as tf
+tf.zeros([])
+ask()
+ask(kind="mirrored")
+print(json.dumps(said))
+"""
+)
+
+
+def said_by(program):
+    environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=120, check=False, env=environ,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_make_strategy_and_models_of_other_scopes():
+    said = said_by(REFUSED)
+    expected = [
+        "kind='mirorred' (did you mean 'mirrored'?)",
+        "kind='ps' and no cluster in TF_CONFIG",
+        "kind='multiworker' and no cluster in TF_CONFIG",
+        "devices_per_worker=2 with strategy single",
+        "devices_per_worker: received 1000",
+        "TF_CONFIG",
+        "kind='ps' where TF_CONFIG describes a multiworker job",
+        "made",
+        "made",
+        "kind='single' after a mirrored strategy was made",
+        *["a model made outside strategy.scope()"] * 3,
+        *["a model made in the scope of another strategy"] * 3,
+    ]
+    assert len(said) == len(expected)
+    for line, part in zip(said, expected, strict=True):
+        assert part in line
+        assert line == "made" or ". Fix: " in line
+
+
+def test_make_strategy_after_an_operation_is_refused():
+    for line in said_by(TOO_LATE):
+        assert "a process in which TensorFlow has already run an operation" in line
+        assert "top of the program" in line
