@@ -380,8 +380,9 @@ ask(kind="multiworker")
 ask(kind="single", devices_per_worker=2)
 ask(kind="mirrored", devices_per_worker=1000)
 ask(environ={"TF_CONFIG": "{'cluster': {}}"})
-ask(kind="ps", environ={"TF_CONFIG": json.dumps({
-    "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}})})
+workers = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+config = {"cluster": workers, "task": {"type": "worker", "index": 0}}
+ask(kind="ps", environ={"TF_CONFIG": json.dumps(config)})
 ask(kind="mirrored", devices_per_worker=2)
 ask(kind="mirrored")
 ask(kind="single")

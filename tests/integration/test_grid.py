@@ -302,3 +302,65 @@ def test_an_embedding_sees_batches_of_changing_shape(strategies, replicas):
 
     for one, many in zip(train(strategies[1]), train(strategies[replicas]), strict=True):
         np.testing.assert_allclose(one, many, atol=1e-6)
+
+
+class Tracked(keras.Sequential):
+    """The custom step of Keras' guide: a loss object, trackers, and what `metrics` lists."""
+
+    def compile(self, optimizer):
+        super().compile(optimizer=optimizer)
+        self.tracker = keras.metrics.Mean(name="tracked")
+        self.error = keras.metrics.MeanAbsoluteError(name="error")
+        self.criterion = keras.losses.MeanSquaredError()
+
+    @property
+    def metrics(self):
+        return [self.tracker, self.error]
+
+    def loss_of(self, y, predicted):
+        return self.criterion(y, predicted)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.loss_of(y, predicted)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        self.tracker.update_state(loss)
+        self.error.update_state(y, predicted)
+        return self.logs_of(loss)
+
+    def logs_of(self, loss):
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class TrackedByHand(Tracked):
+    def loss_of(self, y, predicted):
+        return tf.reduce_mean((predicted - y) ** 2)
+
+
+class Returned(Tracked):
+    """Returns the loss itself, and something made of it."""
+
+    def logs_of(self, loss):
+        return {"returned": loss, "twice": 2.0 * loss}
+
+
+class ReturnedByHand(TrackedByHand, Returned):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Tracked, TrackedByHand, Returned, ReturnedByHand])
+def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = kind([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.05))
+        options = {"batch_size": BATCH_SIZE, "epochs": 2, "seed": 5, "verbose": 0}
+        return tfdist.fit(model, ROWS, TARGETS, **options).history
+
+    one, many = train(strategies[1]), train(strategies[3])
+    assert list(one) == list(many)
+    for name, values in one.items():
+        np.testing.assert_allclose(many[name], values, rtol=1e-5)

@@ -115,6 +115,13 @@ def test_stock_metrics_undo_the_number_of_replicas_and_not_the_share(strategies)
     assert value == [2.0, 2.0]
 
 
+def test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them(strategies):
+    """A loss that is a sum looks like one made by hand, which the door would weight."""
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    ones, zeros = tf.ones([4, 1]), tf.zeros([4, 1])
+    assert per_replica(strategies[2], lambda: loss(ones, zeros)) == [4.0, 4.0]
+
+
 def test_stock_losses_of_several_outputs_are_means_over_batches():
     x = keras.Input((4,))
     model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in "ab"})
@@ -239,6 +246,7 @@ FAULT_SHOWN_BY = {
     "keras_loss.unscale_loss_for_distribution": (
         test_stock_metrics_undo_the_number_of_replicas_and_not_the_share
     ),
+    "keras_loss.Loss.__call__": test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them,
     "CompileLoss.call": test_stock_losses_of_several_outputs_are_means_over_batches,
     "Mean.update_state": test_stock_losses_of_several_outputs_are_means_over_batches,
     "BaseOptimizer.apply": test_stock_clips_before_it_reduces,

@@ -88,9 +88,9 @@ def prepare(
         source = StreamSource(source.dataset_for())  # once each: not by tasks that may overlap
     layout = _layout(job)
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
-    batch_size = length.batch_size
-    if batch_size is None and length.steps_per_epoch and source.num_examples:
-        batch_size = -(-source.num_examples // length.steps_per_epoch)  # as Keras has it
+    batch_size, steps, whole = length.batch_size, length.steps_per_epoch, source.num_examples
+    if batch_size is None and steps and whole and steps <= whole:
+        batch_size = -(-whole // steps)  # as Keras has it
     sizes = feeds.sizes_of(source, batch_size=batch_size, layout=layout, count=not known)
     _require_enough(sizes.batch, job)
     examples, few = sizes.examples, length.overfit_batches

@@ -41,7 +41,7 @@ from tensorflow.python.distribute import values as tf_values
 
 _LOG = logging.getLogger(__name__)
 _GOLDEN_RATIO = 0x9E3779B9
-_PACK_BYTES = 32 * 2**20
+_PACK_BYTES = 2**20
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -67,6 +67,8 @@ class StepTrace:
     in_door: bool = False
     in_losses: bool = False
     loss_scaled: bool = False
+    scaled: set[str] = dataclasses.field(default_factory=set)
+    unscaled: set[str] = dataclasses.field(default_factory=set)
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
@@ -221,10 +223,16 @@ def _reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over all replicas, packed by dtype into few messages. Replica context."""
+    """Sums each tensor over all replicas, small ones packed into few messages. Replica context.
+
+    A large one is a message of its own: it needs no copy, and leaves while others are computed.
+    """
     context = tf.distribute.get_replica_context()
     results: list[tf.Tensor] = list(tensors)
     for pack in _packs(tensors):
+        if len(pack) == 1:
+            results[pack[0]] = context.all_reduce("SUM", tensors[pack[0]])
+            continue
         flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in pack], 0)
         total = context.all_reduce("SUM", flat)
         sizes = [tf.size(tensors[i]) for i in pack]
@@ -234,16 +242,18 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Groups of tensors that travel together: of one type, of no more than `_PACK_BYTES`."""
     packs: list[list[int]] = []
-    filled: dict[Any, int] = {}
+    open_packs: dict[Any, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
-        size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
-        if filled.get(tensor.dtype, _PACK_BYTES) + size > _PACK_BYTES:
-            filled[tensor.dtype] = 0
-            packs.append([])
-        pack = next(p for p in reversed(packs) if not p or tensors[p[0]].dtype == tensor.dtype)
+        size_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+        pack, filled = open_packs.get(tensor.dtype, ([], _PACK_BYTES))
+        if filled + size_bytes > _PACK_BYTES:
+            pack, filled = [], 0
+            packs.append(pack)
         pack.append(i)
-        filled[tensor.dtype] += size
+        if size_bytes < _PACK_BYTES:
+            open_packs[tensor.dtype] = pack, filled + size_bytes
     return packs
 
 
@@ -297,7 +307,9 @@ def _scale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
         trace.loss_scaled = True
         if not trace.training or trace.num_replicas == 1:
             return value
-        return value * tf.cast(trace.share, value.dtype)
+        scaled = value * tf.cast(trace.share, value.dtype)
+        trace.scaled.add(scaled.op.name)
+        return scaled
 
     return scale
 
@@ -309,10 +321,44 @@ def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(value)
         if not trace.training or trace.num_replicas == 1:
             return value
-        # An empty share counts nothing, so that any finite number does.
-        return tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
+        return _unscaled(value, trace)
 
     return unscale
+
+
+def _unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
+    # An empty share counts nothing, so that any finite number does.
+    unscaled = tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
+    trace.unscaled.add(unscaled.op.name)
+    return unscaled
+
+
+def _comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
+    """True when `value` was computed from a loss that is scaled by the share."""
+    seen: set[str] = set()
+    waiting = [value.op]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in trace.scaled:
+            return True
+        if operation.name not in seen and operation.name not in trace.unscaled:
+            seen.add(operation.name)
+            waiting += [tensor.op for tensor in operation.inputs]
+    return False
+
+
+def logs_by_share(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
+    """What a step returned on one replica, such that the sum over replicas is that of one device.
+
+    Exact for means over examples and for losses; a loss that is scaled has its share already.
+    """
+    found = {}
+    for name, log in logs.items():
+        value = tf.cast(tf.convert_to_tensor(log), tf.float32)
+        if trace.num_replicas > 1 and not _comes_of_scaled(value, trace):
+            value = tf.math.multiply_no_nan(value, tf.cast(trace.share, value.dtype))
+        found[name] = value
+    return found
 
 
 def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -327,9 +373,11 @@ def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# The loss of each of several outputs is a mean over batches, not examples, where the size of a
-# batch is not known when the step is traced: a small last batch or share then counts too much
-# (https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/compile_utils.py#L836).
+# A mean of numbers, one a step, counts numbers and not the examples behind them. A tracker of the
+# user's own that is fed with the step's loss gets it as one device has it, weighted by the share.
+# The loss of each of several outputs is a mean over batches where the size of a batch is not known
+# when the step is traced (https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/
+# compile_utils.py#L836): a small last batch would count too much, so examples are counted.
 
 
 def _noting_losses(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -349,9 +397,16 @@ def _noting_losses(original: Callable[..., Any]) -> Callable[..., Any]:
 def _mean_of_examples(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         trace = _current()
-        if trace is not None and trace.in_losses and sample_weight is None:
-            sample_weight = trace.examples
-        return original(self, values, sample_weight)
+        if trace is None or sample_weight is not None:
+            return original(self, values, sample_weight)
+        if trace.in_losses:
+            return original(self, values, trace.examples)
+        values = tf.convert_to_tensor(values)
+        if trace.num_replicas == 1 or values.shape.rank != 0:
+            return original(self, values)
+        if _comes_of_scaled(values, trace):
+            values = _unscaled(values, trace)
+        return original(self, values, trace.share)
 
     return update_state
 

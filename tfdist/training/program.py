@@ -44,6 +44,7 @@ def run_replica(
 ) -> Any:
     """Runs one step on one replica, in its context; returns what the step function returned.
 
+    Logs are returned as this replica's part of a sum over the replicas.
     `local` holds the values of variables, by `id`, that the step keeps to itself: reads and writes
     of them go there.
     """
@@ -65,7 +66,7 @@ def run_replica(
         outputs = program.function(part.data)
     for variable, old in zip(guarded, before, strict=True):
         variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
-    return _flat(outputs) if program.keep_logs else outputs
+    return keras_compat.logs_by_share(_flat(outputs), trace) if program.keep_logs else outputs
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

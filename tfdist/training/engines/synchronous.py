@@ -152,7 +152,7 @@ class SynchronousEngine:
         return [outputs[local] for local in sorted(outputs)]
 
     def _reduced_logs(self, values: list[dict[str, tf.Tensor]]) -> Any:
-        """Averages the last step's logs over all replicas, so that every task sees the same."""
+        """Adds the last step's logs up over all replicas, so that every task sees the same."""
         replicas, strategy = self._job.num_replicas, self._job.strategy
 
         def in_replica() -> Any:
@@ -161,7 +161,7 @@ class SynchronousEngine:
             mine = {n: tf.identity(tf.cast(v, tf.float32)) for n, v in values[local].items()}
             if replicas == 1:
                 return mine
-            return tf.distribute.get_replica_context().all_reduce("MEAN", mine)
+            return tf.distribute.get_replica_context().all_reduce("SUM", mine)
 
         reduced = strategy.run(in_replica)
         return {n: strategy.experimental_local_results(v)[0] for n, v in reduced.items()}
