@@ -740,3 +740,13 @@ def test_many_tasks_that_sleep_cost_next_to_nothing(launch):
 def _cpu_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_misspelt_configuration_is_one_line_and_nothing_is_started(tmp_path):
+    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(tmp_path / "run"),
+               "--strategy", "ps", "--workers", "2", "--ps", "1", "--config.global_batchsize=3"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "did you mean" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "tfdist"
 MAY_IMPORT = {
     "errors": set[str](),
     "cluster": {"errors"},
-    "launch": {"errors", "cluster"},
+    "launch": {"errors", "cluster", "configs"},
     "configs": {"errors"},
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},

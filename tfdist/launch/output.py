@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import deque
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,9 @@ from typing import Protocol
 MAX_LINE_BYTES = 1 << 16
 """A line longer than this is shown in pieces, so that no task can fill the memory."""
 
+# What TensorFlow's C++ says of itself while it loads, before its log level counts: the processor's
+# features and that there is no GPU, twice a task. It is in the log, and not on the screen.
+_CHATTER = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I0000 .*\.cc:\d+\] ")
 _LAST_LINES = 20
 _MAX_LAST_CHARS = 1000
 
@@ -81,7 +85,7 @@ class TaskOutput:
     def feed(self, data: bytes) -> None:
         """Takes what the task has written."""
         self._log(data)
-        self._show(self._splitter.feed(data))
+        self._show([line for line in self._splitter.feed(data) if not _CHATTER.match(line)])
         progress = self._splitter.progress
         if progress is not None and self._is_chief and not self.muted:
             self._writer.progress(self.name, progress, hue=self._hue)

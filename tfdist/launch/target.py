@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tfdist.errors import UsageError, near
-from tfdist.launch.options import Program
+from tfdist.launch.options import DEFAULT_MODULE, Program
 
 
 def check_program(program: Program, *, search: Sequence[str]) -> None:
@@ -18,8 +18,17 @@ def check_program(program: Program, *, search: Sequence[str]) -> None:
     """
     if program.is_module:
         _check_module(program.target, search=search)
+        if program.target == DEFAULT_MODULE:
+            _check_configuration(program)
     else:
         _check_script(program.target)
+
+
+def _check_configuration(program: Program) -> None:
+    """Raises `UsageError` for what each task of `tfdist.train` would refuse by itself."""
+    from tfdist.configs.command_line import parse  # not for other programs: it takes a moment
+
+    parse(program.args)
 
 
 def _check_script(target: str) -> None:

@@ -376,8 +376,8 @@ def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 # A mean of numbers, one a step, counts numbers and not the examples behind them. A tracker of the
 # user's own that is fed with the step's loss gets it as one device has it, weighted by the share.
 # The loss of each of several outputs is a mean over batches where the size of a batch is not known
-# when the step is traced (https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/
-# compile_utils.py#L836): a small last batch would count too much, so examples are counted.
+# when the step is traced, and a small last batch would count too much: examples are counted
+# (https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/compile_utils.py#L836).
 
 
 def _noting_losses(original: Callable[..., Any]) -> Callable[..., Any]:
