@@ -743,8 +743,8 @@ def _cpu_s(pid):
 
 
 def test_a_misspelt_configuration_is_one_line_and_nothing_is_started(tmp_path):
-    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(tmp_path / "run"),
-               "--strategy", "ps", "--workers", "2", "--ps", "1", "--config.global_batchsize=3"]  # fmt: skip
+    flags = ["--run_dir", str(tmp_path / "run"), "--workers", "2", "--config.global_batchsize=3"]
+    command = [sys.executable, "-m", "tfdist.launch", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
