@@ -364,3 +364,28 @@ def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
     assert list(one) == list(many)
     for name, values in one.items():
         np.testing.assert_allclose(many[name], values, rtol=1e-5)
+
+
+def scalar_loss(y, predicted):
+    return tf.reduce_mean((y - predicted) ** 2)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_loss_function_of_one_number_is_a_mean(strategies, weights):
+    """As most people write theirs."""
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.05), scalar_loss)
+        options = {"batch_size": BATCH_SIZE, "epochs": 2, "seed": 5, "verbose": 0}
+        options["validation_data"] = (ROWS[:20], TARGETS[:20])
+        if weights:
+            options["sample_weight"] = np.full(EXAMPLES, 0.5, "float32")
+        return model, tfdist.fit(model, ROWS, TARGETS, **options).history
+
+    (one, logs), (many, other_logs) = train(strategies[1]), train(strategies[3])
+    np.testing.assert_allclose(one.get_weights()[0], many.get_weights()[0], atol=1e-6)
+    for name, values in logs.items():
+        np.testing.assert_allclose(other_logs[name], values, rtol=1e-5)

@@ -122,6 +122,15 @@ def test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them(strategies):
     assert per_replica(strategies[2], lambda: loss(ones, zeros)) == [4.0, 4.0]
 
 
+def test_stock_losses_of_one_number_count_once_for_each_replica(strategies):
+    with strategies[2].scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", lambda y, predicted: tf.reduce_mean((y - predicted) ** 2))
+    ones, zeros = tf.ones([4, 1]), tf.zeros([4, 1])
+    losses = per_replica(strategies[2], lambda: model.compute_loss(None, ones, zeros))
+    assert losses == [1.0, 1.0]  # and not halves, as of "mse"
+
+
 def test_stock_losses_of_several_outputs_are_means_over_batches():
     x = keras.Input((4,))
     model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in "ab"})
@@ -247,6 +256,7 @@ FAULT_SHOWN_BY = {
         test_stock_metrics_undo_the_number_of_replicas_and_not_the_share
     ),
     "keras_loss.Loss.__call__": test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them,
+    "keras_loss.reduce_values": test_stock_losses_of_one_number_count_once_for_each_replica,
     "CompileLoss.call": test_stock_losses_of_several_outputs_are_means_over_batches,
     "Mean.update_state": test_stock_losses_of_several_outputs_are_means_over_batches,
     "BaseOptimizer.apply": test_stock_clips_before_it_reduces,

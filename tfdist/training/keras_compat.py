@@ -41,6 +41,7 @@ from tensorflow.python.distribute import values as tf_values
 
 _LOG = logging.getLogger(__name__)
 _GOLDEN_RATIO = 0x9E3779B9
+_MEAN = "sum_over_batch_size"
 _PACK_BYTES = 2**20
 
 
@@ -112,6 +113,7 @@ def install() -> None:
         (keras_loss, "scale_loss_for_distribution", _scale_by_share),
         (keras_loss, "unscale_loss_for_distribution", _unscale_by_share),
         (keras_loss.Loss, "__call__", _noting_loss),
+        (keras_loss, "reduce_values", _scaling_scalars),
         (CompileLoss, "call", _noting_losses),
         (Mean, "update_state", _mean_of_examples),
         (BaseOptimizer, "apply", _door),
@@ -371,6 +373,20 @@ def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return call
+
+
+# A loss function that returns one number, and not one for each example, is never scaled by Keras:
+# with n replicas its gradient counts n times. It is taken for a mean over the batch.
+
+
+def _scaling_scalars(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = _MEAN) -> Any:
+        reduced = original(values, sample_weight, reduction)
+        if _current() is None or tuple(values.shape) != () or reduction in ("sum", "none", None):
+            return reduced
+        return keras_loss.scale_loss_for_distribution(reduced)
+
+    return reduce_values
 
 
 # A mean of numbers, one a step, counts numbers and not the examples behind them. A tracker of the
