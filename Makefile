@@ -24,8 +24,14 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 	$(CPU_ONLY) $(PY) -m tfdist.launch --strategy ps --workers 4 --ps 1 $(ARGS)
 
+# Files of one process each run side by side; whole jobs, which fill the machine, run alone.
 test: setup  ## every test; make test ARGS="tests/unit -k store" for some
+ifeq ($(strip $(ARGS)),)
+	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile tests/unit tests/integration
+	$(CPU_ONLY) $(PY) -m pytest tests/multiprocess
+else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
+endif
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,11 @@ def measure(
     """Runs one measuring command and returns the objects it printed.
 
     The command is the leader of a process group that is killed at the deadline and swept at the
-    end. Raises MeasurementError if it fails or prints no measurement.
+    end. Each object also gets ``others_cores``: how many cores everything else on the machine
+    took meanwhile; a figure with more than a tenth of a core there is not worth much. Raises
+    MeasurementError if the command fails or prints no measurement.
     """
+    began, busy_s, own_s = time.perf_counter(), _machine_busy_s(), _own_busy_s()
     with tempfile.TemporaryFile("w+") as output:
         with pinned(core):
             process = subprocess.Popen(
@@ -103,9 +108,11 @@ def measure(
     found = records(text)
     if code != 0 or not found:
         ended = f"no end after {timeout_s:.0f} s" if code is None else f"exit code {code}"
-        last = "\n".join(text.splitlines()[-60:])
+        last = "\n".join(text.splitlines()[-12:])
         raise MeasurementError(f"{' '.join(command)}: {ended}\n{last}")
-    return found
+    others_s = (_machine_busy_s() - busy_s) - (_own_busy_s() - own_s)
+    others_cores = max(others_s / (time.perf_counter() - began), 0.0)
+    return [{**record, "others_cores": others_cores} for record in found]
 
 
 def records(text: str) -> list[dict[str, Any]]:
@@ -116,6 +123,21 @@ def records(text: str) -> list[dict[str, Any]]:
         if start >= 0:
             found.append(json.loads(line[start:]))
     return found
+
+
+def _machine_busy_s() -> float:
+    """Processor seconds of the whole machine since it started, time taken by its host too."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    ticks = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    by_name = dict(zip(names, map(int, ticks), strict=False))
+    busy = sum(count for name, count in by_name.items() if name not in ("idle", "iowait"))
+    return busy / os.sysconf("SC_CLK_TCK")
+
+
+def _own_busy_s() -> float:
+    """Processor seconds of this process and of every child that has ended."""
+    usages = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _sweep(process: subprocess.Popen[bytes]) -> None:

@@ -203,7 +203,10 @@ ROW = row.Row(
     ),
     notes="The workers have a core each; the ps shares worker 0's and the coordinator worker 1's, "
     f"on both sides. tf_keras' servers have {INTER_OP_THREADS} inter-op threads: with the one "
-    "that a pinned server takes by itself they hang.",
+    "that a pinned server takes by itself they hang. Why Model.fit's rate spreads widely where "
+    "nothing is pinned: the job keeps two cores busy to 95 % (a step costs the workers 60 ms of "
+    "processor, the ps 8, the coordinator 3), so whatever else runs is taken off its rate in "
+    "proportion; pinned on a quiet machine its epochs differ by 2 %.",
 )
 
 

@@ -14,8 +14,9 @@ Written by `make bench` (`benchmarks/run.py`) from `results.json`; not by hand. 
 beside its peer, A B A B, on an otherwise idle machine: a figure is the median over the pairs of one
 pair's ratio, and the smallest and largest pair stand beside it. Every process is pinned to a core
 and has one intra-op thread unless a row says otherwise. Rates are of whole epochs timed from
-within, the first left out, so that start-up and tracing are in none of them. What was expected
-was written down before the first measurement.
+within, the first left out, so that start-up and tracing are in none of them. `others_cores` is what
+everything else on the machine took meanwhile: where it is not near 0 the figure is noise. What was
+expected was written down before the first measurement.
 """
 
 

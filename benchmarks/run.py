@@ -42,6 +42,7 @@ ROWS = tuple(
     )
 )
 LEAST_PAIRS = 5
+QUIET_CORES = 0.1
 RAW = harness.HERE / "results.json"
 REPORT = harness.HERE / "RESULTS.md"
 
@@ -100,6 +101,9 @@ def _pair(one: row.Row, label: str) -> dict[str, Sequence[row.Record]]:
         start = time.perf_counter()
         pair[side] = measure()
         say(f"{label} {side}: {time.perf_counter() - start:.0f} s")
+        others = max(record["others_cores"] for record in pair[side])
+        if others > QUIET_CORES:
+            say(f"{label} {side}: something else took {others:.1f} cores meanwhile")
     return pair
 
 
