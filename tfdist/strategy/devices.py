@@ -12,6 +12,7 @@ from tfdist.errors import UsageError
 
 _LOG = logging.getLogger(__name__)
 _LOGICAL_CPUS_PER_CORE = 4
+_PIECE_BYTES = 2**20
 
 
 def require_unused_runtime() -> None:
@@ -43,6 +44,18 @@ def grow_gpu_memory() -> None:
     """Lets every visible GPU allocate as it needs, so that processes can share one."""
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
+
+
+def send_in_large_pieces() -> None:
+    """Lets collectives on CPUs send pieces of a megabyte instead of 4 KiB, copied one by one.
+
+    There is no public way to set it; seen on TensorFlow 2.21
+    (``recv_buf_max_chunk`` in tensorflow/core/protobuf/config.proto).
+    """
+    context = tf_context.context()
+    config = context._config or tf.compat.v1.ConfigProto()
+    config.experimental.recv_buf_max_chunk = _PIECE_BYTES
+    context._config = config
 
 
 def replica_devices(count: int | None) -> list[str]:

@@ -145,6 +145,7 @@ def _multiworker(
         )
     implementation = tf.distribute.experimental.CommunicationImplementation
     ring = implementation.AUTO if gpus else implementation.RING
+    devices.send_in_large_pieces()
     options = options or tf.distribute.experimental.CommunicationOptions(implementation=ring)
     with rendezvous.PeerWatch(config, timeout_s=timeout_s):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
