@@ -1,0 +1,39 @@
+"""A peer that never comes is named, and the tasks that wait for it give up in time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
+from tfdist.errors import EXIT_PEER_MISSING
+
+DEADLINE_S = 60
+CASES = {
+    "chief of a ps job": (Task("chief", 0), "worker-1"),
+    "worker of a ps job": (Task("worker", 0), "chief-0"),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_task_names_whom_it_waits_for_and_gives_up(case, monkeypatch):
+    task, missing = CASES[case]
+    ports = hold_ports(4)
+    a, b, chief, ps = (port.address for port in ports)
+    cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
+    options = JobOptions(startup_timeout_s=3.0)
+    monkeypatch.setenv("TF_CONFIG", encode(TaskConfig(cluster=cluster, task=task, options=options)))
+    command = [sys.executable, "-c", "import tfdist; tfdist.make_strategy()"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"still waiting after {DEADLINE_S} s\n{error.stderr}")
+    assert done.returncode == EXIT_PEER_MISSING, done.stderr
+    (line,) = [text for text in done.stderr.splitlines() if text.startswith("tfdist: ")]
+    address = cluster.address(Task(missing[:-2], int(missing[-1])))
+    assert f"{missing} ({address}" in line
+    assert "raise --startup_timeout_s" in line
