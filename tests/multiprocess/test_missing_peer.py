@@ -8,12 +8,13 @@ import sys
 import pytest
 
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
-from tfdist.errors import EXIT_PEER_MISSING
+from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
 DEADLINE_S = 60
 CASES = {
     "chief of a ps job": (Task("chief", 0), "worker-1"),
     "worker of a ps job": (Task("worker", 0), "chief-0"),
+    "worker of a multiworker job": (Task("worker", 0), "worker-1"),
 }
 
 
@@ -23,6 +24,8 @@ def test_a_task_names_whom_it_waits_for_and_gives_up(case, monkeypatch):
     ports = hold_ports(4)
     a, b, chief, ps = (port.address for port in ports)
     cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
+    if "multiworker" in case:
+        cluster = ClusterSpec(worker=(a, b))
     options = JobOptions(startup_timeout_s=3.0)
     monkeypatch.setenv("TF_CONFIG", encode(TaskConfig(cluster=cluster, task=task, options=options)))
     command = [sys.executable, "-c", "import tfdist; tfdist.make_strategy()"]
@@ -37,3 +40,34 @@ def test_a_task_names_whom_it_waits_for_and_gives_up(case, monkeypatch):
     address = cluster.address(Task(missing[:-2], int(missing[-1])))
     assert f"{missing} ({address}" in line
     assert "raise --startup_timeout_s" in line
+
+
+def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
+    program = (
+        "import ctypes; from tfdist.strategy.rendezvous import last_resort\n"
+        "with last_resort(timeout_s=0.5):\n"
+        "    ctypes.PyDLL(None).sleep(600)  # holds Python's lock, as TensorFlow does\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert 'File "<string>", line 3' in done.stderr
+
+
+def test_a_mistake_ends_a_program_without_the_launcher_in_one_line(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{'cluster': {}}")
+    done = subprocess.run(
+        [sys.executable, "-c", "import tfdist; tfdist.make_strategy()"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == EXIT_USAGE
+    assert "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("tfdist: TF_CONFIG")]

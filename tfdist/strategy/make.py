@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfdist.cluster import Task, TaskConfig, from_environ, resolved_strategy
+from tfdist.cluster import Task, TaskConfig, from_environ, phases, resolved_strategy
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, rendezvous
+from tfdist.strategy.exit_code import end_mistakes_in_one_line
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.serve import serve
 
@@ -45,6 +46,7 @@ def make_strategy(
       UsageError: TF_CONFIG is wrong or contradicts `kind`; more devices than there are;
         TensorFlow has already run an operation.
     """
+    end_mistakes_in_one_line()
     config = from_environ(os.environ if environ is None else environ)
     kind = _resolve(kind, config)
     made = current_job()
@@ -56,6 +58,7 @@ def make_strategy(
     devices.grow_gpu_memory()
     count = devices_per_worker or (options.devices_per_worker if options else None)
     timeout_s = startup_timeout_s or (options.startup_timeout_s if options else 60.0)
+    phases.enter("rendezvous")
     if kind == "single":
         strategy = _single(count)
     elif kind == "mirrored":
@@ -65,6 +68,7 @@ def make_strategy(
     else:
         strategy = _parameter_server(_needed(config, kind), timeout_s)
     _hear_sigterm()
+    phases.enter("import")
     job = remember(Job(strategy=strategy, kind=kind, config=config))
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
     return strategy
@@ -147,7 +151,8 @@ def _multiworker(
     ring = implementation.AUTO if gpus else implementation.RING
     devices.send_in_large_pieces()
     options = options or tf.distribute.experimental.CommunicationOptions(implementation=ring)
-    with rendezvous.PeerWatch(config, timeout_s=timeout_s):
+    rendezvous.await_peers(config, timeout_s=timeout_s)
+    with rendezvous.last_resort(timeout_s=timeout_s):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=_resolver(config), communication_options=options
         )

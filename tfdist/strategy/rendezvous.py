@@ -1,27 +1,32 @@
 """Waiting for peers with a deadline, and saying who is missing.
 
 TensorFlow waits for ever for a task that never starts, and names nobody
-(https://github.com/tensorflow/tensorflow/issues/46169). While it waits in C++, a thread here
-asks every peer's port and ends the process when the deadline has passed.
+(https://github.com/tensorflow/tensorflow/issues/46169). Under multiworker it does so with Python's
+lock held, so that no thread of Python could tell: there the tasks wait for each other here first
+(`await_peers`). Under ps a thread asks every peer's port while TensorFlow waits (`PeerWatch`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
 from tfdist.cluster import Task, TaskConfig
-from tfdist.errors import StartupTimeout
+from tfdist.errors import StartupTimeout, UsageError
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 1.0
+_FIRST_PROBE_S = 0.02  # the next one comes after twice the time, up to the above
 _SAY_EVERY_S = 10.0
+_BACKLOG = 4096  # connections that peers may open before anybody takes them
 
 
 def answers(address: str, *, timeout_s: float = 0.5) -> bool:
@@ -37,6 +42,73 @@ def answers(address: str, *, timeout_s: float = 0.5) -> bool:
 def missing_peers(config: TaskConfig, peers: Iterable[Task]) -> list[Task]:
     """The tasks of `peers` at whose address nothing answers now."""
     return [task for task in peers if not answers(config.cluster.address(task))]
+
+
+def await_peers(
+    config: TaskConfig,
+    *,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Returns when every other training task has been seen at its address.
+
+    Meanwhile this task answers at its own address, in place of the server that TensorFlow starts
+    there afterwards. Every task of a multiworker job calls it.
+
+    Raises:
+      StartupTimeout: naming those that did not come within `timeout_s`.
+      UsageError: this task's own port is in use.
+    """
+    missing = [task for task in config.cluster.training_tasks() if task != config.task]
+    start = said = clock()
+    pause_s = _FIRST_PROBE_S
+    with _answering(config):
+        while missing := missing_peers(config, missing):
+            waited_s = clock() - start
+            if waited_s >= timeout_s:
+                raise StartupTimeout(_message(config, missing, waited_s, timeout_s))
+            if clock() - said >= _SAY_EVERY_S:
+                said = clock()
+                _LOG.warning("%s", _message(config, missing, waited_s, timeout_s))
+            sleep(min(pause_s, timeout_s - waited_s))
+            pause_s = min(2 * pause_s, _PROBE_EVERY_S)
+
+
+@contextlib.contextmanager
+def _answering(config: TaskConfig) -> Iterator[None]:
+    """Accepts connections at this task's port on every interface, as TensorFlow's server will."""
+    address = config.cluster.address(config.task)
+    port = int(address.rpartition(":")[2])
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    try:
+        listener = socket.create_server(
+            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6
+        )
+    except OSError as error:
+        raise UsageError(
+            f"{config.task}",
+            received=f"{address}, which cannot be listened at ({error.strerror})",
+            expected="a free port of this machine",
+            fix="end what listens there, or give the task another port in TF_CONFIG",
+        ) from error
+    with listener:
+        yield
+
+
+@contextlib.contextmanager
+def last_resort(*, timeout_s: float) -> Iterator[None]:
+    """Ends the process, with its Python stacks, when the block takes longer than `timeout_s`.
+
+    For a call into TensorFlow that holds Python's lock: the timer behind it needs none. It is
+    for the peer that was there and died before TensorFlow had seen it; the exit code is 1.
+    """
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class PeerWatch:
@@ -81,19 +153,22 @@ class PeerWatch:
             missing = missing_peers(self._config, missing)
             waited_s = self._clock() - start
             if waited_s >= self._timeout_s:
-                self._give_up(StartupTimeout(self._message(missing, waited_s)))
+                self._give_up(
+                    StartupTimeout(_message(self._config, missing, waited_s, self._timeout_s))
+                )
                 return
             if self._clock() - said >= _SAY_EVERY_S:
                 said = self._clock()
-                _LOG.warning("%s", self._message(missing, waited_s))
+                _LOG.warning("%s", _message(self._config, missing, waited_s, self._timeout_s))
 
-    def _message(self, missing: list[Task], waited_s: float) -> str:
-        where = f"{self._config.task}: waited {waited_s:.0f} s of {self._timeout_s:.0f} s for"
-        if not missing:
-            return f"{where} the cluster to form, although every peer answers"
-        named = ", ".join(f"{t} ({self._config.cluster.address(t)})" for t in missing[:8])
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        return f"{where} {named}{more}. Fix: start them, or raise --startup_timeout_s"
+
+def _message(config: TaskConfig, missing: list[Task], waited_s: float, timeout_s: float) -> str:
+    where = f"{config.task}: waited {waited_s:.0f} s of {timeout_s:.0f} s for"
+    if not missing:
+        return f"{where} the cluster to form, although every peer answers"
+    named = ", ".join(f"{t} ({config.cluster.address(t)})" for t in missing[:8])
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return f"{where} {named}{more}. Fix: start them, or raise --startup_timeout_s"
 
 
 def end_process(error: StartupTimeout) -> None:
