@@ -196,6 +196,21 @@ def test_a_run_shorter_than_that_still_says_that_it_began_and_ended() -> None:
     assert len(progress_lines(step_s=0.01, steps=1)) == 1
 
 
+def test_under_a_launcher_on_a_terminal_each_line_takes_the_place_of_the_last() -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=False, width=40, soft_wrap=True)
+    display = ProgressDisplay(total_steps=3, console=console, clock=clock, in_place=True)
+    display.begin(step=0, examples=0)
+    for step in range(1, 4):
+        clock.now_s += 0.1
+        display.update(step=step, examples=64 * step)
+    display.end()
+    first, last = out.getvalue().split("\r")
+    assert first.startswith("step 1 of 3 (33 %)")
+    assert last.startswith("step 3 of 3 (100 %)")
+    assert last.endswith("done\n")
+
+
 def test_the_rate_is_of_the_last_seconds_and_not_of_the_start() -> None:
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=False, soft_wrap=True)

@@ -31,6 +31,8 @@ class JobOptions:
     """Which start of the job by its supervisor this is, from 1 on."""
     threads_per_task: int | None = None
     """CPU threads of each task; None leaves it to the strategy."""
+    terminal: bool = False
+    """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, where="tfdist.strategy")
@@ -40,6 +42,7 @@ class JobOptions:
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
         _check_directory("run_dir", self.run_dir)
+        _check_switch("terminal", self.terminal)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
@@ -98,3 +101,10 @@ def _check_directory(name: str, value: object) -> None:
         expected="the path of a directory",
         fix="give a path as a string, or null for none",
     )
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(
+            f"tfdist.{name}", received=shown(value), expected="true or false", fix="give one"
+        )

@@ -1,4 +1,8 @@
-"""How far a run is: a bar on a terminal, a plain line every ten seconds elsewhere."""
+"""How far a run is: a bar on a terminal, a plain line every ten seconds elsewhere.
+
+A task of a launcher that stands on a terminal ends its line with a carriage return, so that the
+launcher shows the next one in its place.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 _EVERY_S = 10.0
+_IN_PLACE_EVERY_S = 0.25
 _RATE_OVER_S = 15.0
 _SHOWN = ("loss", "accuracy", "val_loss", "val_accuracy")
 
@@ -26,12 +31,14 @@ class ProgressDisplay:
         total_steps: int,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-        every_s: float = _EVERY_S,
+        in_place: bool = False,
+        every_s: float | None = None,
     ) -> None:
         self._total_steps = total_steps
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._clock = clock
-        self._every_s = every_s
+        self._in_place = in_place
+        self._every_s = every_s or (_IN_PLACE_EVERY_S if in_place else _EVERY_S)
         self._bar: Progress | None = None
         self._logs: dict[str, float] = {}
         self._past: list[tuple[float, int, int]] = []
@@ -71,14 +78,21 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        elif self._past and self._past[-1][1] not in (self._shown_step, self._past[0][1]):
-            self._write_line(self._past[-1][1], self._clock())
+        elif self._past and self._past[-1][1] != self._past[0][1]:
+            if self._in_place or self._past[-1][1] != self._shown_step:
+                self._write_line(self._past[-1][1], self._clock(), is_last=True)
+            self._past = []
 
-    def _write_line(self, step: int, now: float) -> None:
+    def _write_line(self, step: int, now: float, *, is_last: bool = False) -> None:
         self._shown_at, self._shown_step = now, step
         share = 100 * step / self._total_steps
         line = f"step {step:,} of {self._total_steps:,} ({share:.0f} %)  {self._state()}"
-        self._console.print(line, markup=False, emoji=False)
+        if not self._in_place:
+            self._console.print(line, markup=False, emoji=False)
+            return
+        # Past rich, which takes a carriage return out of what it prints.
+        self._console.file.write(line + ("\n" if is_last else "\r"))
+        self._console.file.flush()
 
     def _state(self) -> str:
         parts = [f"{name} {number(value)}" for name, value in sorted(self._logs.items(), key=_rank)]
