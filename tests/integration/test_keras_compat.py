@@ -6,6 +6,7 @@ step, where stock behaviour must be what it was.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -20,7 +21,9 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
+from packaging.version import Version
 from tensorflow.python.distribute import parameter_server_strategy_v2
 
 import tfdist
@@ -110,7 +113,7 @@ def test_stock_losses_count_replicas_and_not_examples(strategies):
 
 def test_stock_metrics_undo_the_number_of_replicas_and_not_the_share(strategies):
     value = per_replica(
-        strategies[2], lambda: keras_compat.keras_loss.unscale_loss_for_distribution(tf.ones([]))
+        strategies[2], lambda: keras_loss.unscale_loss_for_distribution(tf.ones([]))
     )
     assert value == [2.0, 2.0]
 
@@ -250,13 +253,19 @@ def test_stock_warns_of_functions_traced_on_purpose(caplog):
 
 FAULT_SHOWN_BY = {
     "SeedGenerator.next": test_stock_replicas_drop_the_same_units,
-    "seed_generator.global_seed_generator": test_stock_replicas_have_no_generator_in_common,
-    "keras_loss.scale_loss_for_distribution": test_stock_losses_count_replicas_and_not_examples,
-    "keras_loss.unscale_loss_for_distribution": (
+    "keras.src.random.seed_generator.global_seed_generator": (
+        test_stock_replicas_have_no_generator_in_common
+    ),
+    "keras.src.losses.loss.scale_loss_for_distribution": (
+        test_stock_losses_count_replicas_and_not_examples
+    ),
+    "keras.src.losses.loss.unscale_loss_for_distribution": (
         test_stock_metrics_undo_the_number_of_replicas_and_not_the_share
     ),
-    "keras_loss.Loss.__call__": test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them,
-    "keras_loss.reduce_values": test_stock_losses_of_one_number_count_once_for_each_replica,
+    "Loss.__call__": test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them,
+    "keras.src.losses.loss.reduce_values": (
+        test_stock_losses_of_one_number_count_once_for_each_replica
+    ),
     "CompileLoss.call": test_stock_losses_of_several_outputs_are_means_over_batches,
     "Mean.update_state": test_stock_losses_of_several_outputs_are_means_over_batches,
     "BaseOptimizer.apply": test_stock_clips_before_it_reduces,
@@ -267,24 +276,32 @@ FAULT_SHOWN_BY = {
     "Variable._direct_assign": test_stock_statistics_drift_apart,
     "Variable.assign_add": test_stock_adds_in_three_operations,
     "Variable.assign_sub": test_stock_adds_in_three_operations,
-    "distribute_lib.StrategyExtendedV1._use_merge_call": test_stock_updates_go_through_merge_call,
-    "mirrored_strategy.MirroredExtended._use_merge_call": (
-        test_stock_accumulation_fails_under_a_strategy
-    ),
-    "collective_all_reduce_strategy.CollectiveAllReduceExtended._use_merge_call": (
-        test_stock_accumulation_fails_under_a_strategy
-    ),
-    "tf_values._on_write_update_replica": (
+    "StrategyExtendedV1._use_merge_call": test_stock_updates_go_through_merge_call,
+    "MirroredExtended._use_merge_call": test_stock_accumulation_fails_under_a_strategy,
+    "CollectiveAllReduceExtended._use_merge_call": test_stock_accumulation_fails_under_a_strategy,
+    "tensorflow.python.distribute.values._on_write_update_replica": (
         test_stock_writes_of_a_replica_cannot_stand_inside_a_condition
     ),
 }
 
 
 def test_every_replacement_has_its_test():
-    with open(keras_compat.__file__, encoding="utf-8") as file:
-        text = re.search(r"\ndef install\(.*?\n\n\n", file.read(), re.DOTALL)
-    pairs = re.findall(r"\(\s*([\w.]+),\s*\"(\w+)\",", text[0])
-    assert {f"{owner}.{name}" for owner, name in pairs} == set(FAULT_SHOWN_BY)
+    targets = [replacement.target for replacement in keras_compat.REPLACEMENTS]
+    assert sorted(targets) == sorted(FAULT_SHOWN_BY)
+
+
+def test_every_replacement_names_what_it_works_around():
+    where = r"https://github\.com/(keras-team/keras|tensorflow/tensorflow)/(issues/\d+$|blob/v)"
+    for replacement in keras_compat.REPLACEMENTS:
+        assert re.match(where, replacement.issue), replacement.target
+
+
+def test_no_replacement_outlives_the_version_that_ends_it():
+    for replacement in keras_compat.REPLACEMENTS:
+        if replacement.ended_by is not None:
+            package, release = replacement.ended_by.split()
+            installed = importlib.metadata.version(package)
+            assert Version(installed) < Version(release), replacement.target
 
 
 # What stock Keras computes in a process that never heard of tfdist, and in this one.

@@ -1,0 +1,47 @@
+"""Every workaround for Keras and TensorFlow that the training step needs, in one place.
+
+The replacements are put in place once, by `install`, and do nothing unless the calling thread is
+tracing a tfdist step (`tracing`): anything else in the process sees stock Keras. `REPLACEMENTS`
+lists them, each with the issue it works around and the version that ends it.
+`tests/integration/test_keras_compat.py` has one test for each that fails on the day Keras no
+longer needs it. Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21; no release ends one of them,
+and Keras' code of August 2026, to become 3.16, reads the same in these places.
+
+    trace         what the replacements know about the step that this thread is tracing
+    replacement   what a replacement is
+    gradients     the one door: gradients are reduced where they enter the optimizer
+    reduction     the sum over replicas itself, in few messages
+    updates       behind the door: each replica updates its own copy of a variable
+    losses        a replica's loss counts by its share of the global batch
+    metrics       means count examples
+    variables     statistics travel with the gradients; additions in one operation; local values
+    randomness    draws come from (seed, step, replica)
+    functions     `tf.function` without its warning of tracing often
+    installing    puts all of it in place
+
+The heart is the one door for gradients: where they enter `Optimizer.apply`, and nowhere else,
+they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
+what one device would see, and every replica does the same update on its own copy.
+"""
+
+from __future__ import annotations
+
+from tfdist.training.keras_compat.functions import compiled
+from tfdist.training.keras_compat.installing import REPLACEMENTS, install, tracing
+from tfdist.training.keras_compat.losses import logs_by_share
+from tfdist.training.keras_compat.randomness import random_key
+from tfdist.training.keras_compat.reduction import sum_over_replicas
+from tfdist.training.keras_compat.replacement import Replacement
+from tfdist.training.keras_compat.trace import StepTrace
+
+__all__ = [
+    "REPLACEMENTS",
+    "Replacement",
+    "StepTrace",
+    "compiled",
+    "install",
+    "logs_by_share",
+    "random_key",
+    "sum_over_replicas",
+    "tracing",
+]

@@ -1,0 +1,120 @@
+"""One door for gradients: they are reduced where they enter the optimizer.
+
+Keras clips, checks and accumulates each replica's own gradient and sums after
+(https://github.com/tensorflow/tensorflow/issues/25806 says so of its forerunner), so that clipping
+differs from one device, an overflow on one replica goes unseen, and a mean over uneven shares is a
+wrong mean. Ended by: no release, Keras 3.15.1 included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from tensorflow.python.distribute import distribute_lib
+
+from tfdist.training.keras_compat.reduction import reduced, times
+from tfdist.training.keras_compat.replacement import Replacement
+from tfdist.training.keras_compat.trace import StepTrace, current
+
+_SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
+
+
+def _door(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        trace = current()
+        if trace is None or trace.in_door or not (trace.num_replicas > 1 or _on_ps()):
+            return original(self, grads, trainable_variables)
+        if trace.num_replicas > 1:
+            grads = reduced(_weighted(list(grads), trace), trace)
+        trace.in_door = True
+        try:
+            with _cross_replica_on_ps():
+                return original(self, grads, trainable_variables)
+        finally:
+            trace.in_door = False
+
+    return apply
+
+
+def _on_ps() -> bool:
+    strategy = tf.distribute.get_strategy()
+    return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+
+
+@contextlib.contextmanager
+def _cross_replica_on_ps() -> Iterator[None]:
+    """Under ps, updates go straight to the variables, from where no thread is waited for."""
+    if not _on_ps():
+        yield
+        return
+    mode = distribute_lib._CrossReplicaThreadMode(tf.distribute.get_strategy())
+    distribute_lib._push_per_thread_mode(mode)
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
+    """Weights by the share where the step's loss was never scaled: a loss made by hand."""
+    if trace.loss_scaled:
+        return grads
+    return [None if g is None else times(g, trace.share) for g in grads]
+
+
+def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Behind the door every replica finds the same gradients finite, without `merge_call`."""
+
+    def tf_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        trace = current()
+        if trace is not None and trace.in_door:
+            return self._common_apply(grads, trainable_variables)
+        return original(self, grads, trainable_variables)
+
+    return tf_apply
+
+
+def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce(self: Any, grads_and_vars: Any) -> Any:
+        trace = current()
+        if trace is not None and trace.in_door:
+            return list(grads_and_vars)
+        return original(self, grads_and_vars)
+
+    return reduce
+
+
+REPLACEMENTS = (
+    Replacement(
+        owner=BaseOptimizer,
+        name="apply",
+        make=_door,
+        issue=f"{_SOURCE}/base_optimizer.py#L588",
+    ),
+    # Keras asks the first replica alone whether the gradients are finite.
+    Replacement(
+        owner=LossScaleOptimizer,
+        name="apply",
+        make=_door,
+        issue=f"{_SOURCE}/loss_scale_optimizer.py#L276",
+    ),
+    Replacement(
+        owner=LossScaleOptimizer,
+        name="_tf_apply",
+        make=_loss_scaling,
+        issue="https://github.com/keras-team/keras/issues/18666",
+    ),
+    # The update sums once more, and has no switch against it.
+    Replacement(
+        owner=TFOptimizer,
+        name="_all_reduce_sum_gradients",
+        make=_already_reduced,
+        issue="https://github.com/keras-team/keras/issues/19308",
+    ),
+)

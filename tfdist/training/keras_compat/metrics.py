@@ -1,0 +1,70 @@
+"""Means count examples.
+
+A mean of numbers, one a step, counts numbers and not the examples behind them. A tracker of the
+user's own that is fed with the step's loss gets it as one device has it, weighted by the share.
+The loss of each of several outputs is a mean over batches where the size of a batch is not known
+when the step is traced, and a small last batch would count too much: examples are counted.
+Ended by: no release, Keras 3.15.1 included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.metrics.reduction_metrics import Mean
+from keras.src.trainers.compile_utils import CompileLoss
+
+from tfdist.training.keras_compat.losses import comes_of_scaled, unscaled
+from tfdist.training.keras_compat.replacement import Replacement
+from tfdist.training.keras_compat.trace import current
+
+_SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
+
+
+def _noting_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        trace = current()
+        if trace is None:
+            return original(self, y_true, y_pred, sample_weight)
+        trace.in_losses = True
+        try:
+            return original(self, y_true, y_pred, sample_weight)
+        finally:
+            trace.in_losses = False
+
+    return call
+
+
+def _mean_of_examples(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        trace = current()
+        if trace is None or sample_weight is not None:
+            return original(self, values, sample_weight)
+        if trace.in_losses:
+            return original(self, values, trace.examples)
+        values = tf.convert_to_tensor(values)
+        if trace.num_replicas == 1 or values.shape.rank != 0:
+            return original(self, values)
+        if comes_of_scaled(values, trace):
+            values = unscaled(values, trace)
+        return original(self, values, trace.share)
+
+    return update_state
+
+
+REPLACEMENTS = (
+    Replacement(
+        owner=CompileLoss,
+        name="call",
+        make=_noting_losses,
+        issue=f"{_SOURCE}/trainers/compile_utils.py#L836",
+    ),
+    Replacement(
+        owner=Mean,
+        name="update_state",
+        make=_mean_of_examples,
+        issue=f"{_SOURCE}/metrics/reduction_metrics.py#L138",
+    ),
+)

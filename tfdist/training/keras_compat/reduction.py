@@ -1,0 +1,81 @@
+"""The sum over replicas: gradients and statistics together, in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.training.keras_compat.trace import StepTrace
+from tfdist.training.keras_compat.updates import own_copy
+
+_PACK_BYTES = 2**20
+
+
+def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
+    """Sums gradients over the replicas; the statistics of the forward pass travel with them."""
+    noted, trace.statistics = trace.statistics, []
+    statistics = [times(tf.convert_to_tensor(v.value), trace.share) for v in noted]
+    dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
+    totals = sum_over_replicas([grads[i] for i in dense] + statistics)
+    for i, total in zip(dense, totals, strict=False):
+        grads[i] = total
+    for variable, total in zip(noted, totals[len(dense) :], strict=True):
+        own_copy(variable).assign(total)
+    sparse = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
+    if sparse:
+        context = tf.distribute.get_replica_context()
+        slices = context.all_reduce("SUM", [grads[i] for i in sparse])
+        for i, total in zip(sparse, slices, strict=True):
+            grads[i] = total
+    return grads
+
+
+def reduce_statistics(trace: StepTrace) -> None:
+    """Reduces what was written after the last door, at the end of the step."""
+    if trace.statistics:
+        reduced([], trace)
+
+
+def times(gradient: Any, factor: tf.Tensor | float) -> Any:
+    """The product of a dense or sparse gradient and a scalar."""
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor over all replicas, small ones packed into few messages. Replica context.
+
+    A large one is a message of its own: it needs no copy, and leaves while others are computed.
+    """
+    context = tf.distribute.get_replica_context()
+    results: list[tf.Tensor] = list(tensors)
+    for pack in _packs(tensors):
+        if len(pack) == 1:
+            results[pack[0]] = context.all_reduce("SUM", tensors[pack[0]])
+            continue
+        flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in pack], 0)
+        total = context.all_reduce("SUM", flat)
+        sizes = [tf.size(tensors[i]) for i in pack]
+        for i, part in zip(pack, tf.split(total, sizes, num=len(pack)), strict=True):
+            results[i] = tf.ensure_shape(tf.reshape(part, tf.shape(tensors[i])), tensors[i].shape)
+    return results
+
+
+def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Groups of tensors that travel together: of one type, of no more than `_PACK_BYTES`."""
+    packs: list[list[int]] = []
+    open_packs: dict[Any, tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        size_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+        pack, filled = open_packs.get(tensor.dtype, ([], _PACK_BYTES))
+        if filled + size_bytes > _PACK_BYTES:
+            pack, filled = [], 0
+            packs.append(pack)
+        pack.append(i)
+        if size_bytes < _PACK_BYTES:
+            open_packs[tensor.dtype] = pack, filled + size_bytes
+    return packs

@@ -1,0 +1,59 @@
+"""What the replacements know about the step that a thread is tracing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class StepTrace:
+    """What the replacements know about the step that this thread is tracing.
+
+    Attributes:
+      num_replicas: replicas whose gradients are summed; 1 needs no reduction.
+      share: this replica's part of the global batch, scalar float32 or a float.
+      examples: how many of this replica's examples count, scalar integer.
+      random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
+      training: False leaves losses as they are.
+      local: values of variables, by `id`, that live in the step and not in the variable.
+    """
+
+    num_replicas: int
+    share: tf.Tensor | float
+    examples: tf.Tensor | int
+    random_key: tf.Tensor
+    training: bool = True
+    local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    draws: int = 0
+    in_door: bool = False
+    in_losses: bool = False
+    loss_scaled: bool = False
+    scaled: set[str] = dataclasses.field(default_factory=set)
+    unscaled: set[str] = dataclasses.field(default_factory=set)
+    statistics: list[Variable] = dataclasses.field(default_factory=list)
+    graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
+
+
+_thread = threading.local()
+
+
+def current() -> StepTrace | None:
+    """The trace that this thread follows, None outside a tfdist step."""
+    return getattr(_thread, "trace", None)
+
+
+@contextlib.contextmanager
+def following(trace: StepTrace) -> Iterator[None]:
+    """Makes `trace` the current one of this thread."""
+    _thread.trace = trace
+    try:
+        yield
+    finally:
+        _thread.trace = None
