@@ -86,6 +86,7 @@ def configs(draw: st.DrawFn) -> TaskConfig:
         run_dir=draw(st.none() | st.text(min_size=1).filter(lambda s: s.strip() and "\0" not in s)),
         attempt=draw(st.integers(1, 2**31 - 1)),
         threads_per_task=draw(st.none() | st.integers(1, 1024)),
+        min_workers=draw(st.none() | st.integers(1, 1024)),
         terminal=draw(st.booleans()),
     )
     return TaskConfig(cluster=cluster, task=draw(st.sampled_from(tasks)), options=options)
@@ -341,6 +342,7 @@ def test_a_mistake_in_the_object_is_one_line_with_its_place_and_fix(
         ({"devices_per_worker": "2"}, "tfdist.devices_per_worker", "without quotes"),
         ({"threads_per_task": True}, "tfdist.threads_per_task", "received True"),
         ({"threads_per_task": 2**31}, "tfdist.threads_per_task", "to 2147483647"),
+        ({"min_workers": 0}, "tfdist.min_workers", "or null"),
         ({"terminal": 1}, "tfdist.terminal", "true or false"),
         ({"run_dir": ""}, "tfdist.run_dir", "received ''"),
         ({"run_dir": 3}, "tfdist.run_dir", "received 3"),

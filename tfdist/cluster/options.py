@@ -25,6 +25,8 @@ class JobOptions:
     """Devices that compute gradients in each task; None takes what the strategy finds."""
     startup_timeout_s: float = 60.0
     """How long a task waits for the others before it gives up and names them."""
+    min_workers: int | None = None
+    """With how many workers a job may start when the others do not come; None asks for all."""
     run_dir: str | None = None
     """Where the job writes; None writes nothing."""
     attempt: int = 1
@@ -38,6 +40,7 @@ class JobOptions:
         check_strategy(self.strategy, where="tfdist.strategy")
         _check_count("devices_per_worker", self.devices_per_worker, optional=True)
         _check_count("threads_per_task", self.threads_per_task, optional=True)
+        _check_count("min_workers", self.min_workers, optional=True)
         _check_count("attempt", self.attempt, optional=False)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))

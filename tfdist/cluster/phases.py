@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-PHASES = ("import", "rendezvous", "trace", "step", "save", "validate", "callback", "done")
+PHASES = ("import", "rendezvous", "serve", "trace", "step", "save", "validate", "callback", "done")
 """What a task does, in the order in which it first does it.
 
-In ``step``, ``save`` and ``validate`` it may wait for other tasks; ``callback`` is code of the
-user's own between two ranges of steps.
+In ``rendezvous``, ``step``, ``save`` and ``validate`` it may wait for other tasks; ``callback`` is
+code of the user's own between two ranges of steps. In ``import`` and ``done``, before and after the
+training, and in ``serve``, as a worker or ps that a chief gives work to, it may take its time.
 """
 
 
@@ -45,7 +46,11 @@ def current() -> PhaseState:
 
 
 def enter(phase: str, *, step: int | None = None) -> None:
-    """Says that this process has begun a phase, and how many steps are done if that is known."""
+    """Says that this process has begun a phase, and how many steps are done if that is known.
+
+    For the thread that trains: what a thread beside it does is not what the process is doing.
+    Entering the phase that it is in says that work goes on.
+    """
     global _state
     now_s, before = time.monotonic(), _state
     first = before.first_step_s

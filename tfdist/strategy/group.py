@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import from_environ
+from tfdist.cluster import read_environment
 from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
@@ -23,7 +23,7 @@ def is_chief() -> bool:
     """True in the one task that writes; true in a process that stands alone. Not a collective."""
     job = current_job()
     if job is None:
-        config = from_environ(os.environ)
+        config = read_environment(os.environ)
         return config is None or not config.cluster.tasks() or _is_chief_task(config)
     return job.is_chief
 

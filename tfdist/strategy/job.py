@@ -7,7 +7,7 @@ import os
 
 import tensorflow as tf
 
-from tfdist.cluster import TaskConfig, from_environ
+from tfdist.cluster import TaskConfig, read_environment
 
 KINDS = ("single", "mirrored", "multiworker", "ps")
 
@@ -76,9 +76,9 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
         if job.strategy is strategy:
             return job
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
-        return remember(Job(strategy=strategy, kind="ps", config=from_environ(os.environ)))
+        return remember(Job(strategy=strategy, kind="ps", config=read_environment(os.environ)))
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        config = from_environ(os.environ)
+        config = read_environment(os.environ)
         return remember(Job(strategy=strategy, kind="multiworker", config=config))
     kind = "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "single"
     return Job(strategy=strategy, kind=kind)

@@ -1,0 +1,469 @@
+"""Which job a process is part of, from the environments of schedulers, recorded and broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist.cluster import (
+    ClusterSpec,
+    JobOptions,
+    Task,
+    TaskConfig,
+    encode,
+    read_environment,
+    slurm,
+)
+from tfdist.cluster.address import split_address
+from tfdist.cluster.hostlist import compress
+from tfdist.cluster.placement import FIRST_PORT, PORTS_PER_JOB, port_of_job
+from tfdist.cluster.wishes import NAMES, Wishes
+from tfdist.errors import UsageError
+
+FOLDER = Path(__file__).parent / "environments"
+Environ = dict[str, str]
+
+
+def recorded(name: str) -> list[Environ]:
+    """The environment of each task of a recorded job, in order of rank."""
+    record = json.loads((FOLDER / f"{name}.json").read_text())
+    return [{**record["common"], **own} for own in record["tasks"]]
+
+
+def read_all(environs: list[Environ]) -> list[TaskConfig]:
+    configs = [read_environment(environ) for environ in environs]
+    return [config for config in configs if config is not None]
+
+
+def refusal(environ: Environ, variable: str) -> str:
+    with pytest.raises(UsageError) as error:
+        read_environment(environ)
+    said = str(error.value)
+    assert said.startswith(f"{variable}: received ")
+    assert said.isprintable()
+    assert len(said) < 500
+    return said
+
+
+def records() -> list[Any]:
+    found = [json.loads(path.read_text()) | {"name": path.stem} for path in FOLDER.glob("*.json")]
+    assert len(found) > 30
+    return sorted(found, key=lambda record: record["name"])
+
+
+JOBS = [r for r in records() if r["hosts_of_ranks"] and not r["name"].startswith("refused")]
+SINGLE = [r for r in records() if not r["hosts_of_ranks"]]
+
+
+@pytest.mark.parametrize("record", records(), ids=lambda record: record["name"])
+def test_a_recorded_environment_says_where_it_is_from(record: dict[str, str]) -> None:
+    assert record["source"].startswith("https://")
+    assert record.get("recorded") or record.get("written")
+
+
+@pytest.mark.parametrize("record", JOBS, ids=lambda record: record["name"])
+def test_all_tasks_of_a_job_come_to_the_same_cluster_and_are_where_they_ran(record: Any) -> None:
+    configs = read_all([{**record["common"], **own} for own in record["tasks"]])
+    assert len(configs) == len(record["hosts_of_ranks"])
+    cluster = configs[0].cluster
+    assert all(config.cluster == cluster for config in configs)
+    assert sorted(config.task for config in configs) == list(cluster.tasks())
+    hosts = [split_address(cluster.address(config.task))[0] for config in configs]
+    assert hosts == record["hosts_of_ranks"]
+    types = record.get("types_of_ranks") or ["worker"] * len(configs)
+    assert [config.task.type for config in configs] == types
+
+
+@pytest.mark.parametrize("record", SINGLE, ids=lambda record: record["name"])
+def test_an_allocation_or_an_index_alone_leaves_a_process_by_itself(record: Any) -> None:
+    assert [read_environment({**record["common"], **own}) for own in record["tasks"]] == [
+        None for _ in record["tasks"]
+    ]
+
+
+# Ports
+
+
+def test_the_ports_of_a_job_follow_from_its_number_and_step() -> None:
+    assert port_of_job("0") == FIRST_PORT
+    assert port_of_job("1") == FIRST_PORT + PORTS_PER_JOB
+    first_ports = {port_of_job(str(job)) for job in range(1_000_000, 1_000_397)}
+    assert len(first_ports) == 397
+    assert max(first_ports) + PORTS_PER_JOB <= 32_768  # where outgoing connections begin
+    assert port_of_job("7", step=1) != port_of_job("7")
+    assert port_of_job("prterun-a1-4711@1") in range(FIRST_PORT, 32_704)
+
+
+def test_each_task_of_a_small_job_has_a_port_of_its_own() -> None:
+    for config in read_all(recorded("slurm_srun_n3")):
+        first = port_of_job("1")
+        assert config.cluster.worker == (
+            f"node01:{first}",
+            f"node01:{first + 1}",
+            f"node02:{first + 2}",
+        )
+
+
+def test_one_variable_sets_the_first_port() -> None:
+    configs = read_all([{**e, "TFDIST_PORT": "5000"} for e in recorded("slurm_srun_n3")])
+    assert configs[0].cluster.worker == ("node01:5000", "node01:5001", "node02:5002")
+    pods = recorded("kubernetes_indexed_job")
+    assert read_all([{**e, "TFDIST_PORT": "80"} for e in pods])[2].cluster.worker[2].endswith(":80")
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "http", "-1", "1.5", "65534"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    refusal({**recorded("slurm_srun_n3")[0], "TFDIST_PORT": port}, "TFDIST_PORT")
+
+
+def large_slurm_job(tasks: int, per_node: int, rank: int = 0) -> Environ:
+    nodes = tasks // per_node
+    first = rank // per_node * per_node
+    return {
+        "SLURM_JOB_ID": "5",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NODELIST": f"n[1-{nodes}]",
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
+        "SLURM_PROCID": str(rank),
+        "SLURMD_NODENAME": f"n{rank // per_node + 1}",
+        "SLURM_GTIDS": ",".join(str(other) for other in range(first, first + per_node)),
+    }
+
+
+def test_ports_of_a_large_job_are_counted_on_each_host() -> None:
+    config = read_environment(large_slurm_job(10_000, 8, rank=9_999))
+    assert config is not None
+    assert config.task == Task("worker", 9_999)
+    assert config.cluster.worker[9_999] == f"n1250:{port_of_job('5') + 7}"
+    assert len(encode(config)) > 100_000
+
+
+# Slurm
+
+
+@pytest.mark.parametrize(
+    ("change", "variable"),
+    [
+        ({"SLURM_STEP_NODELIST": "node[01-02"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NODELIST": "node[01-03]"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_NODELIST": "node01,node01"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NODELIST": "node[02-03]"}, "SLURMD_NODENAME"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two,1"}, "SLURM_STEP_TASKS_PER_NODE"),
+        ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID"),
+        ({"SLURM_PROCID": "2"}, "SLURMD_NODENAME"),
+        ({"SLURMD_NODENAME": "node07"}, "SLURMD_NODENAME"),
+        ({"SLURM_GTIDS": "0,2"}, "SLURM_GTIDS"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID"),
+        ({"SLURM_DISTRIBUTION": "plane"}, "SLURM_DIST_PLANESIZE"),
+        ({"SLURM_DISTRIBUTION": "cyclic"}, "SLURM_GTIDS"),
+        ({"SLURM_HET_SIZE": "2"}, "SLURM_JOB_NODELIST_HET_GROUP_0"),
+        ({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT"),
+    ],
+)
+def test_variables_of_slurm_that_contradict_each_other_are_refused(
+    change: Environ, variable: str
+) -> None:
+    refusal({**recorded("slurm_srun_n3")[0], **change}, variable)
+
+
+def test_a_node_that_is_not_in_the_list_is_told_apart_from_one_that_is() -> None:
+    environ = recorded("slurm_srun_n3")[0]
+    said = refusal({**environ, "SLURMD_NODENAME": "node07"}, "SLURMD_NODENAME")
+    assert "a node of SLURM_STEP_NODELIST='node[01-02]'" in said
+    said = refusal({**environ, "SLURMD_NODENAME": "node02"}, "SLURMD_NODENAME")
+    assert "node01 for SLURM_PROCID=0" in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_PROCID": ""},
+        {"SLURM_STEP_ID": "4294967290"},  # the shell of salloc
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_STEP_NUM_TASKS": ""},
+    ],
+)
+def test_what_srun_did_not_start_as_one_of_several_is_a_process_by_itself(change: Environ) -> None:
+    assert read_environment({**recorded("slurm_srun_n3")[0], **change}) is None
+
+
+def test_steps_of_a_job_at_the_same_time_have_different_ports() -> None:
+    environ = recorded("slurm_srun_n3")[0]
+    first, second = read_all([environ, {**environ, "SLURM_STEP_ID": "1"}])
+    assert not set(first.cluster.worker) & set(second.cluster.worker)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 10**7))
+def test_every_task_of_any_step_comes_to_the_same_cluster(per_node: list[int], job: int) -> None:
+    nodes = [f"n{index}" for index in range(len(per_node))]
+    ranks = [node for node, count in zip(nodes, per_node, strict=True) for _ in range(count)]
+    step = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(len(ranks)),
+        "SLURM_STEP_NODELIST": compress(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, per_node)),
+    }
+    configs = read_all(
+        [
+            {**step, "SLURM_PROCID": str(rank), "SLURMD_NODENAME": node}
+            for rank, node in enumerate(ranks)
+        ]
+    )
+    if len(ranks) == 1:
+        assert configs == []
+        return
+    assert {config.cluster for config in configs} == {configs[0].cluster}
+    assert [config.task.index for config in configs] == list(range(len(ranks)))
+    addresses = [split_address(address) for address in configs[0].cluster.worker]
+    assert [host for host, _ in addresses] == ranks
+
+
+def test_a_launcher_on_each_node_learns_which_node_it_is_on() -> None:
+    environs = recorded("slurm_srun_three_nodes")
+    hosts = ["gpu1", "gpu2", "node01"]
+    assert [slurm.node_of(environ) for environ in environs] == [(hosts, rank) for rank in range(3)]
+    assert slurm.node_of(recorded("slurm_sbatch_plain")[0]) is None
+    assert slurm.first_port(environs[0], Wishes()) == port_of_job("2")
+    with pytest.raises(UsageError, match="--ntasks-per-node=1"):
+        slurm.node_of(recorded("slurm_srun_n3")[0])
+
+
+def test_a_distribution_that_no_task_is_told_is_refused_in_each() -> None:
+    for environ in recorded("refused_slurm_arbitrary"):
+        assert "--distribution=block" in refusal(environ, "SLURM_DISTRIBUTION")
+
+
+def test_the_last_tasks_of_a_step_are_ps_where_that_is_wished() -> None:
+    wish = {"TFDIST_STRATEGY": "ps", "TFDIST_PS": "1"}
+    configs = read_all([{**e, **wish} for e in recorded("slurm_salloc_srun")])
+    assert [str(config.task) for config in configs] == ["chief-0", "worker-0", "worker-1", "ps-0"]
+    assert configs[0].options == JobOptions(strategy="ps")
+    alone = read_all([{**e, "TFDIST_STRATEGY": "ps"} for e in recorded("slurm_salloc_srun")])
+    assert [config.cluster for config in alone] == [config.cluster for config in configs]
+
+
+def test_components_of_a_heterogeneous_job_are_workers_and_ps() -> None:
+    wish = {"TFDIST_HET_GROUPS": "ps,worker"}
+    configs = read_all([{**e, **wish} for e in recorded("slurm_het_srun")])
+    assert [str(config.task) for config in configs] == ["ps-0", "chief-0", "worker-0", "worker-1"]
+    assert [split_address(a)[0] for a in configs[0].cluster.worker] == ["gpu1", "gpu2"]
+    wish = {"TFDIST_HET_GROUPS": "chief,worker"}
+    configs = read_all([{**e, **wish} for e in recorded("slurm_het_groups")])
+    assert [str(config.task) for config in configs] == ["chief-0", "worker-0", "worker-1"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "variable"),
+    [
+        ({"TFDIST_HET_GROUPS": "worker"}, "TFDIST_HET_GROUPS"),
+        ({"TFDIST_HET_GROUPS": "ps,worker,worker"}, "TFDIST_HET_GROUPS"),
+        ({"TFDIST_HET_GROUPS": "wroker,ps"}, "TFDIST_HET_GROUPS"),
+        ({"TFDIST_HET_GROUPS": "ps,ps"}, "TFDIST_HET_GROUPS"),
+        ({"TFDIST_HET_GROUPS": "worker,chief"}, "TFDIST_HET_GROUPS"),
+        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS"),  # one worker, who is the chief
+        ({"TFDIST_HET_GROUPS": "ps,worker", "TFDIST_PS": "2"}, "TFDIST_PS"),
+    ],
+)
+def test_roles_that_do_not_fit_the_components_are_refused(wish: Environ, variable: str) -> None:
+    refusal({**recorded("slurm_het_srun")[0], **wish}, variable)
+
+
+@pytest.mark.parametrize("name", ["slurm_srun_n3", "mpi_open_mpi_one_host", "hosts_by_hand"])
+def test_roles_of_components_are_refused_where_there_are_none(name: str) -> None:
+    refusal({**recorded(name)[0], "TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS")
+
+
+def test_components_on_the_same_node_are_refused() -> None:
+    change = {"SLURM_JOB_NODELIST_PACK_GROUP_1": "node01,gpu[1-2]"}
+    refusal({**recorded("slurm_het_srun")[0], **change}, "SLURM_JOB_NODELIST_PACK_GROUP_1")
+
+
+def test_a_node_of_no_component_is_refused() -> None:
+    change = {"SLURM_JOB_NODELIST_PACK_GROUP_1": "gpu1"}
+    refusal({**recorded("slurm_het_srun")[0], **change}, "SLURM_STEP_NODELIST")
+
+
+def test_a_requeued_job_is_another_attempt() -> None:
+    environ = {**recorded("slurm_srun_n3")[0], "SLURM_RESTART_COUNT": "2"}
+    config = read_environment(environ)
+    assert config is not None
+    assert config.options.attempt == 3
+
+
+def test_nodes_of_a_cloud_are_reached_at_their_addresses() -> None:
+    alias = {"SLURM_NODE_ALIASES": "node01:10.0.0.1:host1,node02:[fd00::2]:host2"}
+    config = read_environment({**recorded("slurm_srun_n3")[0], **alias})
+    assert config is not None
+    assert [split_address(a)[0] for a in config.cluster.worker] == [
+        "10.0.0.1",
+        "10.0.0.1",
+        "fd00::2",
+    ]
+
+
+# TF_CONFIG beside a scheduler
+
+
+def tf_config(cluster: dict[str, list[str]], index: int = 0) -> Environ:
+    task = {"type": "worker", "index": index}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+HERE = {"worker": ["127.0.0.1:7001", "127.0.0.1:7002"]}
+
+
+def test_a_task_of_our_launcher_is_what_the_launcher_says() -> None:
+    job = ClusterSpec.from_dict(HERE)
+    launched = {"TF_CONFIG": encode(TaskConfig(cluster=job, task=Task("worker", 1)))}
+    for name in ("slurm_srun_n1", "slurm_sbatch_plain", "slurm_interactive_step", "slurm_srun_n3"):
+        environ = {**recorded(name)[0], **launched, "TFDIST_JOB": "mark", "TFDIST_PS": "1"}
+        config = read_environment(environ)
+        assert config is not None
+        assert (config.cluster, config.task) == (job, Task("worker", 1))
+
+
+@pytest.mark.parametrize(
+    "name", ["slurm_srun_n1", "slurm_sbatch_plain", "slurm_salloc_plain", "mpi_open_mpi_one_rank"]
+)
+def test_tf_config_by_hand_on_one_node_of_an_allocation_is_taken(name: str) -> None:
+    config = read_environment({**recorded(name)[0], **tf_config(HERE, 1)})
+    assert config is not None
+    assert config.task == Task("worker", 1)
+
+
+def test_tf_config_with_other_ports_and_names_of_the_same_tasks_is_taken() -> None:
+    for hosts in (["a-ib:1", "a-ib:2", "b-ib:1"], ["node01.site:1", "node01:2", "10.0.0.2:1"]):
+        config = read_environment(
+            {**recorded("slurm_srun_n3")[1], **tf_config({"worker": hosts}, 1)}
+        )
+        assert config is not None
+        assert config.cluster.worker == tuple(hosts)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("slurm_srun_n3", "SLURM_STEP_NUM_TASKS"),
+        ("slurm_srun_pmix", "SLURM_STEP_NUM_TASKS"),
+        ("mpi_open_mpi_two_hosts", "OMPI_COMM_WORLD_SIZE"),
+        ("mpi_hydra_two_hosts", "PMI_SIZE"),
+        ("hosts_by_hand", "TFDIST_HOSTS"),
+    ],
+)
+def test_another_number_of_tasks_in_tf_config_is_an_error_that_shows_both(
+    name: str, variable: str
+) -> None:
+    environ = {**recorded(name)[0], **tf_config(HERE)}
+    said = refusal(environ, "TF_CONFIG")
+    assert "2 training tasks in TF_CONFIG" in said
+    assert f"{len(recorded(name))} in {variable}" in said
+    chosen = read_environment({**environ, "TFDIST_CLUSTER": "tf_config"})
+    assert chosen is not None
+    assert chosen.cluster == ClusterSpec.from_dict(HERE)
+
+
+def test_tf_config_that_puts_this_task_on_another_host_is_refused() -> None:
+    cluster = {"worker": ["node01:1", "node01:2", "node02:1"]}
+    said = refusal({**recorded("slurm_srun_n3")[2], **tf_config(cluster, 0)}, "TF_CONFIG")
+    assert "worker-0 on node01" in said
+    assert "SLURMD_NODENAME=node02" in said
+
+
+def test_an_evaluator_beside_the_step_is_not_counted() -> None:
+    value = json.dumps({"cluster": HERE, "task": {"type": "evaluator", "index": 0}})
+    config = read_environment({**recorded("slurm_srun_n3")[0], "TF_CONFIG": value})
+    assert config is not None
+    assert config.task == Task("evaluator", 0)
+
+
+# Our own variables
+
+
+def test_the_user_can_name_the_source_or_none() -> None:
+    environ = recorded("slurm_srun_n3")[0]
+    assert read_environment({**environ, "TFDIST_CLUSTER": "none"}) is None
+    assert read_environment({**environ, "TFDIST_CLUSTER": "slurm"}) == read_environment(environ)
+    assert read_environment({**environ, "TFDIST_CLUSTER": "auto"}) == read_environment(environ)
+    refusal({**environ, "TFDIST_CLUSTER": "mpi"}, "TFDIST_CLUSTER")
+    assert "did you mean 'slurm'" in refusal(
+        {**environ, "TFDIST_CLUSTER": "slrum"}, "TFDIST_CLUSTER"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wish", "variable"),
+    [
+        ({"TFDIST_STRATEGY": "PS"}, "TFDIST_STRATEGY"),
+        ({"TFDIST_STRATEGY": "single"}, "TFDIST_STRATEGY"),
+        ({"TFDIST_STRATEGY": "mirrored"}, "TFDIST_STRATEGY"),
+        ({"TFDIST_STRATEGY": "multiworker", "TFDIST_PS": "1"}, "TFDIST_PS"),
+        ({"TFDIST_STRATEGY": "ps", "TFDIST_PS": "0"}, "TFDIST_PS"),
+        ({"TFDIST_PS": "2"}, "TFDIST_PS"),
+        ({"TFDIST_PS": "one"}, "TFDIST_PS"),
+        ({"TFDIST_STRATGY": "ps"}, "TFDIST_STRATGY"),
+        ({"TFDIST_HOST": "a,b"}, "TFDIST_HOST"),
+    ],
+)
+def test_wishes_that_do_not_fit_are_refused(wish: Environ, variable: str) -> None:
+    refusal({**recorded("slurm_srun_n3")[0], **wish}, variable)
+
+
+def test_a_strategy_that_needs_several_tasks_is_refused_in_a_process_by_itself() -> None:
+    for strategy in ("ps", "multiworker"):
+        refusal({"TFDIST_STRATEGY": strategy}, "TFDIST_STRATEGY")
+    config = read_environment({"TFDIST_STRATEGY": "mirrored"})
+    assert config == TaskConfig(
+        cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(strategy="mirrored")
+    )
+    assert read_environment({"TFDIST_STRATEGY": "auto", "TFDIST_PS": "0"}) is None
+    refusal({"TFDIST_PS": "1"}, "TFDIST_PS")
+    apart = {**recorded("slurm_srun_n3")[0], "TFDIST_CLUSTER": "none"}
+    assert read_environment({**apart, "TFDIST_STRATEGY": "mirrored"}) == config
+    refusal({**apart, "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY")
+
+
+def test_a_misspelt_wish_is_refused_where_nothing_else_is_set() -> None:
+    assert "TFDIST_STRATEGY" in refusal({"TFDIST_STRATGY": "ps"}, "TFDIST_STRATGY")
+    refusal({**tf_config(HERE), "TFDIST_PS": "none"}, "TFDIST_PS")
+    assert read_environment({"TFDIST_SOMETHING_ELSE": "1", "TFDIST_JOB": "mark"}) is None
+
+
+def test_wishes_beside_tf_config_fill_it_or_agree_with_it() -> None:
+    config = read_environment({**tf_config(HERE), "TFDIST_STRATEGY": "multiworker"})
+    assert config is not None
+    assert config.options.strategy == "multiworker"
+    assert (
+        read_environment(
+            {**tf_config(HERE), "TFDIST_CLUSTER": "tf_config"} | {"TFDIST_STRATEGY": "multiworker"}
+        )
+        == config
+    )
+    refusal({**tf_config(HERE), "TFDIST_PS": "1"}, "TFDIST_PS")
+    options = {"tfdist": {"strategy": "multiworker"}}
+    value = json.dumps({"cluster": HERE, "task": {"type": "worker", "index": 0}, **options})
+    refusal({"TF_CONFIG": value, "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY")
+
+
+# The page
+
+
+def test_the_page_has_every_variable_and_the_message_it_shows() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    assert [name for name in NAMES if name not in page] == []
+    environ = {**recorded("slurm_srun_n3")[0], "SLURM_STEP_TASKS_PER_NODE": "2"}
+    assert refusal(environ, "SLURM_STEP_TASKS_PER_NODE") in page
+    assert f"{FIRST_PORT} + {PORTS_PER_JOB} x (n mod 397)" in page

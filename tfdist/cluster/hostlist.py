@@ -1,0 +1,195 @@
+"""Node lists as schedulers write them: ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
+
+What Slurm expands, `expand` expands to the same names in the same order; text after a bracket,
+as in ``n[1-2]-ib``, which Slurm refuses and Intel MPI and DNS names have, is taken too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from tfdist.cluster.address import shown
+from tfdist.errors import UsageError
+
+MAX_HOSTS = 1 << 20
+"""More names than this are taken for a mistake, before any memory goes to them."""
+
+_MAX_DIGITS = 18
+_ELEMENT = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_STRAY = re.compile(r"[\s()]")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_DIGITS = "0123456789"
+_NUMBERS = "numbers and ranges, as in [1-3,7]"
+
+
+def expand(text: str, *, where: str) -> list[str]:
+    """Returns the names in a node list, in its order; repeated names stay.
+
+    The numbers of a range have at least as many digits as its first one. Of several brackets
+    in one name the last varies fastest and the first next, as Slurm has it: ``[a][b][c]``
+    loops over b, in it a, in it c.
+
+    Raises:
+        UsageError: `text` is no node list; the message begins with `where`.
+    """
+    text = text.strip()
+    if _STRAY.search(text):
+        raise _mistake(text, where, "names without spaces or parentheses")
+    if "[" not in text and "]" not in text:
+        names = text.split(",")
+        if "" in names:
+            raise _mistake(text, where, "a name before and after each comma")
+        return names
+    names = []
+    known: dict[str, list[str]] = {}  # thousands of racks have the same numbers
+    for element in split(text, where=where):
+        names += _names(element, MAX_HOSTS - len(names), where, known)
+    return names
+
+
+def compress(names: Iterable[str]) -> str:
+    """Returns a short node list that `expand` turns into `names` again, in the same order."""
+    parts: list[str] = []
+    for prefix, group in itertools.groupby(names, lambda name: name.rstrip(_DIGITS)):
+        numbers = [name[len(prefix) :] for name in group]
+        if all(0 < len(digits) <= _MAX_DIGITS for digits in numbers):
+            parts.append(_compressed(prefix, numbers))
+        else:
+            parts += [prefix + digits for digits in numbers]
+    return ",".join(parts)
+
+
+def expand_counts(text: str, *, where: str) -> list[int]:
+    """Returns the number for each node of a list like ``2(x3),1``, which is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.strip().split(","):
+        match = _COUNT.fullmatch(part)
+        times = int(match[2] or 1) if match else 0
+        if match is None or not 1 <= times <= MAX_HOSTS - len(counts):
+            raise UsageError(
+                where,
+                received=shown(text),
+                expected="a number for each node, as in 2(x3),1",
+                fix=f"correct {shown(part)}, or start the job again",
+            )
+        counts += [int(match[1])] * times
+    return counts
+
+
+def split(text: str, *, where: str) -> Iterator[str]:
+    """Yields the parts of a list between the commas that are outside brackets."""
+    end = -1
+    for match in _ELEMENT.finditer(text):
+        if match.start() != end + 1 or (end >= 0 and text[end] != ","):
+            break
+        yield match[0]
+        end = match.end()
+    if end != len(text):
+        raise _mistake(text, where, "brackets in pairs, and a name before and after each comma")
+
+
+def _names(element: str, room: int, where: str, known: dict[str, list[str]]) -> list[str]:
+    pieces = _BRACKETS.split(element)  # text, bracket, text, ..., text
+    values: list[list[str]] = []
+    for inside in pieces[1::2]:
+        if inside not in known:
+            known[inside] = _numbers(inside, where)
+        values.append(known[inside])
+        room //= len(values[-1])
+    if not room:
+        raise _mistake(element, where, f"at most {MAX_HOSTS} names in all")
+    if not values:
+        return pieces
+    if len(values) > 1:
+        return _combined(pieces, values)
+    prefix, _, suffix = pieces
+    if suffix:
+        return [prefix + number + suffix for number in values[0]]
+    return [prefix + number for number in values[0]]
+
+
+def _combined(pieces: Sequence[str], values: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the names of an element with several brackets, the last varying fastest."""
+    *outer, before_last, after = pieces[::2]
+    ends = [number + after for number in values[-1]]
+    made: list[str] = []
+    for chosen in itertools.product(*values[-2::-1]):
+        parts = zip(outer, reversed(chosen), strict=True)
+        prefix = "".join(text + number for text, number in parts) + before_last
+        made += [prefix + end for end in ends]
+    return made
+
+
+def _numbers(inside: str, where: str) -> list[str]:
+    """Returns the numbers of one bracket, such as ``1-3,07``, as they are written."""
+    parts = inside.split(",")
+    if "-" not in inside and _are_numbers(parts):
+        return parts
+    made: list[str] = []
+    for part in parts:
+        low, dash, high = part.partition("-")
+        if not dash:
+            high = low
+        if not (_is_number(low) and _is_number(high)):
+            raise _mistake(f"[{inside}]", where, _NUMBERS)
+        first, last = int(low), int(high)
+        if first > last:
+            raise _mistake(f"[{inside}]", where, _NUMBERS)
+        if last - first >= MAX_HOSTS - len(made):
+            raise _mistake(f"[{inside}]", where, f"at most {MAX_HOSTS} names in all")
+        if not dash:
+            made.append(low)
+        elif len(low) == len(high) and low[0] != "0":
+            made += map(str, range(first, last + 1))
+        else:
+            _add_range(made, first, last, len(low))
+    return made
+
+
+def _add_range(made: list[str], low: int, high: int, width: int) -> None:
+    """Adds the numbers of a range, those of the same length at once: their zeros are the same."""
+    while low <= high:
+        digits = len(str(low))
+        until = min(high, 10**digits - 1)
+        zeros = "0" * (width - digits)
+        numbers = map(str, range(low, until + 1))
+        made += [zeros + number for number in numbers] if zeros else numbers
+        low = until + 1
+
+
+def _are_numbers(parts: Sequence[str]) -> bool:
+    """Does for all at once what `_is_number` does for one."""
+    joined = "".join(parts)
+    short = "" not in parts and len(max(parts, key=len)) <= _MAX_DIGITS
+    return short and joined.isascii() and joined.isdecimal()
+
+
+def _is_number(text: str) -> bool:
+    return len(text) <= _MAX_DIGITS and text.isascii() and text.isdecimal()
+
+
+def _compressed(prefix: str, numbers: Iterable[str]) -> str:
+    runs: list[tuple[str, int]] = []  # how each run begins, and its last number
+    for digits in numbers:
+        if runs and digits == str(runs[-1][1] + 1).zfill(len(runs[-1][0])):
+            runs[-1] = (runs[-1][0], int(digits))
+        else:
+            runs.append((digits, int(digits)))
+    ranges = [
+        low if int(low) == high else f"{low}-{str(high).zfill(len(low))}" for low, high in runs
+    ]
+    if len(runs) == 1 and ranges[0] == runs[0][0]:
+        return prefix + ranges[0]
+    return f"{prefix}[{','.join(ranges)}]"
+
+
+def _mistake(text: str, where: str, expected: str) -> UsageError:
+    return UsageError(
+        where,
+        received=shown(text),
+        expected=f"a node list with {expected}",
+        fix="write it as in n[001-010,12],login",
+    )

@@ -1,0 +1,79 @@
+"""Kubernetes: the cluster of the pods of an indexed Job, a StatefulSet or a JobSet.
+
+The manifest names the pods in TFDIST_HOSTS, as a node list; a pod finds itself there by its
+host name, so that one manifest does for all. With a headless Service ``train`` and the pods'
+``subdomain`` set to it:
+
+* an indexed Job ``mnist``: ``TFDIST_HOSTS=mnist-[0-3].train``. The control plane names pods
+  ``$(job name)-$(index)`` and sets JOB_COMPLETION_INDEX
+  (https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/).
+* a StatefulSet ``mnist``: the same names.
+* a JobSet ``mnist``: ``mnist-worker-0-[0-3].mnist,mnist-ps-0-[0-1].mnist``, with TFDIST_PS=2
+  (``site/static/examples/simple/jobset-with-network.yaml`` in
+  https://github.com/kubernetes-sigs/jobset).
+
+TFJob sets TF_CONFIG and needs nothing from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tfdist.cluster import hosts, placement, wishes
+from tfdist.cluster.address import shown
+from tfdist.cluster.tf_config import TaskConfig
+from tfdist.cluster.wishes import HOSTS, text
+from tfdist.errors import UsageError
+
+INDEX = "JOB_COMPLETION_INDEX"
+
+
+def is_pod(environ: Mapping[str, str]) -> bool:
+    """Returns whether this process is in a pod whose manifest says which pods the job has."""
+    in_pod = "KUBERNETES_SERVICE_HOST" in environ or INDEX in environ
+    return in_pod and bool(text(environ, HOSTS))
+
+
+def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
+    """Returns this pod's part of the job, or None outside a pod that has TFDIST_HOSTS.
+
+    Raises:
+        UsageError: the pod is not in the list, or is where its index does not say.
+    """
+    if not is_pod(environ):
+        return None
+    if text(environ, wishes.NODE_RANK):
+        return hosts.from_environ(environ)
+    wished = wishes.from_environ(environ)
+    listed = hosts.parse_hosts(text(environ, HOSTS), where=HOSTS)
+    if any(slots > 1 for _, slots in listed):
+        fix = "write a pod for each task"
+        received = shown(text(environ, HOSTS))
+        raise UsageError(HOSTS, received=received, expected="one task a pod", fix=fix)
+    pods = [host for host, _ in listed]
+    return hosts.one_of(pods, rank=_rank(environ, pods), wished=wished)
+
+
+def _rank(environ: Mapping[str, str], pods: Sequence[str]) -> int:
+    """Returns where this pod is in the list."""
+    name = text(environ, "HOSTNAME")
+    if not name:
+        expected = "the pod's name, which containers have there"
+        raise wishes.missing("HOSTNAME", expected)
+    ranks = [rank for rank, pod in enumerate(pods) if placement.same_host(pod, name)]
+    if len(ranks) != 1:
+        raise UsageError(
+            "HOSTNAME",
+            received=f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
+            expected=f"one of {shown(environ[HOSTS])}, each once",
+            fix=f"write the names of the job's pods into {HOSTS}, with the Service's name",
+        )
+    index = wishes.integer(environ, INDEX)
+    if index is not None and name.split(".")[0].rpartition("-")[2] != str(index):
+        raise UsageError(
+            INDEX,
+            received=f"{index} in the pod {shown(name)}",
+            expected="the number at the end of the pod's name",
+            fix=f"leave {INDEX} and HOSTNAME as Kubernetes sets them",
+        )
+    return ranks[0]

@@ -1,0 +1,168 @@
+"""From where the tasks of a job run to the cluster that all of them must agree on.
+
+Whatever started the tasks, they are numbered by rank, and each rank is on a host. Everything
+else, who is chief and which port is whose, follows by rules here: each task applies them by
+itself, and all come to the same cluster.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from tfdist.cluster import wishes as names
+from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
+from tfdist.cluster.tf_config import TaskConfig
+from tfdist.cluster.wishes import Wishes
+from tfdist.errors import UsageError
+
+FIRST_PORT = 20_000
+"""Ports from here to 32703 are below those of outgoing connections, as Linux has them."""
+
+PORTS_PER_JOB = 32
+_JOBS = 397  # prime, so that job numbers in steps of any size are spread over all
+
+
+def place(
+    hosts: Sequence[str], *, rank: int, wished: Wishes, first_port: int, attempt: int = 1
+) -> TaskConfig:
+    """Returns what the task of `rank` is told, where `hosts` has the host of each rank.
+
+    The tasks of a host have `first_port` and the ports after it, in order of rank. A port
+    that is wished for goes before `first_port`.
+    """
+    types = task_types(len(hosts), wished=wished)
+    return placed(
+        addresses(hosts, first_port=wished.port or first_port),
+        types,
+        rank=rank,
+        wished=wished,
+        attempt=attempt,
+    )
+
+
+def placed(
+    at: Sequence[str], types: Sequence[str], *, rank: int, wished: Wishes, attempt: int = 1
+) -> TaskConfig:
+    """Returns what the task of `rank` is told, from the address and the type of each rank."""
+    lists: dict[str, list[str]] = {type_: [] for type_ in TASK_TYPES}
+    for address, type_ in zip(at, types, strict=True):
+        lists[type_].append(address)
+    task = Task(types[rank], types[:rank].count(types[rank]))
+    cluster = ClusterSpec.from_dict(lists)
+    return TaskConfig(cluster=cluster, task=task, options=wished.options(attempt=attempt))
+
+
+def task_types(count: int, *, wished: Wishes) -> list[str]:
+    """Returns the type of each rank: in a ps job the first is the chief and the last are ps.
+
+    Raises:
+        UsageError: the job has too few tasks, or too many, for what is wished.
+    """
+    if wished.groups:
+        raise UsageError(
+            names.GROUPS,
+            received=",".join(wished.groups),
+            expected="a heterogeneous job of Slurm",
+            fix=f"unset it, and say how many tasks are ps by {names.PS}",
+        )
+    ps = _ps_count(wished)
+    if not ps:
+        if wished.strategy in ("single", "mirrored") and count > 1:
+            raise UsageError(
+                names.STRATEGY,
+                received=f"{wished.strategy} in a job of {count} tasks",
+                expected="one task",
+                fix=f"start one task, or set {names.CLUSTER}=none for {count} separate processes",
+            )
+        return ["worker"] * count
+    if count < ps + 2:
+        raise UsageError(
+            names.PS,
+            received=f"{ps} ps in a job of {count} tasks",
+            expected=f"{ps + 2} tasks or more: the chief, a worker and {ps} ps",
+            fix="start more tasks, or fewer ps",
+        )
+    return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
+
+
+def addresses(hosts: Sequence[str], *, first_port: int) -> list[str]:
+    """Returns ``host:port`` for each rank, the ranks of a host having ports in a row."""
+    used: dict[str, int] = {}
+    made = []
+    for host in hosts:
+        port = used.get(host, first_port)
+        used[host] = port + 1
+        made.append(join(host, port))
+    _check_last_port(max(used.values(), default=1) - 1, first_port=first_port)
+    return made
+
+
+def port_of_job(job: str, *, step: int = 0) -> int:
+    """Returns the first of the ports of a job, the same wherever its name is known.
+
+    `PORTS_PER_JOB` ports belong to it. Jobs with numbers that follow each other, as those that
+    share a machine often have, get different ones; so do the steps of a job.
+    """
+    number = int(job) if job.isascii() and job.isdecimal() else zlib.crc32(job.encode())
+    return FIRST_PORT + PORTS_PER_JOB * ((number + 131 * step) % _JOBS)
+
+
+def ports_of_ranks(hosts: Sequence[str], *, first_port: int) -> list[str]:
+    """Returns ``host:port`` for each rank, with a port of its own in the job if they suffice.
+
+    With at most `PORTS_PER_JOB` tasks the port is `first_port` and the rank, so that two nodes
+    of a scheduler that are one machine do not meet; else the tasks of a host count by themselves.
+    """
+    if len(hosts) > PORTS_PER_JOB:
+        return addresses(hosts, first_port=first_port)
+    _check_last_port(first_port + len(hosts) - 1, first_port=first_port)
+    return [join(host, first_port + rank) for rank, host in enumerate(hosts)]
+
+
+def join(host: str, port: int) -> str:
+    """Returns ``host:port``, with brackets around an IPv6 host."""
+    bare = ":" in host and not host.startswith("[")
+    return f"[{host}]:{port}" if bare else f"{host}:{port}"
+
+
+def same_host(one: str, other: str) -> bool:
+    """Returns whether two names can be of one host: the same, or one with its domain."""
+    one, other = one.lower().rstrip("."), other.lower().rstrip(".")
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def is_name(host: str) -> bool:
+    """Returns whether `host` is a name that says which host it is: no number, not localhost."""
+    plain = host.strip("[]").lower()
+    return ":" not in plain and not plain.replace(".", "").isdigit() and plain != "localhost"
+
+
+def _check_last_port(last_port: int, *, first_port: int) -> None:
+    if last_port > 65_535:
+        raise UsageError(
+            names.PORT,
+            received=f"{first_port} for the first of {last_port - first_port + 1} ports in a row",
+            expected="ports up to 65535",
+            fix=f"set {names.PORT} to a lower one",
+        )
+
+
+def _ps_count(wished: Wishes) -> int:
+    if wished.ps is None:
+        return int(wished.strategy == "ps")
+    if wished.strategy not in ("auto", "ps") and wished.ps:
+        raise UsageError(
+            names.PS,
+            received=f"{wished.ps} with {names.STRATEGY}={wished.strategy}",
+            expected="0, or strategy ps",
+            fix=f"unset {names.PS}, or set {names.STRATEGY}=ps",
+        )
+    if wished.strategy == "ps" and not wished.ps:
+        raise UsageError(
+            names.PS,
+            received=f"0 with {names.STRATEGY}=ps",
+            expected="1 or more",
+            fix=f"set {names.PS}=1, or another strategy",
+        )
+    return wished.ps

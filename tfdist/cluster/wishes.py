@@ -1,0 +1,117 @@
+"""Our own variables: what a user says about a job that somebody else starts.
+
+A scheduler knows how many tasks there are and where, and nothing of strategies and ps. These
+variables say the rest. They must have the same values in all tasks of the job.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfdist.cluster.address import shown
+from tfdist.cluster.options import JobOptions, check_strategy
+from tfdist.errors import UsageError, near
+
+LAUNCHED = "TFDIST_JOB"
+"""Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
+
+CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
+PORT, GROUPS = "TFDIST_PORT", "TFDIST_HET_GROUPS"
+HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
+
+NAMES = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
+
+_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """How the tasks of a job are to be used.
+
+    Attributes:
+      strategy: one of `STRATEGIES`.
+      ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
+      port: of the first task of a host, the others having the next; None for the source's own.
+      groups: the task type of each component of a heterogeneous job; empty for none.
+    """
+
+    strategy: str = "auto"
+    ps: int | None = None
+    port: int | None = None
+    groups: tuple[str, ...] = ()
+
+    def options(self, *, attempt: int = 1) -> JobOptions:
+        """Returns the options of the job that follow from the wishes."""
+        return JobOptions(strategy=self.strategy, attempt=attempt)
+
+
+def from_environ(environ: Mapping[str, str]) -> Wishes:
+    """Returns what our variables in `environ` say; `UsageError` names the one that is wrong."""
+    _refuse_misspelt(environ)
+    strategy = text(environ, STRATEGY) or "auto"
+    check_strategy(strategy, where=STRATEGY)
+    groups = text(environ, GROUPS)
+    return Wishes(
+        strategy=strategy,
+        ps=integer(environ, PS, least=0),
+        port=integer(environ, PORT, least=1, most=65_535),
+        groups=_groups(groups) if groups else (),
+    )
+
+
+def text(environ: Mapping[str, str], name: str) -> str:
+    """Returns the value of a variable without blanks around it; empty where it is not set."""
+    return environ.get(name, "").strip()
+
+
+def integer(
+    environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX
+) -> int | None:
+    """Returns the value of a variable that is a number, None where it is not set or empty."""
+    value = text(environ, name)
+    if not value:
+        return None
+    if len(value) <= 10 and value.isascii() and value.isdecimal() and least <= int(value) <= most:
+        return int(value)
+    expected = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
+    fix = "correct it, or unset it" if name in NAMES else f"see who sets {name} in this job"
+    raise UsageError(name, received=shown(value), expected=expected, fix=fix)
+
+
+def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX) -> int:
+    """Returns the value of a variable that must be set here; `UsageError` where it is not."""
+    value = integer(environ, name, least=least, most=most)
+    if value is None:
+        raise missing(name, "a number, as whoever set the variables beside it sets it too")
+    return value
+
+
+def missing(name: str, expected: str) -> UsageError:
+    """Returns the error for a variable that is not set."""
+    fix = f"pass it on to the task, or set {CLUSTER}=none for a process by itself"
+    return UsageError(name, received="nothing: it is not set", expected=expected, fix=fix)
+
+
+def _groups(value: str) -> tuple[str, ...]:
+    types = tuple(part.strip() for part in value.split(","))
+    for type_ in types:
+        if type_ not in ("chief", "worker", "ps"):
+            fix = f"write a type for each component{near(type_, ['chief', 'worker', 'ps'])}"
+            expected = "chief, worker or ps for each component, as in worker,ps"
+            raise UsageError(GROUPS, received=shown(value), expected=expected, fix=fix)
+    return types
+
+
+def _refuse_misspelt(environ: Mapping[str, str]) -> None:
+    """Refuses a variable with a name close to ours: left alone, what it says would be lost."""
+    for name in environ:
+        if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
+            continue
+        endings = [ours.removeprefix("TFDIST_") for ours in NAMES]
+        close = difflib.get_close_matches(name.removeprefix("TFDIST_"), endings, n=1, cutoff=0.8)
+        if close:
+            ours = f"TFDIST_{close[0]}"
+            fix = f"write {ours}, or unset {name}"
+            raise UsageError(name, received="a value", expected=f"the name {ours}", fix=fix)
