@@ -44,6 +44,35 @@ class StartupTimeout(TfdistError, TimeoutError):
     exit_code = EXIT_PEER_MISSING
 
 
+class PeerLost(TfdistError):
+    """A task that was there has gone, and the job cannot go on without it. Worth another try."""
+
+    exit_code = EXIT_PEER_MISSING
+
+
+class Stopped(SystemExit):
+    """`fit` was asked to stop by a signal, has saved what it could, and ends.
+
+    As the end of a program and no error of it, it passes ``except Exception``, and where nobody
+    catches it the process ends with the exit code and without a traceback. `str` is the line that
+    the chief has logged.
+    """
+
+    def __init__(self, signum: int, message: str = "") -> None:
+        import signal  # here, as this module is loaded by all that must start fast
+
+        self.signum = int(signum)
+        self.exit_code = EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_STOPPED
+        self.message = message or f"stopped by {signal.Signals(signum).name}"
+        super().__init__(self.exit_code)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Stopped, (self.signum, self.message))
+
+
 def near(name: str, choices: Iterable[str]) -> str:
     """Returns ``" (did you mean 'x'?)"`` for the choice closest to `name`, or ``""``."""
     match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)

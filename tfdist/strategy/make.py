@@ -9,11 +9,12 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfdist.cluster import Task, TaskConfig, from_environ, phases, resolved_strategy
+from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_strategy
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
 from tfdist.strategy.job import KINDS, Job, current_job, remember
+from tfdist.strategy.members import ElasticParameterServerStrategy, Members
 from tfdist.strategy.serve import serve
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ def make_strategy(
     devices_per_worker: int | None = None,
     threads: int | None = None,
     startup_timeout_s: float | None = None,
+    min_workers: int | None = None,
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
@@ -39,15 +41,17 @@ def make_strategy(
       devices_per_worker: replicas on this machine; default what TF_CONFIG says, else all GPUs.
       threads: threads of one operation; TF_NUM_INTRAOP_THREADS goes before it.
       startup_timeout_s: how long to wait for peers before naming them and giving up.
+      min_workers: under ps, start with so many of the declared workers when the others have not
+        come in that time; default what TF_CONFIG says, else all.
       communication_options: of the all-reduce; default a ring on CPUs, TensorFlow's choice on GPUs.
-      environ: where TF_CONFIG is read; default `os.environ`.
+      environ: where TF_CONFIG, or what a scheduler set, is read; default `os.environ`.
 
     Raises:
       UsageError: TF_CONFIG is wrong or contradicts `kind`; more devices than there are;
         TensorFlow has already run an operation.
     """
     end_mistakes_in_one_line()
-    config = from_environ(os.environ if environ is None else environ)
+    config = read_environment(os.environ if environ is None else environ)
     kind = _resolve(kind, config)
     made = current_job()
     if made is not None:
@@ -59,6 +63,7 @@ def make_strategy(
     count = devices_per_worker or (options.devices_per_worker if options else None)
     timeout_s = startup_timeout_s or (options.startup_timeout_s if options else 60.0)
     phases.enter("rendezvous")
+    min_workers = min_workers or (options.min_workers if options else None)
     if kind == "single":
         strategy = _single(count)
     elif kind == "mirrored":
@@ -66,7 +71,7 @@ def make_strategy(
     elif kind == "multiworker":
         strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
     else:
-        strategy = _parameter_server(_needed(config, kind), timeout_s)
+        strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers)
     _hear_sigterm()
     phases.enter("import")
     job = remember(Job(strategy=strategy, kind=kind, config=config))
@@ -167,7 +172,9 @@ def _multiworker(
     return strategy
 
 
-def _parameter_server(config: TaskConfig, timeout_s: float) -> tf.distribute.Strategy:
+def _parameter_server(
+    config: TaskConfig, timeout_s: float, min_workers: int | None
+) -> tf.distribute.Strategy:
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
     if config.task != config.cluster.chief_task:
@@ -177,8 +184,13 @@ def _parameter_server(config: TaskConfig, timeout_s: float) -> tf.distribute.Str
             expected="chief-0, a worker or a ps",
             fix="run an evaluator outside the training cluster",
         )
-    with rendezvous.PeerWatch(config, timeout_s=timeout_s):
-        return tf.distribute.ParameterServerStrategy(_resolver(config))
+    # Without it a call to a task that has died waits for the task to come back.
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+    members = Members(config, min_workers=min_workers)
+    with rendezvous.answering(config):  # as the workers ask for this task meanwhile
+        workers = members.wait(timeout_s=timeout_s)
+    with rendezvous.last_resort(timeout_s=timeout_s):
+        return ElasticParameterServerStrategy(_resolver(config), members=members, workers=workers)
 
 
 def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResolver:

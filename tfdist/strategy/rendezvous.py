@@ -2,8 +2,7 @@
 
 TensorFlow waits for ever for a task that never starts, and names nobody
 (https://github.com/tensorflow/tensorflow/issues/46169). Under multiworker it does so with Python's
-lock held, so that no thread of Python could tell: there the tasks wait for each other here first
-(`await_peers`). Under ps a thread asks every peer's port while TensorFlow waits (`PeerWatch`).
+lock held, so that no thread of Python could tell: so the tasks wait for each other here first.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
-import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tfdist.cluster import Task, TaskConfig
+from tfdist.cluster import ClusterSpec, Task, TaskConfig
 from tfdist.errors import StartupTimeout, UsageError
 
 _LOG = logging.getLogger(__name__)
@@ -39,9 +35,15 @@ def answers(address: str, *, timeout_s: float = 0.5) -> bool:
         return False
 
 
-def missing_peers(config: TaskConfig, peers: Iterable[Task]) -> list[Task]:
+def missing_peers(cluster: ClusterSpec, peers: Iterable[Task]) -> list[Task]:
     """The tasks of `peers` at whose address nothing answers now."""
-    return [task for task in peers if not answers(config.cluster.address(task))]
+    return [task for task in peers if not answers(cluster.address(task))]
+
+
+def named(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
+    """Says the tasks with their addresses, not too many of them."""
+    shown = ", ".join(f"{task} ({cluster.address(task)})" for task in tasks[:8])
+    return shown + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
 
 
 def await_peers(
@@ -63,8 +65,8 @@ def await_peers(
     missing = [task for task in config.cluster.training_tasks() if task != config.task]
     start = said = clock()
     pause_s = _FIRST_PROBE_S
-    with _answering(config):
-        while missing := missing_peers(config, missing):
+    with answering(config):
+        while missing := missing_peers(config.cluster, missing):
             waited_s = clock() - start
             if waited_s >= timeout_s:
                 raise StartupTimeout(_message(config, missing, waited_s, timeout_s))
@@ -76,7 +78,7 @@ def await_peers(
 
 
 @contextlib.contextmanager
-def _answering(config: TaskConfig) -> Iterator[None]:
+def answering(config: TaskConfig) -> Iterator[None]:
     """Accepts connections at this task's port on every interface, as TensorFlow's server will."""
     address = config.cluster.address(config.task)
     port = int(address.rpartition(":")[2])
@@ -111,67 +113,10 @@ def last_resort(*, timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-class PeerWatch:
-    """Ends this process when the cluster has not formed within `timeout_s`.
-
-    A context manager around the call that waits for the cluster.
-    """
-
-    def __init__(
-        self,
-        config: TaskConfig,
-        *,
-        timeout_s: float,
-        give_up: Callable[[StartupTimeout], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._timeout_s = timeout_s
-        self._give_up = give_up or end_process
-        self._clock = clock
-        self._formed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="tfdist-peers", daemon=True)
-
-    def __enter__(self) -> PeerWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._formed.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        others = [t for t in self._config.cluster.training_tasks() if t != self._config.task]
-        start = said = self._clock()
-        missing: list[Task] = others
-        while not self._formed.wait(_PROBE_EVERY_S):
-            missing = missing_peers(self._config, missing)
-            waited_s = self._clock() - start
-            if waited_s >= self._timeout_s:
-                self._give_up(
-                    StartupTimeout(_message(self._config, missing, waited_s, self._timeout_s))
-                )
-                return
-            if self._clock() - said >= _SAY_EVERY_S:
-                said = self._clock()
-                _LOG.warning("%s", _message(self._config, missing, waited_s, self._timeout_s))
-
-
 def _message(config: TaskConfig, missing: list[Task], waited_s: float, timeout_s: float) -> str:
     where = f"{config.task}: waited {waited_s:.0f} s of {timeout_s:.0f} s for"
     if not missing:
         return f"{where} the cluster to form, although every peer answers"
-    named = ", ".join(f"{t} ({config.cluster.address(t)})" for t in missing[:8])
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    return f"{where} {named}{more}. Fix: start them, or raise --startup_timeout_s"
-
-
-def end_process(error: StartupTimeout) -> None:
-    """Says `error` and ends the process at once: its main thread is in C++ and hears nothing."""
-    print(f"tfdist: {error}", file=sys.stderr, flush=True)
-    os._exit(error.exit_code)
+    return (
+        f"{where} {named(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
+    )

@@ -1,0 +1,51 @@
+"""One task of a ps job; the chief hands out pieces and does as its standard input says."""
+
+import functools
+import sys
+import time
+
+import tensorflow as tf
+
+import tfdist
+from tfdist.training.engines.crew import Crew
+
+LENGTH = 10
+
+
+def main() -> None:
+    strategy = tfdist.make_strategy()
+    with strategy.scope():
+        total = tf.Variable(0, dtype=tf.int64)
+    crew = Crew(strategy.members, patience_s=20)
+
+    @tf.function
+    def work(first, last):
+        def body(i):
+            total.assign_add(1)
+            return i + 1
+
+        return tf.while_loop(lambda i: i < last, body, [first])[0] - first
+
+    def piece(first, place):
+        bounds = tf.constant(first, tf.int64), tf.constant(first + LENGTH, tf.int64)
+        return int(work(*bounds))
+
+    for line in sys.stdin:
+        seconds = float(line)
+        before = {i: share.pieces for i, share in crew.shares.items()}
+        waiting, asked = [], 0
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            waiting.append(crew.submit(functools.partial(piece, asked)))
+            asked += LENGTH
+            if len(waiting) > 4:
+                assert waiting.pop(0).result(timeout=60) == LENGTH
+        assert all(future.result(timeout=60) == LENGTH for future in waiting)
+        done = {i: share.pieces - before[i] for i, share in crew.shares.items()}
+        losses = sum(share.losses for share in crew.shares.values())
+        print("did", asked, int(total), losses, *done.values(), flush=True)
+        total.assign(0)
+    crew.close()
+
+
+main()

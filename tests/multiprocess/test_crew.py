@@ -1,0 +1,150 @@
+"""Workers of a ps job come late, die, stay away and return; the others go on."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
+
+PROGRAM = pathlib.Path(__file__).parent / "programs" / "crew.py"
+DEADLINE_S = 150
+
+
+class Job:
+    """A ps job of three workers without a launcher, so that any task can be absent."""
+
+    def __init__(self, logs, **options):
+        self.ports = hold_ports(5)
+        chief, ps, *workers = (port.address for port in self.ports)
+        self.cluster = ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers))
+        self.options = JobOptions(threads_per_task=1, **options)
+        self.logs = logs
+        self.tasks = {}
+
+    def start(self, *tasks):
+        for task in tasks:
+            config = TaskConfig(cluster=self.cluster, task=task, options=self.options)
+            env = {**os.environ, "TF_CONFIG": encode(config), "CUDA_VISIBLE_DEVICES": "-1"}
+            env |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "6"}
+            chief = task.type == "chief"
+            log = (self.logs / f"{task}.log").open("ab")
+            self.tasks[task] = subprocess.Popen(
+                [sys.executable, str(PROGRAM)],
+                stdin=subprocess.PIPE if chief else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if chief else subprocess.DEVNULL,
+                stderr=log,
+                env=env,
+                text=True,
+            )
+            log.close()
+
+    def kill(self, *tasks):
+        for task in tasks:
+            self.tasks[task].kill()
+            self.tasks[task].wait()
+
+    def work(self, seconds):
+        """Returns asked, applied, losses, and the pieces of each worker."""
+        chief = self.tasks[CHIEF]
+        chief.stdin.write(f"{seconds}\n")
+        chief.stdin.flush()
+        for line in chief.stdout:
+            if line.startswith("did "):
+                asked, applied, losses, *pieces = map(int, line.split()[1:])
+                return asked, applied, losses, pieces
+        raise AssertionError(f"the chief ended with {chief.wait()}")
+
+    def end(self):
+        for process in self.tasks.values():
+            process.kill()
+            process.wait()
+
+
+CHIEF, PS = Task("chief", 0), Task("ps", 0)
+ZERO, ONE, TWO = (Task("worker", i) for i in range(3))
+
+
+@pytest.fixture
+def job(tmp_path):
+    jobs = []
+
+    def make(**options):
+        jobs.append(Job(tmp_path, **options))
+        return jobs[-1]
+
+    late = threading.Timer(DEADLINE_S, lambda: [made.end() for made in jobs])
+    late.start()
+    yield make
+    timely = late.is_alive()
+    late.cancel()
+    for made in jobs:
+        made.end()
+    logs = "\n".join(f"{log.name}:\n{log.read_text()}" for log in tmp_path.glob("*.log"))
+    print(logs)
+    assert timely, f"not done in {DEADLINE_S} s"
+
+
+def until(condition, *, within_s):
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+    return False
+
+
+def test_training_goes_on_while_one_worker_lives_and_returned_ones_take_work(job):
+    job = job(startup_timeout_s=20.0, min_workers=2)
+    job.start(PS, ZERO, TWO, CHIEF)  # worker 1 is late
+    asked, applied, losses, (zero, one, two) = job.work(3)
+    assert (applied, losses, one) == (asked, 0, 0)
+    assert min(zero, two) > 0
+
+    job.start(ONE)
+    assert until(lambda: job.work(1)[3][1] > 0, within_s=40), "the late worker got no work"
+
+    threading.Timer(1.0, lambda: job.kill(ZERO, ONE)).start()
+    asked, applied, losses, (_, _, two) = job.work(4)
+    assert losses <= 2
+    assert asked <= applied <= asked + 10 * losses
+    assert two
+    asked, applied, _, pieces = job.work(2)  # worker 0 is gone for good
+    assert applied == asked
+    assert pieces[:2] == [0, 0]
+
+    job.start(ONE)
+    assert until(lambda: job.work(1)[3][1] > 0, within_s=40), "the returned worker got no work"
+    job.kill(TWO)
+    asked, _, losses, pieces = job.work(2)
+    assert pieces[0] == pieces[2] == 0
+    assert pieces[1] * 10 == asked
+
+
+def test_a_job_without_a_worker_for_too_long_ends_with_a_line(job, tmp_path):
+    job = job(startup_timeout_s=60.0)
+    job.start(PS, ZERO, ONE, TWO, CHIEF)
+    job.work(1)
+    job.kill(ZERO, ONE, TWO)
+    chief = job.tasks[CHIEF]
+    chief.stdin.write("5\n")
+    chief.stdin.flush()
+    assert chief.wait(timeout=90) == 75
+    assert "no worker for 20 s; all of them have ended" in (tmp_path / "chief-0.log").read_text()
+
+
+def test_the_end_of_a_ps_ends_the_chief_with_its_name(job, tmp_path):
+    job = job(startup_timeout_s=60.0)
+    job.start(PS, ZERO, ONE, TWO, CHIEF)
+    job.work(1)
+    chief = job.tasks[CHIEF]
+    threading.Timer(1.0, lambda: job.kill(PS)).start()
+    chief.stdin.write("20\n")
+    chief.stdin.flush()
+    assert chief.wait(timeout=60) == 75
+    assert "ps-0 does not answer any more" in (tmp_path / "chief-0.log").read_text()

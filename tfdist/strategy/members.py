@@ -1,0 +1,164 @@
+"""Which workers of a ps job its chief is connected to: they come, die and return one by one.
+
+TensorFlow's own coordinator connects to every declared worker or to none: it waits at the start
+until all are up, and after several deaths until all are back
+(tensorflow/python/distribute/coordinator/cluster_coordinator.py, `WorkerPreemptionHandler`). But
+its runtime takes a cluster in which tasks are absent, and takes another such cluster at any time.
+So the cluster it is told of here is that of the workers that answer. Seen on TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import remote
+from tensorflow.python.training import server_lib
+
+from tfdist.cluster import Task, TaskConfig
+from tfdist.errors import StartupTimeout
+from tfdist.strategy.rendezvous import answers, missing_peers, named
+
+_LOG = logging.getLogger(__name__)
+_PROBE_EVERY_S = 0.2
+_SAY_EVERY_S = 10.0
+
+
+class Members:
+    """The workers that the chief of a ps job is connected to. Safe to use from any thread."""
+
+    def __init__(self, config: TaskConfig, *, min_workers: int | None = None) -> None:
+        self._cluster = config.cluster
+        self._workers = [task for task in config.cluster.tasks() if task.type == "worker"]
+        self._min_workers = min(min_workers or len(self._workers), len(self._workers))
+        self._connected: frozenset[int] = frozenset()
+        self._updating = threading.Lock()
+
+    @property
+    def num_workers(self) -> int:
+        """The declared workers, whether they are there or not."""
+        return len(self._workers)
+
+    @property
+    def num_ps(self) -> int:
+        """The parameter servers, all of which must be there."""
+        return len(self._cluster.ps)
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """The indices of the workers that work can be given to."""
+        return self._connected
+
+    def wait(
+        self,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> frozenset[int]:
+        """Returns the workers that are there once all are, or enough of them after `timeout_s`.
+
+        Raises:
+          StartupTimeout: a ps, or too many workers, did not come; the message names them.
+        """
+        servers = [task for task in self._cluster.tasks() if task.type == "ps"]
+        start = said = clock()
+        missing = [*servers, *self._workers]
+        while missing := self.missing(missing):
+            waited_s = clock() - start
+            if waited_s >= timeout_s:
+                self._require_enough(missing, waited_s)
+                break
+            if clock() - said >= _SAY_EVERY_S:
+                said = clock()
+                _LOG.warning("waited %.0f s for %s", waited_s, named(self._cluster, missing))
+            sleep(_PROBE_EVERY_S)
+        absent = {task.index for task in missing}
+        return frozenset(task.index for task in self._workers if task.index not in absent)
+
+    def missing(self, tasks: Collection[Task] | None = None) -> list[Task]:
+        """The tasks at whose address nothing answers now; of all ps where none are given."""
+        servers = [task for task in self._cluster.tasks() if task.type == "ps"]
+        return missing_peers(self._cluster, servers if tasks is None else tasks)
+
+    def spec(self, workers: Collection[int]) -> tf.train.ClusterSpec:
+        """The cluster as if only `workers` had been declared, each under its own index."""
+        cluster = self._cluster
+        return tf.train.ClusterSpec(
+            {
+                "chief": list(cluster.chief),
+                "ps": list(cluster.ps),
+                "worker": {i: cluster.worker[i] for i in sorted(workers)},
+            }
+        )
+
+    def connect(self, workers: Collection[int]) -> None:
+        """Connects to `workers` and all ps; the first call, before anything is placed on them."""
+        # As TensorFlow's own coordinator: one call to a worker at a time, none of them waited for.
+        os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+        os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+        filters = server_lib.ClusterDeviceFilters()
+        for i in range(len(self._workers)):
+            filters.set_device_filters("worker", i, ["/job:ps", "/job:chief"])
+        for i in range(len(self._cluster.ps)):
+            filters.set_device_filters("ps", i, ["/job:worker", "/job:chief"])
+        remote.connect_to_cluster(
+            self.spec(workers), job_name="chief", protocol="grpc", cluster_device_filters=filters
+        )
+        tf_context.ensure_initialized()
+        self._connected = frozenset(workers)
+
+    def admit(self, worker: int) -> bool:
+        """Connects to a worker that has come or come back; False while it does not answer."""
+        if not answers(self._cluster.worker[worker]):
+            return False
+        with self._updating:
+            there = {i for i in self._connected if answers(self._cluster.worker[i])} | {worker}
+            definition = copy.deepcopy(tf_context.get_server_def())
+            cluster = self.spec(there).as_cluster_def()
+            definition.cluster.CopyFrom(cluster)
+            try:
+                tf_context.update_server_def(definition)
+            except tf.errors.OpError as error:  # one of them died meanwhile: the next call tells
+                _LOG.debug("worker-%d could not be connected to yet: %s", worker, error)
+                return False
+            self._connected = self._connected | {worker}
+        return True
+
+    def lost(self, worker: int) -> None:
+        """Notes that a worker has died; `admit` takes it back."""
+        with self._updating:
+            self._connected = self._connected - {worker}
+
+    def _require_enough(self, missing: list[Task], waited_s: float) -> None:
+        servers = [task for task in missing if task.type == "ps"]
+        there = len(self._workers) - (len(missing) - len(servers))
+        if servers or there < self._min_workers:
+            enough = f", and {there} of at least {self._min_workers} workers came" * (not servers)
+            raise StartupTimeout(
+                f"chief-0: waited {waited_s:.0f} s for {named(self._cluster, missing)}{enough}."
+                " Fix: start them, or raise --startup_timeout_s"
+            )
+        _LOG.warning("after %.0f s: going on without %s", waited_s, named(self._cluster, missing))
+
+
+class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
+    """TensorFlow's strategy over the workers that are there; work is given out by the engine."""
+
+    def __init__(self, resolver: Any, *, members: Members, workers: Collection[int]) -> None:
+        self.members = members
+        self._first_workers = workers
+        super().__init__(resolver)
+        self.extended._allow_run_without_coordinator = True
+
+    def _connect_to_cluster(self, coordinator_name: str) -> None:
+        # Its scope makes TensorFlow's own coordinator, which then has nothing to do.
+        self._num_workers, self._num_ps = self.members.num_workers, self.members.num_ps
+        self.members.connect(self._first_workers)
