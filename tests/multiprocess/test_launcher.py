@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import os
 import pty
 import re
@@ -12,170 +9,21 @@ import select
 import signal
 import subprocess
 import sys
-import termios
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
-GONE_S = 2.0
-
-LAUNCH = (sys.executable, "-m", "tfdist.launch")
-# The fork server as it is, but for what it imports: no test here needs TensorFlow.
-FORK = (
-    sys.executable,
-    "-c",
-    "import sys, tfdist.launch.forking as f; f.IMPORTS = ('json',);"
-    "from tfdist.launch.__main__ import main; sys.exit(main())",
-    "--start=fork",
+from tests.multiprocess.jobs import (
+    DEADLINE_S,
+    DEAF,
+    FORK,
+    LAUNCH,
+    PAUSE,
+    STARTS,
+    TREE,
+    children,
+    report,
 )
-STARTS = pytest.mark.parametrize("command", [LAUNCH, FORK], ids=["exec", "fork"])
-
-PAUSE = "import os, signal; os.write(1, b'ready %d\\n' % os.getpid()); signal.pause()"
-DEAF = "import os, signal; signal.signal(15, signal.SIG_IGN)\n" + PAUSE.partition("; ")[2]
-TREE = """
-import os, signal, subprocess, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = '''import os, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.write(1, b"ready %d\\\\n" % os.getpid())
-signal.pause()'''
-subprocess.Popen([sys.executable, "-c", child])
-subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
-subprocess.Popen([sys.executable, "-c", child], process_group=0, env={})
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.write(1, b"ready %d\\n" % os.getpid())
-        signal.pause()
-    os._exit(0)
-os.write(1, b"ready %d\\n" % os.getpid())
-signal.pause()
-"""
-
-
-class Job:
-    """A launcher that is running, what it has said, and the processes that said `ready`."""
-
-    def __init__(self, process, fd):
-        self.process = process
-        self.fd = fd
-        self.text = ""
-        self.pidfds = {}
-
-    def read_until(self, pattern, *, count=1):
-        """Reads the output until `pattern` has been seen `count` times; returns the matches."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while len(found := re.findall(pattern, self.text)) < count:
-            assert self._read(deadline_s), f"{pattern!r} is not in what was printed"
-        return found
-
-    def ready(self, count):
-        """Waits until `count` processes have said that they are; returns their ids."""
-        pids = [int(pid) for pid in self.read_until(r"ready (\d+)\n", count=count)]
-        for pid in set(pids) - set(self.pidfds):
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
-                self.pidfds[pid] = os.pidfd_open(pid)
-        return pids
-
-    def end(self):
-        """Reads to the end and returns the exit code."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while self._read(deadline_s):
-            pass
-        return self.process.wait(max(0.0, deadline_s - time.monotonic()))
-
-    def assert_gone(self, within_s=GONE_S):
-        """Fails if a process that said `ready` lives longer than `within_s` from now."""
-        deadline_s = time.monotonic() + within_s
-        for pid, fd in self.pidfds.items():
-            left_s = max(0.0, deadline_s - time.monotonic())
-            assert select.select([fd], [], [], left_s)[0], f"process {pid} is still there"
-
-    def signal(self, signum):
-        self.process.send_signal(signum)
-
-    def _read(self, deadline_s):
-        left_s = max(0.0, deadline_s - time.monotonic())
-        assert select.select([self.fd], [], [], left_s)[0], "nothing more was printed in time"
-        try:
-            data = os.read(self.fd, 1 << 16)
-        except OSError:  # the end of a terminal
-            return False
-        self.text += data.decode(errors="replace")
-        return bool(data)
-
-
-@pytest.fixture
-def launch(tmp_path, monkeypatch):
-    """Starts jobs in a directory of their own; prints all they said, and their logs, at the end."""
-    monkeypatch.chdir(tmp_path)
-    jobs = []
-
-    def start(
-        source,
-        *flags,
-        command=LAUNCH,
-        args=(),
-        env=None,
-        stdout=None,
-        stderr=None,
-        own_terminal=False,
-    ):
-        script = tmp_path / "program.py"
-        script.write_text(textwrap.dedent(source))
-        read_fd, write_fd = os.pipe() if stdout is None else stdout
-        process = subprocess.Popen(
-            [*command, *flags, str(script), *args],
-            stdin=subprocess.DEVNULL,
-            stdout=write_fd,
-            stderr=stderr or write_fd,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-            start_new_session=own_terminal,
-            preexec_fn=_take_terminal if own_terminal else _default_signals,
-        )
-        os.close(write_fd)
-        jobs.append(Job(process, read_fd))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        if job.process.poll() is None:
-            job.process.kill()
-            job.process.wait()
-        for pid, fd in job.pidfds.items():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-                print(f"process {pid} was left")
-            os.close(fd)
-        with contextlib.suppress(OSError):
-            os.close(job.fd)
-        print(job.text)
-    for path in sorted(tmp_path.rglob("*.log")):
-        print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
-
-
-def _default_signals():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell without job control ignores it
-
-
-def _take_terminal():
-    _default_signals()
-    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-
-
-def report(run_dir):
-    return json.loads((Path(run_dir) / "report.json").read_text())
-
-
-def children(pid):
-    """Returns the command lines of a process's children, by process id."""
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in listed}
-
 
 # what a program sees
 
@@ -291,7 +139,7 @@ def test_a_syntax_error_is_shown_as_python_shows_it(launch, tmp_path):
         ("import sys; sys.exit('no data')", 1, "no data (exit code 1)"),
         ("import os; os._exit(9)", 9, "exit code 9"),
         ("import os; os.abort()", 134, "killed by SIGABRT"),
-        ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL, not by the launcher"),
     ],
 )
 def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
@@ -439,7 +287,7 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
     (culprit, pid), (victim, _), _ = ready  # in the order in which they are on the screen
     os.kill(int(pid), signal.SIGKILL)
     assert job.end() == 137
-    assert f"[launch] {culprit} failed first: killed by SIGKILL\n" in job.text
+    assert f"[launch] {culprit} failed first: killed by SIGKILL, not by the launcher\n" in job.text
     assert f"[launch]   ready {pid}\n" in job.text
     assert "a victim's words" not in job.text
     assert "a victim's words" in Path(f"run/logs/attempt-1/{victim}.log").read_text()
@@ -474,12 +322,13 @@ def test_who_raised_first_is_named_although_its_process_ends_last(launch):
 
 @STARTS
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 143)],
 )
 def test_a_signal_reaches_each_task_and_is_the_exit_code(launch, command, signum, code):
     source = """
     import os, signal
-    wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
     os.write(1, b"ready %d\\n" % os.getpid())
     signal.sigwait(wanted)

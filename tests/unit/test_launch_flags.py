@@ -22,12 +22,19 @@ def test_flags_are_read_with_a_space_an_equals_sign_and_dashes():
     assert options.dry_run
 
 
+def test_restarts_are_to_be_asked_for_and_a_hang_timeout_can_be_turned_off():
+    assert parse([]).max_restarts == 0
+    options = parse(["--max_restarts=3", "--restart_window_s=60", "--hang_timeout_s=0"])
+    assert (options.max_restarts, options.restart_window_s, options.hang_timeout_s) == (3, 60, 0)
+
+
 @pytest.mark.parametrize("flag", [flag.name for flag in FLAGS if flag.name != "help"])
 def test_every_flag_in_the_help_is_read(flag):
     example = {"strategy": "ps", "start": "fork", "run_dir": "x", "dry_run": ""}.get(flag, "2")
     words = [f"--{flag}", example] if example else [f"--{flag}"]
     assert f"--{flag}" in help_text()
-    assert parse(words) != parse([])
+    others = ["--ps", "1", "--workers", "2"] if flag == "min_workers" else []
+    assert parse([*others, *words]) != parse(others)
 
 
 def test_what_follows_the_script_reaches_it_untouched():
@@ -98,6 +105,12 @@ def test_help_after_the_program_is_the_programs():
         (["--grace_s", "soon"], "expected a number of seconds"),
         (["--grace_s", "-1"], "--grace_s: received -1"),
         (["--grace_s", "nan"], "--grace_s: received nan"),
+        (["--min_workers", "2"], "--min_workers: received 2 in a job without ps"),
+        (["--min_workers", "3", "--ps", "1", "--workers", "2"], "--min_workers: received 3 of"),
+        (["--max_restarts", "-1"], "--max_restarts: received -1"),
+        (["--max_restarts", "often"], "expected an integer"),
+        (["--restart_window_s", "0"], "--restart_window_s: received 0"),
+        (["--hang_timeout_s", "-5"], "--hang_timeout_s: received -5"),
         (["--startup_timeout_s", "0"], "expected a positive number of seconds"),
         (["--devices_per_worker", "0"], "--devices_per_worker: received 0"),
         (["--threads_per_task", "0"], "--threads_per_task: received 0"),

@@ -271,8 +271,17 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
             TaskRecord(task=Task("ps", 0)),
         ),
         first_failure=Failure(
-            task=W0, cause="killed by SIGKILL", exit_code=137, at_s=2.5, last_lines=("x",)
+            task=W0,
+            cause="killed by SIGKILL",
+            exit_code=137,
+            at_s=2.5,
+            step=40,
+            detect_s=0.0214,
+            last_lines=("x",),
+            stacks=((W1, ("File x.py, line 3",)),),
         ),
+        started_at_s=0.5,
+        first_step_at_s=1.75,
     )
     write_report(
         tmp_path, exit_code=137, attempts=[attempt_entry(attempt, number=1, epoch_s=1_800_000_000)]
@@ -290,9 +299,15 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
     assert entry["first_failure"] == {
         "task": "worker-0",
         "cause": "killed by SIGKILL",
+        "step": 40,
         "at": "2027-01-15T08:00:02.500Z",
+        "detect_s": 0.021,
         "last_lines": ["x"],
+        "stacks": {"worker-1": ["File x.py, line 3"]},
     }
+    assert entry["detect_s"] == 0.021
+    assert entry["first_step_s"] == 1.25
+    assert entry["restart_s"] is None
     assert earlier_attempts(tmp_path) == [entry]
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 

@@ -10,8 +10,8 @@ import pytest
 
 from tfdist.cluster import Task, decode
 from tfdist.errors import UsageError
+from tfdist.launch.attempts import replace_taken
 from tfdist.launch.flags import parse
-from tfdist.launch.job import replace_taken
 from tfdist.launch.machine import Machine, visible_gpus
 from tfdist.launch.options import AUTO_START_ON_CPU
 from tfdist.launch.plan import (
@@ -25,7 +25,7 @@ from tfdist.launch.plan import (
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 
 
-def planned(line, *, cpus=2, gpus=(), environ=None, machine=None):
+def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=False):
     """Returns {task name: process} for a command line."""
     options = parse([*line.split(), "train.py"])
     machine = machine or Machine(cpus=cpus, gpus=tuple(gpus))
@@ -36,6 +36,7 @@ def planned(line, *, cpus=2, gpus=(), environ=None, machine=None):
         python="/usr/bin/python",
         run_dir=Path("/runs/a b"),
         attempt=3,
+        is_terminal=is_terminal,
     )
     addresses = [
         f"127.0.0.1:{5000 + i}" for i, _ in enumerate(tasks_with_address(options, strategy))
@@ -302,6 +303,12 @@ def test_the_run_directory_is_absolute_and_new_unless_given(tmp_path, monkeypatc
     assert chosen_run_dir("x/../y z") == tmp_path / "y z"
     assert chosen_run_dir(None).parent == tmp_path / "runs"
     assert chosen_run_dir(None) != chosen_run_dir(None)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_tasks_are_told_whether_their_lines_can_be_written_over(is_terminal):
+    for spec in planned("--workers 2", is_terminal=is_terminal).values():
+        assert decode(spec.env["TF_CONFIG"]).options.terminal is is_terminal
 
 
 def test_each_start_in_a_run_directory_is_another_attempt(tmp_path):

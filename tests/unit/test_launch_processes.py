@@ -11,13 +11,24 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.events import Asked, Ended, Raised, Started
+from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 
 W0 = Task("worker", 0)
+
+
+class Evidence:
+    def __init__(self, world):
+        self.world = world
+
+    def started(self, pid):
+        pass
+
+    def of_kill(self, pid):
+        return self.world.causes.get(pid, "")
 
 
 class World:
@@ -27,7 +38,11 @@ class World:
         self.fd, self.write_fd = os.pipe2(os.O_NONBLOCK)
         self.begun = False
         self.withdrawn = []
-        self.sent = []
+        self.ended_sessions = []
+        self.sessions = frozenset()
+        self.started = []
+        self.status = 1
+        self.causes = {}
 
     # the signals
 
@@ -45,8 +60,11 @@ class World:
     def forget_empty(self):
         pass
 
-    def end_all(self):
+    def end_all(self, *, keep):
         return []
+
+    def end_session(self, session):
+        self.ended_sessions.append(session)
 
     # the starter
 
@@ -61,10 +79,13 @@ class World:
         return True
 
     def collect(self):
+        if self.started:
+            started, self.started = self.started, []
+            return started
         note = {"task": "worker-0", "at": 4.5, "exit_code": 1, "cause": "ValueError"}
         os.write(self.output_fd, b"last words")
         os.write(self.notes_fd, b"not a note\n" + json.dumps(note).encode() + b"\n")
-        return [Ended(task=W0, status=1, at_s=5)]
+        return [Ended(task=W0, status=self.status, at_s=5)]
 
     def close(self):
         pass
@@ -84,6 +105,7 @@ def processes(world, tmp_path):
         mark="mark",
         starter=world,
         guard=world,
+        evidence=Evidence(world),
         screen=screen,
         signals=world,
         clock=lambda: 5.0,
@@ -103,6 +125,12 @@ def processes(world, tmp_path):
     made.finish()
 
 
+def write_note(processes, *lines):
+    text = "".join(f"{line}\n" for line in lines)
+    with open(f"/proc/self/fd/{processes.notes_fd}", "w") as pipe:
+        pipe.write(text)
+
+
 def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
     world, processes, tmp_path: Path
 ):
@@ -114,7 +142,7 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
 
 
 def test_requests_to_stop_are_events_and_other_signals_are_not(world, processes):
-    os.write(world.write_fd, bytes([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]))
+    os.write(world.write_fd, bytes([signal.SIGTERM, signal.SIGUSR2, signal.SIGINT]))
     assert processes.wait(1) == [Asked(signum=signal.SIGTERM), Asked(signum=signal.SIGINT)]
 
 
@@ -125,3 +153,37 @@ def test_nothing_happening_is_no_event(processes):
 def test_a_start_that_was_not_begun_is_taken_back_when_the_task_is_to_end(processes):
     processes.signal(W0, signal.SIGTERM)
     assert processes.wait(1) == [Ended(task=W0, status=-signal.SIGTERM, at_s=5.0)]
+
+
+def test_a_sign_of_life_is_an_event(processes):
+    beat = {"phase": "step", "step": 7, "since": 4.0, "first_step": None}
+    note = {"task": "worker-0", "beat": beat, "at": 4.5}
+    stray = {**note, "task": "worker-9"}
+    bad = {**note, "beat": {"phase": "step"}}
+    write_note(processes, *[json.dumps(one) for one in (stray, bad, note)])
+    (event,) = processes.wait(1)
+    assert event == Beat(task=W0, phase="step", step=7, since_s=4.0, first_step_s=None, at_s=4.5)
+
+
+def test_a_program_that_failed_tells_its_step(processes):
+    note = {"task": "worker-0", "at": 4.5, "exit_code": 1, "cause": "ValueError", "step": 31}
+    write_note(processes, json.dumps(note))
+    assert processes.wait(1)[0].step == 31
+
+
+def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, processes):
+    world.started = [Started(task=W0, pid=4711, at_s=0)]
+    os.write(world.write_fd, bytes([signal.SIGCHLD]))
+    processes.wait(1)
+    processes.kill_alone(W0)
+    assert world.ended_sessions == [4711]
+
+
+def test_why_the_kernel_killed_a_task_is_told_with_its_end(world, processes):
+    world.started = [Started(task=W0, pid=4711, at_s=0)]
+    world.status, world.causes = -signal.SIGKILL, {4711: "out of memory"}
+    os.write(world.write_fd, bytes([signal.SIGCHLD]))
+    processes.wait(1)
+    os.write(world.write_fd, bytes([signal.SIGCHLD]))
+    *_, ended = processes.wait(1)
+    assert ended == Ended(task=W0, status=-signal.SIGKILL, at_s=5, cause="out of memory")

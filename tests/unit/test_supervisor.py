@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Asked, Ended, Raised, Started
+from tfdist.launch.blame import SETTLE_S
+from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.supervisor import SERVER_GRACE_S, STRAGGLER_GRACES, Supervisor
+from tfdist.launch.restarts import RestartPolicy
+from tfdist.launch.supervisor import (
+    RESTART_GRACE_S,
+    SERVER_GRACE_S,
+    STACKS_S,
+    STRAGGLER_GRACES,
+    Supervisor,
+)
+from tfdist.launch.watchdog import Hang
 
 CHIEF, W0, W1, W2, PS = (
     Task("chief", 0),
@@ -34,7 +43,7 @@ def spec(task):
         argv=(),
         env={},
         added=(),
-        log_path=Path("log"),
+        log_path=Path(f"{task}.log"),
         title=str(task),
     )
 
@@ -51,6 +60,11 @@ class History:
         self.delay_s = 0.5
         self.broken = set()
         self.alive = set()
+        self.started_logs = []
+        self.stacks_asked = []
+        self.killed_alone = []
+        self.watched = set()
+        self.hang = None
         self._order = itertools.count()
         self._coming = []
 
@@ -61,12 +75,31 @@ class History:
     def ends(self, task, at_s, status=0):
         self.at(at_s, Ended(task=task, status=status, at_s=at_s))
 
-    def run(self, tasks, *, is_ps=False, grace_s=GRACE_S):
+    def beats(self, task, at_s, *, step, first_step_s=None):
+        self.at(
+            at_s,
+            Beat(
+                task=task,
+                phase="step",
+                step=step,
+                since_s=at_s - 0.25,
+                first_step_s=first_step_s,
+                at_s=at_s,
+            ),
+        )
+
+    def hangs(self, at_s, task, *stuck):
+        """Has the watchdog find a task that stands still, at `at_s`."""
+        self.hang = (at_s, Hang(task=task, cause="hangs: silent", stuck=stuck))
+
+    def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0):
         supervisor = Supervisor(
             [spec(task) for task in tasks],
             chief=tasks[0],
             is_ps=is_ps,
             grace_s=grace_s,
+            policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
+            watchdog=self,
             processes=self,
             screen=self,
             clock=lambda: self.now_s,
@@ -82,6 +115,7 @@ class History:
     def start(self, spec):
         if spec.task in self.broken:
             raise OSError(11, "Resource temporarily unavailable")
+        self.started_logs.append(spec.log_path.name)
         self.alive.add(spec.task)
         self.at(self.now_s, Started(task=spec.task, pid=100, at_s=self.now_s))
 
@@ -91,6 +125,14 @@ class History:
             return
         end_s = self.now_s + (0 if signum == signal.SIGKILL else self.delay_s)
         self.at(end_s, Ended(task=task, status=-signum, at_s=end_s))
+
+    def ask_for_stacks(self, task):
+        self.stacks_asked.append((self.now_s, task))
+
+    def kill_alone(self, task):
+        self.killed_alone.append((self.now_s, task))
+        if task in self.alive:
+            self.at(self.now_s, Ended(task=task, status=-signal.SIGKILL, at_s=self.now_s))
 
     def wait(self, timeout_s):
         limit_s = self.now_s + (math.inf if timeout_s is None else timeout_s)
@@ -103,6 +145,24 @@ class History:
         events = [e for e in events if not isinstance(e, Ended) or e.task in self.alive]
         self.alive -= {event.task for event in events if isinstance(event, Ended)}
         return events
+
+    # the watchdog
+
+    def started(self, task, *, pid, at_s):
+        self.watched.add(task)
+
+    def ended(self, task):
+        self.watched.discard(task)
+
+    def beat(self, beat):
+        assert beat.task in self.watched
+
+    def next_check_s(self):
+        return self.hang[0] if self.hang else math.inf
+
+    def verdict(self, now_s):
+        hang, self.hang = self.hang[1], None
+        return hang
 
     # the screen
 
@@ -190,7 +250,7 @@ def test_a_task_ended_by_a_signal_gives_128_and_its_number(history, signum, name
     history.ends(W0, 5, status=-signum)
     attempt = history.run([W0, W1])
     assert attempt.exit_code == 128 + signum
-    assert attempt.first_failure.cause == f"killed by {name}"
+    assert attempt.first_failure.cause.startswith(f"killed by {name}")
 
 
 def test_a_task_deaf_to_sigterm_is_killed_after_the_grace(history):
@@ -400,3 +460,286 @@ def test_without_grace_tasks_are_killed_right_after_the_signal(history):
     history.ends(W1, 5, status=1)
     history.run([W0, W1], grace_s=0)
     assert history.sent(W0) == [(5, signal.SIGTERM), (5, signal.SIGKILL)]
+
+
+def test_sigusr1_is_passed_on_and_ends_as_sigterm_does(history):
+    history.at(5, Asked(signum=signal.SIGUSR1))
+    attempt = history.run([W0, W1])
+    assert attempt.exit_code == 143
+    assert history.sent(W0) == [(5, signal.SIGUSR1)]
+
+
+# blame
+
+
+def test_a_victim_that_is_seen_first_is_not_blamed_if_its_culprit_comes_soon(history):
+    lost = "UnavailableError: Connection reset by peer"
+    history.at(5, Raised(task=W0, exit_code=1, cause=lost, at_s=5))
+    history.ends(W0, 5.1, status=1)
+    history.ends(W1, 5.1 + SETTLE_S / 2, status=-signal.SIGKILL)
+    attempt = history.run([W0, W1, W2])
+    assert attempt.first_failure.task == W1
+    assert attempt.first_failure.cause == "killed by SIGKILL, not by the launcher"
+    assert attempt.first_failure.detect_s == 0
+    assert attempt.exit_code == 137
+
+
+def test_a_victim_without_a_culprit_is_named_after_a_moment(history):
+    lost = "UnavailableError: Connection reset by peer"
+    history.at(5, Raised(task=W0, exit_code=1, cause=lost, at_s=5))
+    history.ends(W0, 5.1, status=1)
+    attempt = history.run([W0, W1])
+    assert attempt.first_failure.task == W0
+    assert history.sent(W1) == [(5.1 + SETTLE_S, signal.SIGTERM)]
+    assert attempt.first_failure.detect_s == pytest.approx(0.1 + SETTLE_S)
+
+
+def test_a_death_is_dated_when_it_was_seen(history):
+    history.beats(W0, 3, step=7)
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    attempt = history.run([W0, W1])
+    assert attempt.first_failure.at_s == 5
+
+
+# restarts of the whole job
+
+
+def test_a_failed_job_is_worth_another_attempt_and_its_victims_get_little_time(history):
+    history.deaf[W0] = {signal.SIGTERM}
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    attempt = history.run([W0, W1], grace_s=600, max_restarts=3)
+    assert attempt.restart == "restart 1 of 3 within 3600 s"
+    assert attempt.exit_code == 137
+    assert history.sent(W0) == [(5, signal.SIGTERM), (5 + RESTART_GRACE_S, signal.SIGKILL)]
+    assert not history.said
+
+
+def test_a_grace_that_is_shorter_still_is_kept(history):
+    history.deaf[W0] = {signal.SIGTERM}
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.run([W0, W1], grace_s=0.25, max_restarts=3)
+    assert history.sent(W0)[-1] == (5.25, signal.SIGKILL)
+
+
+def test_a_failure_that_is_not_worth_it_keeps_the_grace_and_is_explained(history):
+    history.deaf[W0] = {signal.SIGTERM}
+    history.ends(W1, 5, status=2)
+    attempt = history.run([W0, W1], max_restarts=3)
+    assert not attempt.restart
+    assert history.sent(W0)[-1] == (5 + GRACE_S, signal.SIGKILL)
+    assert history.said[0] == (
+        "not started again: exit code 2 is a mistake that would be made again"
+    )
+
+
+def test_a_job_that_is_done_or_was_asked_to_stop_is_not_started_again(history):
+    history.ends(W0, 5)
+    assert not history.run([W0], max_restarts=3).restart
+    history.at(5, Asked(signum=signal.SIGTERM))
+    assert not history.run([W0], max_restarts=3).restart
+
+
+def test_a_request_to_stop_while_victims_end_takes_the_restart_back(history):
+    history.deaf[W0] = {signal.SIGTERM}
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.at(5.5, Asked(signum=signal.SIGTERM))
+    attempt = history.run([W0, W1], max_restarts=3)
+    assert attempt.exit_code == 143
+    assert not attempt.restart
+    assert attempt.first_failure.task == W1
+    assert history.said == ["SIGTERM: not started again"]
+    assert history.sent(W0) == [(5, signal.SIGTERM), (6, signal.SIGKILL)]
+
+
+def test_a_second_request_while_victims_end_kills_at_once(history):
+    history.deaf[W0] = {signal.SIGTERM}
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.at(5.25, Asked(signum=signal.SIGINT))
+    history.at(5.5, Asked(signum=signal.SIGINT))
+    assert history.run([W0, W1], max_restarts=3).exit_code == 130
+    assert history.sent(W0)[-1] == (5.5, signal.SIGKILL)
+
+
+def test_a_process_that_cannot_be_killed_takes_the_restart_back(history):
+    history.deaf[W0] = {signal.SIGTERM, signal.SIGKILL}
+    history.ends(W1, 5, status=1)
+    assert not history.run([W0, W1], max_restarts=3).restart
+
+
+def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_first(history):
+    history.beats(W0, 3, step=20, first_step_s=2.5)
+    history.beats(W1, 3.5, step=18, first_step_s=2.75)
+    history.ends(W1, 5, status=1)
+    attempt = history.run([W0, W1])
+    assert attempt.first_failure.step == 20
+    assert attempt.first_step_at_s == 2.5
+
+
+def test_a_program_that_fails_tells_the_step_itself(history):
+    history.beats(W1, 3, step=18)
+    history.at(5, Raised(task=W1, exit_code=1, cause="ValueError", at_s=5, step=31))
+    history.ends(W1, 5.5, status=1)
+    assert history.run([W0, W1]).first_failure.step == 31
+
+
+# restarts of a worker alone
+
+
+def test_a_worker_of_a_ps_job_is_started_again_alone(history):
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.ends(CHIEF, 30)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert attempt.exit_code == 0
+    assert attempt.first_failure is None
+    assert history.sent(W0) == [(30, signal.SIGTERM)]
+    assert history.started_logs[-1] == "worker-1.restart-1.log"
+    assert [r.status for r in attempt.tasks if r.task == W1] == [-signal.SIGKILL, -signal.SIGTERM]
+    assert [r.restart for r in attempt.tasks if r.task == W1] == [0, 1]
+    (restart,) = attempt.restarts
+    assert (restart.task, restart.at_s) == (W1, 5)
+
+
+def test_two_workers_that_die_at_once_both_return(history):
+    history.at(
+        5,
+        Ended(task=W0, status=-signal.SIGKILL, at_s=5),
+        Ended(task=W1, status=-signal.SIGKILL, at_s=5),
+    )
+    history.ends(CHIEF, 30)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=2)
+    assert attempt.exit_code == 0
+    assert {failure.task for failure in attempt.restarts} == {W0, W1}
+
+
+def test_workers_that_return_count_against_the_restarts(history):
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.ends(W0, 6, status=1)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert attempt.exit_code == 1
+    assert attempt.first_failure.task == W0
+    assert not attempt.restart
+    assert history.sent(CHIEF) == [(6, signal.SIGTERM)]
+    assert "not started again: the one restart within 3600 s used up" in history.said
+
+
+def test_a_worker_that_fails_the_same_way_twice_ends_the_job(history):
+    history.ends(W1, 5, status=1)
+    history.ends(W1, 6, status=1)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=9)
+    assert attempt.exit_code == 1
+    assert not attempt.restart
+    assert "the same failure" in history.said[-1]
+
+
+@pytest.mark.parametrize("task", [CHIEF, PS])
+def test_a_ps_job_without_chief_or_ps_is_started_again_whole(history, task):
+    history.ends(task, 5, status=-signal.SIGKILL)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert attempt.first_failure.task == task
+    assert attempt.restart
+    assert not attempt.restarts
+
+
+def test_a_worker_that_ends_together_with_a_ps_does_not_return_alone(history):
+    history.at(
+        5,
+        Ended(task=W0, status=-signal.SIGKILL, at_s=5),
+        Ended(task=PS, status=-signal.SIGKILL, at_s=5),
+    )
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
+    assert attempt.restart
+    assert not attempt.restarts
+
+
+def test_a_worker_whose_process_does_not_end_is_killed_and_returns(history):
+    history.at(5, Raised(task=W1, exit_code=1, cause="ValueError: boom", at_s=5))
+    history.ends(CHIEF, 40)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert attempt.exit_code == 0
+    assert history.killed_alone[0] == (5 + GRACE_S, W1)
+    assert history.started_logs[-1] == "worker-1.restart-1.log"
+    assert "does not end" in attempt.restarts[0].cause
+
+
+def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
+    def broken_from_now(task):
+        history.broken = {W1}
+
+    history.kill_alone = broken_from_now  # called before the new start
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert attempt.exit_code == 1
+    assert "cannot be started" in attempt.first_failure.cause
+
+
+def test_after_a_request_to_stop_no_worker_returns(history):
+    history.deaf = {task: {signal.SIGTERM} for task in PS_JOB}
+    history.at(5, Asked(signum=signal.SIGTERM))
+    history.ends(W1, 6, status=-signal.SIGKILL)
+    history.ends(CHIEF, 7, status=143)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
+    assert attempt.exit_code == 143
+    assert not attempt.restarts
+
+
+# standing still
+
+
+def test_a_task_that_stands_still_is_a_failure_after_the_stacks_were_asked_for(history):
+    history.deaf[W1] = {signal.SIGTERM}
+    history.beats(W0, 19, step=7)
+    history.beats(W1, 3, step=7)
+    history.hangs(20, W1, W0)
+    attempt = history.run([W0, W1])
+    assert history.stacks_asked == [(20, W0)]
+    failure = attempt.first_failure
+    assert (failure.task, failure.cause, failure.step) == (W1, "hangs: silent", 7)
+    assert failure.at_s == 3  # its last word
+    assert failure.detect_s == 17
+    assert failure.stacks == ((W0, ("last line of worker-0",)),)
+    assert history.sent(W0) == [(20 + STACKS_S, signal.SIGTERM)]
+    assert history.sent(W1)[-1] == (20 + STACKS_S + GRACE_S, signal.SIGKILL)
+    assert attempt.exit_code == 1
+
+
+def test_a_task_that_speaks_but_does_not_get_on_is_dated_by_its_last_progress(history):
+    history.beats(W1, 19, step=7)
+    history.hangs(20, W1)
+    failure = history.run([W0, W1]).first_failure
+    assert failure.at_s == 18.75
+    assert failure.stacks == ()
+
+
+def test_a_hang_is_worth_another_attempt(history):
+    history.hangs(20, W1, W0, W1)
+    assert history.run([W0, W1], max_restarts=1).restart
+
+
+def test_tasks_that_end_instead_of_printing_stacks_do_not_hide_the_hang(history):
+    history.hangs(20, W1, W0, W1)
+    history.at(
+        20.1,
+        Ended(task=W0, status=-signal.SIGQUIT, at_s=20.1),
+        Ended(task=W1, status=-signal.SIGQUIT, at_s=20.1),
+    )
+    attempt = history.run([W0, W1], max_restarts=1)
+    assert attempt.first_failure.cause == "hangs: silent"
+    assert attempt.restart
+
+
+def test_a_worker_that_stands_still_returns_alone_and_the_others_are_not_disturbed(history):
+    history.hangs(20, W1, CHIEF, W1)
+    history.ends(CHIEF, 40)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert attempt.exit_code == 0
+    assert history.stacks_asked == [(20, W1)]
+    assert history.killed_alone[0] == (20 + STACKS_S, W1)
+    assert attempt.restarts[0].cause == "hangs: silent"
+
+
+def test_a_request_to_stop_while_stacks_are_printed_comes_first(history):
+    history.hangs(20, W1, W0)
+    history.at(20.1, Asked(signum=signal.SIGTERM))
+    attempt = history.run([W0, W1], max_restarts=1)
+    assert attempt.exit_code == 143
+    assert attempt.first_failure is None

@@ -24,6 +24,23 @@ class Raised:
     exit_code: int
     cause: str
     at_s: float
+    step: int | None = None
+    """The steps it had done, where it knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """A sign of life: what a task is doing, by its own word. Moments are those of one clock."""
+
+    task: Task
+    phase: str
+    step: int | None
+    """Optimizer steps done; None before the training loop."""
+    since_s: float
+    """When it entered the phase or last did a step."""
+    first_step_s: float | None
+    """When this process had done its first steps."""
+    at_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,4 +64,4 @@ class Asked:
     signum: int
 
 
-Event = Started | Raised | Ended | Asked
+Event = Started | Raised | Beat | Ended | Asked

@@ -55,6 +55,12 @@ FLAGS = (
     _Flag(name="workers", read=_integer, shown="N", help="processes that compute (1)"),
     _Flag(name="ps", read=_integer, shown="M", help="parameter servers of a ps job (1)"),
     _Flag(
+        name="min_workers",
+        read=_integer,
+        shown="N",
+        help="start a ps job with so many workers when the others do not come (all of them)",
+    ),
+    _Flag(
         name="devices_per_worker",
         read=_integer,
         shown="K",
@@ -77,6 +83,24 @@ FLAGS = (
         read=_seconds,
         shown="S",
         help="how long a task may take to end before it is killed (10)",
+    ),
+    _Flag(
+        name="max_restarts",
+        read=_integer,
+        shown="R",
+        help="how often a job that failed is started again (0)",
+    ),
+    _Flag(
+        name="restart_window_s",
+        read=_seconds,
+        shown="S",
+        help="restarts longer ago than this do not count (3600)",
+    ),
+    _Flag(
+        name="hang_timeout_s",
+        read=_seconds,
+        shown="S",
+        help="how long a task may stand still before it has failed; 0: for ever (300)",
     ),
     _Flag(
         name="run_dir",

@@ -27,7 +27,11 @@ _END_TIMEOUT_S = 2.0
 
 
 class ForkStarter:
-    """Starts each task as a fork of one process that has TensorFlow imported."""
+    """Starts each task as a fork of one process that has TensorFlow imported.
+
+    The process serves all attempts of a job: it never imports the job's own program, and each
+    fork gets the environment of its attempt.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class ForkStarter:
         self._environ = {**environ, **ONE_THREAD}
         self._log_path = log_path
         self._clock = clock
-        self._is_ready = False
+        self._is_ready = self._is_over = False
         self._waiting: deque[tuple[Task, bytes, tuple[int, int]]] = deque()
         self._tasks: dict[str, Task] = {}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -57,6 +61,16 @@ class ForkStarter:
     def pid(self) -> int:
         """Returns the server's process id, which is its session's too."""
         return self._server.pid
+
+    @property
+    def sessions(self) -> frozenset[int]:
+        """Returns the server's session."""
+        return frozenset({self._server.pid})
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the server has ended, so that another one is needed."""
+        return self._is_over or self._server.poll() is not None
 
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
@@ -84,6 +98,7 @@ class ForkStarter:
         for request in self._waiting:
             if request[0] == task:
                 self._waiting.remove(request)
+                self._tasks.pop(str(task), None)
                 self._forget(request)
                 return True
         return False
@@ -142,6 +157,7 @@ class ForkStarter:
 
     def _all_ended(self) -> list[Started | Ended]:
         """Every task has ended with the server, which was their parent."""
+        self._is_over = True
         tasks = list(self._tasks.values())
         self._tasks.clear()
         cause = f"the fork server has ended: see {self._log_path}"

@@ -11,6 +11,7 @@ from tfdist.launch import guardian
 
 _MAX_STARTS = 5
 _END_TIMEOUT_S = 2.0
+_ONE_TASK_S = 1.0
 
 
 class Guard:
@@ -57,9 +58,16 @@ class Guard:
         self._start()
         self._tell(b"".join(b"+%d\n" % session for session in self._sessions))
 
-    def end_all(self) -> list[int]:
-        """Kills whatever is left of the job; returns the processes that would not go."""
-        return guardian.end_all(self._mark, self._sessions)
+    def end_all(self, *, keep: frozenset[int] = frozenset()) -> list[int]:
+        """Kills whatever is left of the job; returns the processes that would not go.
+
+        What is in a session of `keep` stays for the next attempt.
+        """
+        return guardian.end_all(self._mark, self._sessions, keep=keep)
+
+    def end_session(self, session: int) -> None:
+        """Kills one task and what it has left in its session, while the others go on."""
+        guardian.end_all(None, {session}, give_up_s=_ONE_TASK_S)
 
     def close(self) -> None:
         """Dismisses the guardian; the job has no process left."""

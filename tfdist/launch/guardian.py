@@ -39,10 +39,19 @@ def main(mark: str) -> None:
     end_all(mark, sessions)
 
 
-def end_all(mark: str, sessions: set[int], *, give_up_s: float = _GIVE_UP_S) -> list[int]:
-    """Kills all processes of a job until none is left; returns those that would not go."""
+def end_all(
+    mark: str | None,
+    sessions: set[int],
+    *,
+    keep: frozenset[int] = frozenset(),
+    give_up_s: float = _GIVE_UP_S,
+) -> list[int]:
+    """Kills all processes of a job until none is left; returns those that would not go.
+
+    Those in a session of `keep` stay. Without a mark only the sessions count.
+    """
     deadline = time.monotonic() + give_up_s
-    while left := members(mark, sessions):
+    while left := members(mark, sessions, keep=keep):
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -54,11 +63,13 @@ def end_all(mark: str, sessions: set[int], *, give_up_s: float = _GIVE_UP_S) -> 
     return []
 
 
-def members(mark: str, sessions: set[int]) -> list[int]:
-    """Returns the living processes that carry `mark` or are in one of `sessions`."""
+def members(
+    mark: str | None, sessions: set[int], *, keep: frozenset[int] = frozenset()
+) -> list[int]:
+    """Returns the living processes that carry `mark` or are in `sessions`, but not in `keep`."""
     entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     own = os.getpid()
-    return [pid for pid in entries if pid != own and _belongs(pid, mark, sessions)]
+    return [pid for pid in entries if pid != own and _belongs(pid, mark, sessions, keep)]
 
 
 def occupied(sessions: set[int]) -> set[int]:
@@ -67,9 +78,11 @@ def occupied(sessions: set[int]) -> set[int]:
     return {_session(pid) for pid in entries} & sessions
 
 
-def _belongs(pid: int, mark: str, sessions: set[int]) -> bool:
+def _belongs(pid: int, mark: str | None, sessions: set[int], keep: frozenset[int]) -> bool:
     session = _session(pid)
-    return session != 0 and (session in sessions or _is_marked(pid, mark))
+    if session == 0 or session in keep:
+        return False
+    return session in sessions or (mark is not None and _is_marked(pid, mark))
 
 
 def _session(pid: int) -> int:

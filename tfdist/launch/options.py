@@ -17,6 +17,7 @@ AUTO_START_ON_CPU: StartMethod = "exec"
 DEFAULT_MODULE = "tfdist.train"
 
 _MAX_TASKS = 10_000
+_MAX_RESTARTS = 1_000_000
 _MAX_SECONDS = 1e9
 
 
@@ -50,10 +51,14 @@ class LaunchOptions:
     strategy: str = "auto"
     workers: int = 1
     ps: int | None = None
+    min_workers: int | None = None
     devices_per_worker: int | None = None
     threads_per_task: int | None = None
     startup_timeout_s: float = 60.0
     grace_s: float = 10.0
+    max_restarts: int = 0
+    restart_window_s: float = 3600.0
+    hang_timeout_s: float = 300.0
     run_dir: str | None = None
     dry_run: bool = False
     start: str = "auto"
@@ -62,10 +67,15 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("start", self.start, STARTS)
-        for name in ("workers", "ps", "devices_per_worker", "threads_per_task"):
+        for name in ("workers", "ps", "min_workers", "devices_per_worker", "threads_per_task"):
             _check_count(name, getattr(self, name))
         _check_seconds("startup_timeout_s", self.startup_timeout_s, above_zero=True)
         _check_seconds("grace_s", self.grace_s, above_zero=False)
+        _check_seconds("restart_window_s", self.restart_window_s, above_zero=True)
+        _check_seconds("hang_timeout_s", self.hang_timeout_s, above_zero=False)
+        if not 0 <= self.max_restarts <= _MAX_RESTARTS:
+            expected = f"an integer from 0 to {_MAX_RESTARTS}"
+            _refuse("max_restarts", str(self.max_restarts), expected, "use --max_restarts 3")
         if self.run_dir is not None and not self.run_dir.strip():
             _refuse("run_dir", "''", "the path of a directory", "give one, or leave --run_dir out")
         _check_together(self)
@@ -81,6 +91,13 @@ def _check_together(options: LaunchOptions) -> None:
     if ps is not None and strategy not in ("auto", "ps"):
         fix = "leave --ps out, or use --strategy ps"
         _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix)
+    fewest = options.min_workers
+    if fewest is not None and strategy != "ps" and ps is None:
+        fix = "leave --min_workers out, or use --strategy ps"
+        _refuse("min_workers", f"{fewest} in a job without ps", "no --min_workers", fix)
+    if fewest is not None and fewest > workers:
+        received = f"{fewest} of --workers {workers}"
+        _refuse("min_workers", received, f"at most {workers}", f"use --min_workers {workers}")
     if workers > 1 and strategy in ("single", "mirrored"):
         fix = "use --strategy multiworker, or leave --workers out"
         _refuse("workers", f"{workers} with --strategy {strategy}", "one process, 1", fix)

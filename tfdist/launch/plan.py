@@ -48,6 +48,8 @@ class Place:
     python: str
     run_dir: Path
     attempt: int = 1
+    is_terminal: bool = False
+    """Whether what the tasks print is shown on a terminal."""
 
 
 def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
@@ -89,10 +91,12 @@ def plan(
     job = JobOptions(
         strategy=strategy,
         devices_per_worker=options.devices_per_worker,
+        min_workers=options.min_workers,
         startup_timeout_s=options.startup_timeout_s,
         run_dir=str(place.run_dir),
         attempt=place.attempt,
         threads_per_task=options.threads_per_task,
+        terminal=place.is_terminal,
     )
     gpus = _divide_gpus(options, strategy=strategy, gpus=place.machine.gpus)
     return tuple(

@@ -38,6 +38,14 @@ class Starter(Protocol):
     def collect(self) -> list[Started | Ended]:
         """Returns which tasks have started or ended since the last call."""
 
+    @property
+    def sessions(self) -> frozenset[int]:
+        """Returns the sessions of its own, which live on from one attempt to the next."""
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether it can start no task any more."""
+
     def close(self) -> None:
         """Ends what the starter itself has running."""
 
@@ -79,6 +87,16 @@ class ExecStarter:
         for task in over:
             del self._children[task]
         return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
+
+    @property
+    def sessions(self) -> frozenset[int]:
+        """Returns none: no process but the tasks'."""
+        return frozenset()
+
+    @property
+    def is_over(self) -> bool:
+        """Returns False."""
+        return False
 
     def close(self) -> None:
         """Does nothing: no process but the tasks'."""

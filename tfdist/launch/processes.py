@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.events import Asked, Ended, Event, Raised, Started
+from tfdist.launch.events import Asked, Beat, Ended, Event, Raised, Started
+from tfdist.launch.evidence import KillEvidence
 from tfdist.launch.guard import Guard
 from tfdist.launch.guardian import MARK
+from tfdist.launch.heartbeat import STACK_SIGNAL
 from tfdist.launch.output import TaskOutput
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter
@@ -34,6 +38,7 @@ class JobProcesses:
         mark: str,
         starter: Starter,
         guard: Guard,
+        evidence: KillEvidence,
         screen: JobScreen,
         signals: SignalPipe,
         clock: Callable[[], float],
@@ -42,11 +47,13 @@ class JobProcesses:
         self._mark = mark
         self._starter = starter
         self._guard = guard
+        self._evidence = evidence
         self._screen = screen
         self._signals = signals
         self._clock = clock
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
+        self._pids: dict[Task, int] = {}  # of the last process of each task, also when it is over
         self._owed: dict[Task, int] = {}
         self._pipes: dict[int, tuple[Task, TaskOutput]] = {}
         self._is_patient = True
@@ -59,6 +66,11 @@ class JobProcesses:
         self._watch(self._notes_fd, self._on_notes)
         if (starter_fd := starter.fileno()) is not None:
             self._watch(starter_fd, self._collect)
+
+    @property
+    def notes_fd(self) -> int:
+        """Returns the end of the pipe on which the tasks tell what they do."""
+        return self._notes_fd
 
     def start(self, spec: ProcessSpec) -> None:
         """Starts a task; its `Started` comes as an event. Raises OSError if it cannot."""
@@ -86,13 +98,25 @@ class JobProcesses:
             return
         pid = self._running[task]
         if pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signum)
+            _signal_group(pid, signum)
         elif self._starter.withdraw(task):
             self._running.pop(task)
             self._news.append(Ended(task=task, status=-signum, at_s=self._clock()))
         else:
             self._owed[task] = signum
+
+    def ask_for_stacks(self, task: Task) -> None:
+        """Has a task print its Python stacks; its own processes, which might end, hear nothing."""
+        if pid := self._running.get(task):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, STACK_SIGNAL)
+
+    def kill_alone(self, task: Task) -> None:
+        """Ends one task, and what it has left in its session, while the job goes on."""
+        if task in self._running and self._running[task] is None:
+            self._owed[task] = signal.SIGKILL
+        elif task in self._pids:
+            self._guard.end_session(self._pids[task])
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Returns what has happened, after `timeout_s` at the latest."""
@@ -110,8 +134,7 @@ class JobProcesses:
 
     def finish(self) -> None:
         """Ends what the tasks have left behind, and reads what is left of their output."""
-        self._starter.close()
-        left = self._guard.end_all()
+        left = self._guard.end_all(keep=self._starter.sessions)
         if left:
             self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
         for fd in list(self._pipes):
@@ -125,11 +148,12 @@ class JobProcesses:
 
     def _on_started(self, started: Started) -> None:
         task = started.task
-        self._running[task] = started.pid
+        self._running[task] = self._pids[task] = started.pid
         self._guard.add(started.pid)
+        self._evidence.started(started.pid)
         self._news.append(started)
         if task in self._owed:
-            self.signal(task, self._owed.pop(task))
+            _signal_group(started.pid, self._owed.pop(task))
 
     def _on_signals(self) -> None:
         came = self._signals.read()
@@ -148,25 +172,28 @@ class JobProcesses:
             self._running.pop(event.task, None)
             for fd in [fd for fd, (task, _) in self._pipes.items() if task == event.task]:
                 self._read_all(fd)
-            self._news.append(event)
+            self._news.append(self._explained(event))
         if any(isinstance(event, Ended) for event in came):
             self._guard.forget_empty()
 
+    def _explained(self, ended: Ended) -> Ended:
+        """Returns an end with its cause, where the kernel tells it."""
+        pid = self._pids.get(ended.task)
+        if pid is None or ended.cause or ended.status != -signal.SIGKILL:
+            return ended
+        return dataclasses.replace(ended, cause=self._evidence.of_kill(pid))
+
     def _on_notes(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._notes_rest += os.read(self._notes_fd, _READ_BYTES)
+        for _ in range(_MAX_READS):
+            try:
+                self._notes_rest += os.read(self._notes_fd, _READ_BYTES)
+            except BlockingIOError:
+                break
         *lines, self._notes_rest = self._notes_rest.split(b"\n")
         tasks = {str(task): task for task in self._running} if lines else {}
         for line in lines:
-            with contextlib.suppress(ValueError, KeyError):
-                note = json.loads(line)
-                raised = Raised(
-                    task=tasks[note["task"]],
-                    exit_code=note["exit_code"],
-                    cause=note["cause"],
-                    at_s=note["at"],
-                )
-                self._news.append(raised)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._news.append(_note(json.loads(line), tasks))
 
     def _read(self, fd: int) -> bool:
         """Passes on what is in a pipe; returns whether there may be more."""
@@ -228,3 +255,29 @@ class JobProcesses:
     def _unwatch(self, fd: int) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signum)
+
+
+def _note(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
+    """Returns what a task has told; KeyError for one that is not running."""
+    task, at_s = tasks[note["task"]], note["at"]
+    if beat := note.get("beat"):
+        return Beat(
+            task=task,
+            phase=beat["phase"],
+            step=beat["step"],
+            since_s=beat["since"],
+            first_step_s=beat["first_step"],
+            at_s=at_s,
+        )
+    return Raised(
+        task=task,
+        exit_code=note["exit_code"],
+        cause=note["cause"],
+        at_s=at_s,
+        step=note.get("step"),
+    )

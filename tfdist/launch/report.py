@@ -26,7 +26,15 @@ class Failure:
     exit_code: int
     """What the job ends with."""
     at_s: float
+    kind: str = ""
+    """What it has in common with others: the program's error, however its process ended."""
+    step: int | None = None
+    """The last step that any task had reported."""
+    detect_s: float | None = None
+    """From the failure to when it was named."""
     last_lines: tuple[str, ...] = ()
+    stacks: tuple[tuple[Task, tuple[str, ...]], ...] = ()
+    """The last lines of the tasks that were asked for their stacks, after a hang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +49,8 @@ class TaskRecord:
     ended_at_s: float | None = None
     stopped: bool = False
     """Whether the launcher had asked it to end."""
+    restart: int = 0
+    """Which restart of this task alone its process was; 0: the one it began with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +59,22 @@ class Attempt:
 
     exit_code: int
     tasks: tuple[TaskRecord, ...]
+    """Every process, in the order of the tasks; one that was started again is followed by the
+    next one of its task."""
     first_failure: Failure | None = None
+    restarts: tuple[Failure, ...] = ()
+    """Failures after which one task was started again alone."""
+    restart: str = ""
+    """Why the whole job is to be started again; empty if it is not."""
+    started_at_s: float | None = None
+    first_step_at_s: float | None = None
+
+    @property
+    def all_started_at_s(self) -> float | None:
+        """Returns when the last of its tasks was first started; None if one never was."""
+        firsts = [record.started_at_s for record in self.tasks if not record.restart]
+        known = [moment for moment in firsts if moment is not None]
+        return max(known) if known and len(known) == len(firsts) else None
 
 
 def signal_name(signum: int) -> str:
@@ -85,21 +110,61 @@ def attempt_entry(attempt: Attempt, *, number: int, epoch_s: float) -> dict[str,
             "started_at": time_of(record.started_at_s),
             "ended_at": time_of(record.ended_at_s),
             "stopped": record.stopped,
+            "restart": record.restart,
         }
 
-    failure = attempt.first_failure
+    def failure_entry(failure: Failure) -> dict[str, Any]:
+        return {
+            "task": str(failure.task),
+            "cause": failure.cause,
+            "step": failure.step,
+            "at": time_of(failure.at_s),
+            "detect_s": _rounded(failure.detect_s),
+        }
+
+    failure, restarts = attempt.first_failure, attempt.restarts
     return {
         "attempt": number,
         "exit_code": attempt.exit_code,
+        "detect_s": _rounded(failure.detect_s) if failure else None,
+        "restart_s": None,
+        "first_step_s": _elapsed_s(attempt.started_at_s, attempt.first_step_at_s),
         "tasks": [task_entry(record) for record in attempt.tasks],
+        "restarts": [
+            {**failure_entry(past), "restart_s": _restart_s(attempt, past)} for past in restarts
+        ],
         "first_failure": failure
         and {
-            "task": str(failure.task),
-            "cause": failure.cause,
-            "at": time_of(failure.at_s),
+            **failure_entry(failure),
             "last_lines": list(failure.last_lines),
+            "stacks": {str(task): list(lines) for task, lines in failure.stacks},
         },
     }
+
+
+def restart_seconds(failed: Attempt, following: Attempt) -> float | None:
+    """Returns the seconds from a failure until every task of the next attempt was started."""
+    failure = failed.first_failure
+    return _elapsed_s(failure.at_s if failure else None, following.all_started_at_s)
+
+
+def _restart_s(attempt: Attempt, failure: Failure) -> float | None:
+    """Returns the seconds from a failure until its task was started again alone."""
+    moments = [
+        record.started_at_s
+        for record in attempt.tasks
+        if record.task == failure.task and record.started_at_s is not None
+    ]
+    after = [moment for moment in moments if moment > failure.at_s]
+    return _elapsed_s(failure.at_s, min(after, default=None))
+
+
+def _elapsed_s(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else _rounded(end_s - begin_s)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:

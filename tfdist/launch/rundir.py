@@ -26,6 +26,11 @@ def chosen_run_dir(given: str | None, *, now: Callable[[], datetime] | None = No
     return Path(os.path.abspath(os.path.join("runs", name)))
 
 
+def restart_log(log_path: Path, restart: int) -> Path:
+    """Returns where a task that was started again alone writes: ``worker-1.restart-1.log``."""
+    return log_path.with_name(f"{log_path.stem}.restart-{restart}{log_path.suffix}")
+
+
 def next_attempt(run_dir: Path) -> int:
     """Returns the number of the next start of the job in `run_dir`, from 1 on."""
     try:
@@ -77,6 +82,11 @@ class RunDir:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def next_attempt(self) -> Path:
+        """Goes on to the next attempt; makes and returns the directory for its logs."""
+        self.attempt += 1
+        return self.start_attempt()
 
     def start_attempt(self) -> Path:
         """Makes and returns the directory for the logs of this attempt."""

@@ -20,10 +20,13 @@ class JobScreen:
         self.consoles = (out,) if out is err else (out, err)
         self._outputs: dict[Task, TaskOutput] = {}
         self._log_paths: dict[Task, str] = {}
+        self._hues: dict[Task, int] = {}
 
     def open(self, spec: ProcessSpec, *, is_chief: bool) -> TaskOutput:
         """Returns a new place for a task's output; OSError if its log cannot be made."""
-        hue = len(self._outputs)
+        hue = self._hues.setdefault(spec.task, len(self._hues))
+        if (before := self._outputs.get(spec.task)) is not None:
+            before.close()
         output = TaskOutput(
             str(spec.task), log_path=spec.log_path, writer=self.out, hue=hue, is_chief=is_chief
         )
@@ -77,8 +80,13 @@ def standard_screen(environ: Mapping[str, str]) -> JobScreen:
     return JobScreen(out=out, err=out if _is_same(1, 2) else _console(2, environ))
 
 
+def shows_in_place(fd: int, environ: Mapping[str, str]) -> bool:
+    """Returns whether a line on `fd` can be written over, as on a terminal."""
+    return os.isatty(fd) and environ.get("TERM") != "dumb"
+
+
 def _console(fd: int, environ: Mapping[str, str]) -> Console:
-    is_terminal = os.isatty(fd) and environ.get("TERM") != "dumb"
+    is_terminal = shows_in_place(fd, environ)
     colour = is_terminal and not environ.get("NO_COLOR")
     return Console(fd, is_terminal=is_terminal, colour=colour, columns=lambda: _columns(fd))
 

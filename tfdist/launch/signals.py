@@ -6,7 +6,13 @@ import os
 import signal
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What asks a job to stop; SIGUSR1 is what schedulers such as Slurm announce the end with."""
+
+
+def exit_code_for(signum: int) -> int:
+    """Returns what a job ends with that was asked to stop: 128 + n, and for SIGUSR1 as SIGTERM."""
+    return 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
 
 class SignalPipe:

@@ -7,52 +7,35 @@ its tests replay histories without any process.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import signal
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Sequence
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Asked, Ended, Event, Raised, Started
+from tfdist.launch.blame import Blame
+from tfdist.launch.ending import Ending
+from tfdist.launch.events import Asked, Beat, Ended, Event, Raised, Started
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import Attempt, Failure, TaskRecord, exit_code_of, signal_name
+from tfdist.launch.progress import Progress, Watcher
+from tfdist.launch.records import Records
+from tfdist.launch.report import Attempt, Failure, signal_name
+from tfdist.launch.restarts import RestartPolicy, Verdict
+from tfdist.launch.rundir import restart_log
+from tfdist.launch.signals import exit_code_for
+from tfdist.launch.supervised import Processes, Screen, named
 
 SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
 
+RESTART_GRACE_S = 1.0
+"""How long the others may take to end when the job is started again: a task whose peer is gone
+waits for it inside TensorFlow, hears no signal and can save nothing."""
+
 STRAGGLER_GRACES = 6
 """How many times the grace the other workers may go on after the chief of theirs is done."""
 
-_GIVE_UP_S = 10.0  # after SIGKILL, for a process that not even that ends
-
-_log = logging.getLogger(__name__)
-
-
-class Processes(Protocol):
-    """The processes of a job, as far as the supervisor deals with them."""
-
-    def start(self, spec: ProcessSpec) -> None:
-        """Starts a task; its `Started` comes as an event. Raises OSError if it cannot."""
-
-    def signal(self, task: Task, signum: int) -> None:
-        """Sends a signal to a task's whole process group."""
-
-    def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Returns what has happened, after `timeout_s` at the latest."""
-
-
-class Screen(Protocol):
-    """What a person sees of the job."""
-
-    def say(self, text: str) -> None:
-        """Shows lines of the launcher's own."""
-
-    def show_failure(self, task: Task, cause: str) -> None:
-        """Shows what failed first and its last lines; from now on nothing of other tasks."""
-
-    def last_lines(self, task: Task) -> tuple[str, ...]:
-        """Returns the last lines of a task's output."""
+STACKS_S = 0.5
+"""How long the stacks of a task that stands still may take to come into its log."""
 
 
 class Supervisor:
@@ -65,43 +48,52 @@ class Supervisor:
         chief: Task,
         is_ps: bool,
         grace_s: float,
+        policy: RestartPolicy,
+        watchdog: Watcher,
         processes: Processes,
         screen: Screen,
         clock: Callable[[], float],
     ) -> None:
-        self._specs = specs
+        self._specs = {spec.task: spec for spec in specs}
         self._chief = chief
         self._is_ps = is_ps
         self._grace_s = grace_s
+        self._policy = policy
         self._processes = processes
         self._screen = screen
         self._clock = clock
-        self._records = {spec.task: TaskRecord(task=spec.task) for spec in specs}
+        self._records = Records(self._specs)
+        self._progress = Progress(watchdog)
+        self._blame = Blame(patience_s=grace_s)
         self._running: dict[Task, None] = {}  # in the order of their start
-        self._raised: dict[Task, Raised] = {}
-        self._failed: dict[Task, Ended] = {}
+        self._hang: tuple[Failure, tuple[Task, ...]] | None = None
+        self._returning: dict[Task, Failure] = {}  # to be started again alone once it has ended
+        self._restarts: list[Failure] = []
         self._failure: Failure | None = None
+        self._verdict = Verdict()
         self._asked: int | None = None
-        self._stopping = False
-        self._killed = False
-        self._deadline_s = math.inf
-        self._straggler_deadline_s = math.inf
-        self._woken_s = clock()
+        self._ending = Ending(
+            self._running, processes=processes, records=self._records, clock=clock
+        )
+        self._straggler_deadline_s = self._stacks_deadline_s = math.inf
+        self._started_s = self._woken_s = clock()
 
     def run(self) -> Attempt:
         """Starts every task and returns when the last one has ended."""
-        for spec in self._specs:
-            if self._stopping:
-                break
-            self._start(spec)
-        while self._running and not self._has_given_up():
-            before_s = self._woken_s
+        for spec in self._specs.values():
+            if not self._ending.has_begun:
+                self._start(spec)
+        while self._running and not self._ending.has_failed:
             events = self._processes.wait(self._timeout_s())
-            self._woken_s = self._clock()
+            since_s, self._woken_s = self._woken_s, self._clock()
             for event in events:
-                self._handle(event)
-            self._judge(since_s=before_s)
+                self._handle(event, since_s=since_s)
+            self._judge()
+            if not self._running:  # the last ones could not even print their stacks
+                self._end_hang()
             self._keep_deadlines()
+        if self._running:
+            self._screen.say(f"cannot be killed: {named(self._running)}")
         return self._attempt()
 
     def _start(self, spec: ProcessSpec) -> None:
@@ -110,171 +102,198 @@ class Supervisor:
             self._processes.start(spec)
         except OSError as error:
             cause = f"cannot be started: {error.strerror or error}"
-            self._handle(Ended(task=spec.task, status=1, at_s=self._clock(), cause=cause))
-            self._judge(since_s=self._woken_s)
+            ended = Ended(task=spec.task, status=1, at_s=self._clock(), cause=cause)
+            self._handle(ended, since_s=self._woken_s)
+            self._judge()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event, *, since_s: float) -> None:
         match event:
-            case Started(task=task):
-                self._update(task, pid=event.pid, started_at_s=event.at_s)
-            case Raised(task=task) if task in self._running and not self._stopping:
-                self._raised.setdefault(task, event)
+            case Started():
+                self._records.started(event)
+                self._progress.started(event)
+            case Beat(task=task) if task in self._running:
+                self._progress.beat(event)
+            case Raised(task=task) if task in self._running and not self._ending.has_begun:
+                self._progress.reached(event.step)
+                self._blame.raised(event)
             case Ended(task=task) if task in self._running:
                 self._running.pop(task)
-                self._update(task, status=event.status, ended_at_s=event.at_s)
-                self._after_end(event)
+                self._records.ended(event)
+                self._progress.ended(task)
+                self._after_end(event, since_s=since_s)
             case Asked(signum=signum):
                 self._ask(signum)
 
-    def _after_end(self, ended: Ended) -> None:
+    def _after_end(self, ended: Ended, *, since_s: float) -> None:
         task = ended.task
-        if self._stopping:
-            if self._is_ps and task == self._chief:
-                self._stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
+        is_over = self._ending.has_begun or not ended.status
+        if self._is_ps and task == self._chief and is_over:
+            self._ending.stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
+        if self._ending.has_begun:
             return
-        if ended.status:
-            self._failed[task] = ended
+        if task in self._returning:
+            self._blame.forget(task)
+            self._start_again(self._returning.pop(task))
             return
-        self._raised.pop(task, None)
-        if self._is_ps and task == self._chief:
-            self._stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
-        elif self._is_ps:
-            cause = "ended before the chief (exit code 0)"
-            self._failed[task] = dataclasses.replace(ended, cause=cause)
-        elif task == self._chief:
-            self._straggler_deadline_s = self._clock() + STRAGGLER_GRACES * self._grace_s
+        if not ended.status:
+            self._blame.forget(task)
+            if not self._is_ps:
+                if task == self._chief:
+                    self._straggler_deadline_s = self._clock() + STRAGGLER_GRACES * self._grace_s
+                return
+            ended = dataclasses.replace(ended, cause="ended before the chief (exit code 0)")
+        self._blame.ended(ended, since_s=since_s, now_s=self._clock())
 
     def _ask(self, signum: int) -> None:
-        if self._stopping:
-            self._kill()
+        is_first = self._asked is None and (not self._ending.has_begun or self._verdict.restart)
+        if not is_first:
+            self._ending.kill()
             return
         self._asked = signum
-        name = "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)
-        passed = signal.SIGTERM if signum == signal.SIGPIPE else signum
+        is_closed = signum == signal.SIGPIPE
+        name = "its output is closed" if is_closed else signal_name(signum)
+        if self._verdict.restart:
+            self._screen.say(f"{name}: not started again")
+            return
         tasks = f"{len(self._running)} tasks" if len(self._running) > 1 else "the task"
         self._screen.say(
             f"{name}: ending {tasks} within {self._grace_s:g} s (a second signal kills at once)"
         )
-        self._stop(passed, within_s=self._grace_s)
+        self._ending.stop(signal.SIGTERM if is_closed else signum, within_s=self._grace_s)
 
-    def _judge(self, *, since_s: float) -> None:
+    def _judge(self) -> None:
         """Finds what failed first once anything has ended badly, and stops the rest.
 
         Not if the same awakening brought a request to stop or the end of the chief: these
         explain the ends around them.
         """
-        if self._stopping:
-            return
-        raised = self._overdue_raised()
-        if not self._failed and not raised:
-            return
-        moments = {task: event.at_s for task, event in self._raised.items()}
-        for task, ended in self._failed.items():
-            # The end of a process is seen when the launcher wakes, so one that was killed in
-            # between may have died before the moment at which its victim says it failed.
-            killed = ended.status < 0 and ended.status != -signal.SIGABRT
-            moments.setdefault(task, since_s if killed else ended.at_s)
-        first = min(moments, key=lambda task: moments[task])
-        self._fail(first, at_s=moments[first])
+        while not self._ending.has_begun and self._hang is None:
+            now_s = self._clock()
+            is_complete = not (set(self._running) - self._blame.tasks)
+            failure = self._blame.suspect(now_s, is_complete=is_complete)
+            if failure is None:
+                self._find_hang(now_s)
+                return
+            failure = self._progress.dated(failure, now_s=now_s)
+            if not self._returns(failure):
+                # Its process may still have a traceback to print.
+                self._fail(failure, but=(failure.task,))
 
-    def _overdue_raised(self) -> bool:
-        """Whether a task whose program has failed does not end: nothing else would tell."""
-        now_s = self._clock()
-        return any(now_s >= event.at_s + self._grace_s for event in self._raised.values())
+    def _may_return(self, failure: Failure) -> bool:
+        """Whether a task can be started again alone: in a ps job of which only workers failed."""
+        failed = (failure.task, *self._blame.tasks)
+        return all(map(self._is_alone, failed)) and self._verdict_on(failure).restart
 
-    def _fail(self, task: Task, *, at_s: float) -> None:
-        raised, ended = self._raised.get(task), self._failed.get(task)
-        if ended is not None and ended.status:
-            code = exit_code_of(ended.status)
+    def _is_alone(self, task: Task) -> bool:
+        return self._is_ps and task.type == "worker"
+
+    def _verdict_on(self, failure: Failure) -> Verdict:
+        return self._policy.verdict(failure, alone=self._is_alone(failure.task))
+
+    def _returns(self, failure: Failure) -> bool:
+        """Has the failed task started again alone if that can be."""
+        if not self._may_return(failure):
+            return False
+        self._blame.forget(failure.task)
+        if failure.task in self._running:
+            self._returning[failure.task] = failure
+            self._processes.kill_alone(failure.task)
         else:
-            code = raised.exit_code if raised else 1
-        cause = _cause(raised, ended)
-        if ended is None and self._overdue_raised():
-            cause += ", and its process does not end"
-        self._failure = Failure(task=task, cause=cause, exit_code=code, at_s=at_s)
-        self._screen.show_failure(task, cause)
-        self._stop(signal.SIGTERM, within_s=self._grace_s, but=() if ended else (task,))
+            self._start_again(failure)
+        return True
 
-    def _stop(self, signum: int, *, within_s: float, but: Iterable[Task] = ()) -> None:
-        self._stopping = True
-        self._deadline_s = min(self._deadline_s, self._clock() + within_s)
-        for task in self._running:
-            if task not in but:
-                self._update(task, stopped=True)
-                self._processes.signal(task, signum)
+    def _start_again(self, failure: Failure) -> None:
+        task = failure.task
+        reason = self._verdict_on(failure).reason
+        self._policy.restarted(failure)
+        self._restarts.append(failure)
+        self._processes.kill_alone(task)  # what it has left behind
+        spec = self._specs[task]
+        log = restart_log(spec.log_path, self._records.restarted(task))
+        self._screen.say(f"{task} failed: {failure.cause}; started again alone, {reason}: {log}")
+        self._start(dataclasses.replace(spec, log_path=log))
 
-    def _kill(self) -> None:
-        if self._killed:
+    def _find_hang(self, now_s: float) -> None:
+        self._hang = self._progress.hang(now_s, among=self._running.keys() - self._returning)
+        if self._hang is None:
             return
-        self._killed = True
-        self._deadline_s = self._clock() + _GIVE_UP_S
-        for task in self._running:
-            self._update(task, stopped=True)
-            self._processes.signal(task, signal.SIGKILL)
+        failure, stuck = self._hang
+        if self._may_return(failure):  # the others go on, and are not disturbed
+            stuck = tuple(task for task in stuck if task == failure.task)
+        self._hang = failure, stuck
+        self._stacks_deadline_s = now_s + (STACKS_S if stuck else 0.0)
+        if stuck:
+            self._screen.say(f"{failure.task}: {failure.cause}; the stacks of {named(stuck)}:")
+        for task in stuck:
+            self._processes.ask_for_stacks(task)
+
+    def _end_hang(self) -> None:
+        """Acts on a task that stands still, once the stacks have been printed."""
+        if self._hang is None or self._ending.has_begun:
+            return
+        failure, stuck = self._hang
+        self._hang, self._stacks_deadline_s = None, math.inf
+        stacks = tuple((task, self._screen.last_lines(task)) for task in stuck)
+        failure = dataclasses.replace(failure, stacks=stacks)
+        if not self._returns(failure):
+            self._fail(failure)
+
+    def _fail(self, failure: Failure, *, but: Container[Task] = ()) -> None:
+        self._verdict = self._verdict_on(failure)
+        self._failure = failure
+        self._screen.show_failure(failure.task, failure.cause)
+        within_s = self._grace_s
+        if self._verdict.restart:
+            within_s = min(within_s, RESTART_GRACE_S)
+        elif self._verdict.reason:
+            self._screen.say(f"not started again: {self._verdict.reason}")
+        self._ending.stop(signal.SIGTERM, within_s=within_s, but=but)
 
     def _keep_deadlines(self) -> None:
         now_s = self._clock()
-        if self._stopping and not self._killed and now_s >= self._deadline_s and self._running:
-            if not self._is_served_out():
-                self._screen.say(f"killed, as still running: {_names(self._running)}")
-            self._kill()
-        if not self._stopping and now_s >= self._straggler_deadline_s and self._running:
+        if self._ending.is_overdue:
+            # The servers of a ps job that is done may be kept from hearing by TensorFlow.
+            is_served_out = self._is_ps and self._chief not in self._running
+            if not is_served_out and not self._verdict.restart:
+                self._screen.say(f"killed, as still running: {named(self._running)}")
+            self._ending.kill()
+        elif now_s >= self._stacks_deadline_s:
+            self._end_hang()
+        elif now_s >= self._straggler_deadline_s and not self._ending.has_begun and self._running:
             self._fail_stragglers(now_s)
 
-    def _is_served_out(self) -> bool:
-        """Whether only servers of a ps job are left, which TensorFlow may keep from hearing."""
-        return self._is_ps and self._chief not in self._running
-
     def _fail_stragglers(self, now_s: float) -> None:
-        first = next(iter(self._running))
         waited_s = STRAGGLER_GRACES * self._grace_s
-        cause = f"still running {waited_s:g} s after {self._chief} was done: "
-        cause += _names(self._running)
-        self._failed[first] = Ended(task=first, status=0, at_s=now_s, cause=cause)
-        self._fail(first, at_s=now_s)
+        tasks = named(self._running)
+        cause = f"still running {waited_s:g} s after {self._chief} was done: {tasks}"
+        first = next(iter(self._running))
+        self._fail(Failure(task=first, cause=cause, exit_code=1, at_s=now_s, detect_s=waited_s))
 
     def _timeout_s(self) -> float | None:
-        next_s = min(self._deadline_s, self._straggler_deadline_s)
-        if self._stopping:
-            next_s = self._deadline_s
+        if self._ending.has_begun:
+            next_s = self._ending.deadline_s
+        elif self._hang is not None:
+            next_s = self._stacks_deadline_s
         else:
-            for event in self._raised.values():
-                next_s = min(next_s, event.at_s + self._grace_s)
+            checks_s = (self._blame.next_s(), self._progress.next_check_s())
+            next_s = min(self._straggler_deadline_s, *checks_s)
         return None if math.isinf(next_s) else max(0.0, next_s - self._clock())
 
-    def _has_given_up(self) -> bool:
-        if not self._killed or self._clock() < self._deadline_s:
-            return False
-        self._screen.say(f"cannot be killed: {_names(self._running)}")
-        return True
-
     def _attempt(self) -> Attempt:
-        failure = self._failure
+        failure, code = self._failure, 0
         if failure is not None:
             lines = self._screen.last_lines(failure.task)
             failure = dataclasses.replace(failure, last_lines=lines)
             code = failure.exit_code
-        elif self._asked is not None:
-            code = 128 + self._asked
-        else:
-            code = 0
-        return Attempt(exit_code=code, tasks=tuple(self._records.values()), first_failure=failure)
-
-    def _update(self, task: Task, **changes: Any) -> None:
-        self._records[task] = dataclasses.replace(self._records[task], **changes)
-
-
-def _cause(raised: Raised | None, ended: Ended | None) -> str:
-    if ended is None:
-        return raised.cause if raised else "failed"
-    if ended.cause:
-        return ended.cause
-    end = f"exit code {ended.status}"
-    if ended.status < 0:
-        end = f"killed by {signal_name(-ended.status)}"
-    return f"{raised.cause} ({end})" if raised and raised.cause != end else end
-
-
-def _names(tasks: Iterable[Task]) -> str:
-    names = [str(task) for task in tasks]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        if self._asked is not None:
+            code = exit_code_for(self._asked)
+        is_worth_it = self._verdict.restart and self._asked is None and not self._running
+        return Attempt(
+            exit_code=code,
+            tasks=self._records.all(),
+            first_failure=failure,
+            restarts=tuple(self._restarts),
+            restart=self._verdict.reason if is_worth_it else "",
+            started_at_s=self._started_s,
+            first_step_at_s=self._progress.first_step_s,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from tfdist.launch import heartbeat
 from tfdist.launch.program import run_program
 
 TYPE_CHECKING = False
@@ -20,6 +21,8 @@ def main(argv: Sequence[str]) -> None:
     os.set_inheritable(int(notes_fd), False)
     set_title(title)
     failed = note_to(int(notes_fd), task=task)
+    heartbeat.print_stacks_when_asked()
+    heartbeat.start(int(notes_fd), task=task)
     run_program(target, args, is_module=kind == "module", failed=failed)
 
 
@@ -35,6 +38,7 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
             "at": time.monotonic(),
             "exit_code": exit_code,
             "cause": cause.partition("\n")[0][:_MAX_CAUSE_CHARS],
+            "step": heartbeat.steps_done(),
         }
         try:
             os.write(notes_fd, json.dumps(note).encode() + b"\n")

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from tfdist.launch import heartbeat
 from tfdist.launch.process import die_with
 from tfdist.launch.program import run_program
 from tfdist.launch.task import note_to, set_title
@@ -139,6 +140,8 @@ class _Server:
 def _run(request: dict[str, Any]) -> None:
     set_title(request["title"])
     failed = note_to(request["notes_fd"], task=request["task"])
+    heartbeat.print_stacks_when_asked()
+    heartbeat.start(request["notes_fd"], task=request["task"])
     run_program(request["target"], request["args"], is_module=request["is_module"], failed=failed)
 
 

@@ -62,18 +62,17 @@ def make_strategy(
     devices.grow_gpu_memory()
     count = devices_per_worker or (options.devices_per_worker if options else None)
     timeout_s = startup_timeout_s or (options.startup_timeout_s if options else 60.0)
-    phases.enter("rendezvous")
     min_workers = min_workers or (options.min_workers if options else None)
-    if kind == "single":
-        strategy = _single(count)
-    elif kind == "mirrored":
-        strategy = tf.distribute.MirroredStrategy(devices.replica_devices(count))
-    elif kind == "multiworker":
-        strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
-    else:
-        strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers)
+    with phases.entered("rendezvous"):
+        if kind == "single":
+            strategy = _single(count)
+        elif kind == "mirrored":
+            strategy = tf.distribute.MirroredStrategy(devices.replica_devices(count))
+        elif kind == "multiworker":
+            strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
+        else:
+            strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers)
     _hear_sigterm()
-    phases.enter("import")
     job = remember(Job(strategy=strategy, kind=kind, config=config))
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
     return strategy

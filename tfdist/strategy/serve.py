@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import TaskConfig
+from tfdist.cluster import TaskConfig, phases
 from tfdist.errors import EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
 from tfdist.strategy.rendezvous import answers
 
@@ -31,6 +31,7 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     """
     stop = threading.Event()
     server = _start(config)
+    phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     _LOG.info("%s serves at %s", config.task, config.cluster.address(config.task))

@@ -1,0 +1,300 @@
+"""A job that stands still ends, names the task that holds it up, and shows where the others are.
+
+The tasks are plain Python: they say what they are doing, as the training does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+HANG_S = 3
+FOUND_WITHIN_S = HANG_S + 8  # the machine may be busy; the launcher also waits for the stacks
+
+LAUNCH = (sys.executable, "-m", "tfdist.launch")
+# The fork server as it is, but for what it imports: no test here needs TensorFlow.
+FORK = (
+    sys.executable,
+    "-c",
+    "import sys, tfdist.launch.forking as f; f.IMPORTS = ('json',);"
+    "from tfdist.launch.__main__ import main; sys.exit(main())",
+    "--start=fork",
+)
+STARTS = pytest.mark.parametrize("command", [LAUNCH, FORK], ids=["exec", "fork"])
+
+TASK = """
+import json, os, signal, sys, threading, time
+from tfdist.cluster import phases
+
+config = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{config['type']}-{config['index']}"
+
+def ready():
+    print("ready", name, os.getpid(), flush=True)
+
+def waits_for_the_others(step):
+    phases.enter("step", step=step)
+    ready()
+    threading.Event().wait()
+
+def works(seconds):
+    end_s, step = time.monotonic() + seconds, 0
+    while time.monotonic() < end_s:
+        step += 1
+        phases.enter("step", step=step)
+        time.sleep(0.05)
+"""
+
+
+class Job:
+    """A launcher that is running, and what it has said."""
+
+    def __init__(self, process):
+        self.process = process
+        self.text = ""
+
+    def pids(self, count):
+        """Waits until `count` tasks are ready; returns their process ids by name."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while len(found := re.findall(r"ready (\S+) (\d+)\n", self.text)) < count:
+            assert self._read(deadline_s), "the job ended before its tasks were ready"
+        return {name: int(pid) for name, pid in found}
+
+    def end(self, within_s=DEADLINE_S):
+        """Reads to the end and returns the exit code."""
+        deadline_s = time.monotonic() + within_s
+        while self._read(deadline_s):
+            pass
+        return self.process.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def _read(self, deadline_s):
+        left_s = max(0.0, deadline_s - time.monotonic())
+        assert select.select([self.process.stdout], [], [], left_s)[0], "nothing more came in time"
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        self.text += data.decode(errors="replace")
+        return bool(data)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts jobs; prints all they said, and their logs, at the end."""
+    jobs = []
+
+    def start(source, *flags, command=LAUNCH, hang_timeout_s=HANG_S):
+        script = tmp_path / "program.py"
+        script.write_text(TASK + textwrap.dedent(source))
+        flags = ("--run_dir=run", f"--hang_timeout_s={hang_timeout_s}", "--grace_s=1", *flags)
+        process = subprocess.Popen(
+            [*command, *flags, str(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        jobs.append(Job(process))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.kill()  # the guardian ends the tasks
+        job.process.wait()
+        with contextlib.suppress(OSError):
+            job.process.stdout.close()
+        print(job.text)
+    for path in sorted(tmp_path.rglob("*.log")):
+        print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
+
+
+def first_failure(tmp_path):
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    return report["attempts"][-1]["first_failure"]
+
+
+def log(tmp_path, task):
+    return (tmp_path / "run" / "logs" / "attempt-1" / f"{task}.log").read_text()
+
+
+def is_gone(pid):
+    return not Path(f"/proc/{pid}").exists()
+
+
+@STARTS
+def test_a_stopped_task_is_named_and_the_others_show_their_stacks(launch, tmp_path, command):
+    job = launch(
+        "waits_for_the_others(7)", "--strategy=multiworker", "--workers=3", command=command
+    )
+    pids = job.pids(3)
+    os.kill(pids["worker-1"], signal.SIGSTOP)
+    assert job.end(FOUND_WITHIN_S) == 1
+    failure = first_failure(tmp_path)
+    assert failure["task"] == "worker-1"
+    assert "its process is stopped (SIGSTOP)" in failure["cause"]
+    assert "worker-1 failed first: hangs: its process is stopped" in job.text
+    for task in ("worker-0", "worker-2"):
+        assert "in waits_for_the_others" in log(tmp_path, task)
+    assert "waits_for_the_others" not in log(tmp_path, "worker-1")
+    assert all(map(is_gone, pids.values()))
+
+
+@STARTS
+def test_a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(launch, tmp_path, command):
+    job = launch(
+        """
+        def on_epoch_end():
+            phases.enter("callback", step=7)
+            lock = threading.Lock()
+            lock.acquire()
+            ready()
+            lock.acquire()
+        on_epoch_end() if name == "worker-2" else waits_for_the_others(7)
+        """,
+        "--strategy=multiworker",
+        "--workers=3",
+        command=command,
+    )
+    job.pids(3)
+    assert job.end(FOUND_WITHIN_S) == 1
+    failure = first_failure(tmp_path)
+    assert failure["task"] == "worker-2"
+    assert failure["cause"].startswith("hangs: in a callback after 7 steps for ")
+    assert failure["cause"].endswith("; worker-0, worker-1 wait for it")
+    assert "in on_epoch_end" in log(tmp_path, "worker-2")
+    for task in ("worker-0", "worker-1"):
+        assert "in waits_for_the_others" in log(tmp_path, task)
+
+
+def test_a_task_that_never_speaks_is_named_and_still_shows_its_stack(launch, tmp_path):
+    job = launch(
+        """
+        import ctypes
+        def loads_its_libraries():
+            ctypes.PyDLL(None).sleep(1000)  # with the lock of the interpreter
+        loads_its_libraries() if name == "worker-1" else waits_for_the_others(0)
+        """,
+        "--strategy=multiworker",
+        "--workers=3",
+        "--startup_timeout_s=2",
+    )
+    assert job.end(DEADLINE_S) == 1
+    failure = first_failure(tmp_path)
+    assert failure["task"] == "worker-1"
+    assert failure["cause"].startswith("hangs: has not started: silent for ")
+    assert "in loads_its_libraries" in log(tmp_path, "worker-1")
+    assert "in waits_for_the_others" in log(tmp_path, "worker-0")
+
+
+def test_a_task_that_falls_silent_is_named(launch, tmp_path):
+    job = launch(
+        """
+        import ctypes
+        def native_code():
+            works(3)
+            ready()
+            ctypes.PyDLL(None).sleep(1000)
+        if name == "worker-1":
+            native_code()
+        works(3)
+        waits_for_the_others(60)
+        """,
+        "--strategy=multiworker",
+        "--workers=2",
+    )
+    job.pids(2)
+    assert job.end(FOUND_WITHIN_S) == 1
+    failure = first_failure(tmp_path)
+    assert failure["task"] == "worker-1"
+    assert failure["cause"].startswith("hangs: does not answer: silent for ")
+    assert "(its process sleeps)" in failure["cause"]
+    assert "in native_code" in log(tmp_path, "worker-1")
+
+
+@pytest.mark.parametrize("frozen", ["worker-1", "ps-0"])
+def test_a_stopped_server_of_a_ps_job_is_named(launch, tmp_path, frozen):
+    job = launch(
+        """
+        if name == "chief-0":
+            ready()
+            works(1000)
+        phases.enter("serve")
+        ready()
+        threading.Event().wait()
+        """,
+        "--strategy=ps",
+        "--workers=2",
+        "--ps=1",
+    )
+    os.kill(job.pids(4)[frozen], signal.SIGSTOP)
+    assert job.end(FOUND_WITHIN_S) == 1
+    assert first_failure(tmp_path)["task"] == frozen
+
+
+def test_a_job_that_goes_on_is_left_alone(launch):
+    flags = ("--strategy=multiworker", "--workers=2", "--startup_timeout_s=0.5")
+    job = launch(f"works({2 * HANG_S + 1})", *flags)
+    assert job.end() == 0
+
+
+def test_a_script_that_trains_by_itself_may_take_its_time(launch):
+    job = launch(f"time.sleep({2 * HANG_S + 1})", "--startup_timeout_s=0.5")
+    assert job.end() == 0
+
+
+def test_a_script_that_becomes_another_program_is_not_expected_to_speak(launch):
+    again = f"import time; time.sleep({2 * HANG_S + 1}); print('done')"
+    source = f"os.execv(sys.executable, [sys.executable, '-c', {again!r}])"
+    job = launch(source, "--startup_timeout_s=0.5")
+    assert job.end() == 0
+    assert "done" in job.text
+
+
+def test_after_a_sleep_of_the_whole_machine_nobody_is_blamed(launch):
+    job = launch(f"ready(); works({2 * HANG_S + 6})", "--strategy=multiworker", "--workers=2")
+    tasks = job.pids(2).values()
+    job.process.send_signal(signal.SIGSTOP)
+    for pid in tasks:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * HANG_S)
+    job.process.send_signal(signal.SIGCONT)
+    time.sleep(1)  # the launcher looks at tasks that have said nothing for long
+    for pid in tasks:
+        os.kill(pid, signal.SIGCONT)
+    assert job.end() == 0
+
+
+def test_tasks_that_wait_for_someone_to_read_their_output_do_not_hang(launch):
+    job = launch(
+        """
+        phases.enter("step", step=1)
+        ready()
+        print(("x" * 99 + "\\n") * 20000, flush=True)
+        phases.enter("done")
+        """
+    )
+    job.pids(1)
+    time.sleep(2 * HANG_S)  # is what is tested: behind a pager
+    assert job.end() == 0
+
+
+def test_without_a_timeout_a_job_stands_still_for_ever(launch, tmp_path):
+    job = launch("waits_for_the_others(3)", hang_timeout_s=0)
+    job.pids(1)
+    with pytest.raises(AssertionError, match="nothing more came in time"):
+        job.end(HANG_S + 2)
+    job.process.terminate()
+    assert job.end() == 143
+    assert first_failure(tmp_path) is None

@@ -1,0 +1,400 @@
+"""Jobs that are started again: as a group, a worker of a ps job alone, or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.jobs import DEADLINE_S, FORK, GONE_S, STARTS, children, report
+from tfdist.launch import guardian
+
+PRELUDE = """
+import json, os, signal, sys
+config = json.loads(os.environ["TF_CONFIG"])
+me = "{type}-{index}".format(**config["task"])
+attempt = config["tfdist"]["attempt"]
+def ready():
+    os.write(1, b"%s attempt %d ready %d\\n" % (me.encode(), attempt, os.getpid()))
+"""
+
+
+def program(text):
+    return PRELUDE + textwrap.dedent(text)
+
+
+def patched(code):
+    """The launcher, with `code` run in it first."""
+    return (sys.executable, "-c", f"{textwrap.dedent(code)}\n{_MAIN}")
+
+
+_MAIN = "import sys; from tfdist.launch.__main__ import main; sys.exit(main())"
+
+
+def ready(job, attempt, count):
+    """Waits for `count` tasks of an attempt; returns their process ids by task."""
+    job.read_until(rf"\S+ attempt {attempt} ready \d+\n", count=count)
+    found = re.findall(rf"(\S+) attempt {attempt} ready (\d+)\n", job.text)
+    job.ready(len(re.findall(r"ready \d+\n", job.text)))
+    return {task: int(pid) for task, pid in found}
+
+
+# the whole job
+
+
+@STARTS
+def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command):
+    source = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that waits inside TensorFlow
+    ready()
+    if attempt == 1:
+        signal.pause()
+    """
+    flags = ("--workers=3", "--max_restarts=2", "--grace_s=600", "--run_dir=run")
+    job = launch(program(source), *flags, command=command)
+    first = ready(job, 1, 3)
+    os.kill(first["worker-1"], signal.SIGKILL)
+    second = ready(job, 2, 3)
+    assert job.end() == 0
+    assert not set(first.values()) & set(second.values())
+    job.assert_gone(0)
+    assert "worker-1 failed first: killed by SIGKILL, not by the launcher\n" in job.text
+    assert "started again as attempt 2 (restart 1 of 2 within 3600 s)\n" in job.text
+    for attempt, pids in ((1, first), (2, second)):
+        for task, pid in pids.items():
+            log = Path(f"run/logs/attempt-{attempt}/{task}.log").read_text()
+            assert log == f"{task} attempt {attempt} ready {pid}\n"
+    failed, done = report("run")["attempts"]
+    assert (failed["exit_code"], done["exit_code"], report("run")["exit_code"]) == (137, 0, 0)
+    assert failed["first_failure"]["task"] == "worker-1"
+    assert failed["detect_s"] < 0.5
+    assert failed["detect_s"] < failed["restart_s"] < 3
+    assert done["first_failure"] is None
+    assert done["restart_s"] is None
+    assert done["first_step_s"] is None
+
+
+def test_the_report_is_there_while_the_next_attempt_runs(launch):
+    source = "ready()\nif attempt == 1: os._exit(3)\nsignal.pause()"
+    job = launch(program(source), "--max_restarts=1", "--run_dir=run")
+    ready(job, 2, 1)
+    assert report("run")["exit_code"] is None
+    (entry,) = report("run")["attempts"]
+    assert entry["first_failure"]["cause"] == "exit code 3"
+    job.signal(signal.SIGTERM)
+    assert job.end() == 143
+    assert [entry["exit_code"] for entry in report("run")["attempts"]] == [3, 143]
+
+
+def test_the_fork_server_serves_every_attempt(launch):
+    source = "ready()\nif attempt < 3: signal.pause()"
+    job = launch(program(source), "--workers=2", "--max_restarts=2", "--run_dir=run", command=FORK)
+    servers = []
+    for attempt in (1, 2):
+        pids = ready(job, attempt, 2)
+        (server,) = (p for p, line in children(job.process.pid).items() if "fork server" in line)
+        servers.append(server)
+        os.kill(pids[f"worker-{attempt - 1}"], signal.SIGSEGV if attempt == 1 else signal.SIGKILL)
+    assert job.end() == 0
+    assert servers[0] == servers[1]
+    assert not guardian.occupied(set(servers))
+    entries = report("run")["attempts"]
+    assert len(entries) == 3
+    assert all(entry["restart_s"] < 3 for entry in entries[:2])
+    assert [path.parent.name for path in Path("run").rglob("fork-server.log")] == ["attempt-1"]
+
+
+def test_a_fork_server_that_was_killed_is_replaced_for_the_next_attempt(launch):
+    source = "ready()\nif attempt == 1: signal.pause()"
+    job = launch(program(source), "--workers=2", "--max_restarts=1", "--run_dir=run", command=FORK)
+    ready(job, 1, 2)
+    (server,) = (p for p, line in children(job.process.pid).items() if "fork server" in line)
+    os.kill(server, signal.SIGKILL)
+    ready(job, 2, 2)
+    assert job.end() == 0
+    assert "the fork server has ended" in job.text
+
+
+def test_what_a_task_leaves_behind_is_gone_before_the_next_attempt(launch):
+    source = """
+    import subprocess
+    if attempt == 1:
+        child = "import os, signal; os.write(1, b'ready %d\\\\n' % os.getpid()); signal.pause()"
+        for options in ({"env": {}}, {"start_new_session": True}):
+            subprocess.Popen([sys.executable, "-c", child], **options)
+        os.open("fifo", os.O_RDONLY)
+        os._exit(3)
+    """
+    os.mkfifo("fifo")
+    job = launch(program(source), "--max_restarts=1")
+    job.ready(2)
+    os.close(os.open("fifo", os.O_WRONLY))
+    job.read_until("started again as attempt 2")
+    job.assert_gone(0)
+    assert job.end() == 0
+
+
+# no restart
+
+
+def test_the_same_failure_twice_in_a_row_is_not_tried_a_third_time(launch):
+    source = "if me == 'worker-1': raise ValueError('boom')\nsignal.pause()"
+    job = launch(program(source), "--workers=2", "--max_restarts=5", "--run_dir=run")
+    assert job.end() == 1
+    assert len(report("run")["attempts"]) == 2
+    why = "not started again: the same failure before the first step twice in a row\n"
+    assert job.text.count(why) == 1
+    assert job.text.index("as attempt 2") < job.text.index(why)
+
+
+def test_other_failures_are_tried_until_the_restarts_are_used_up(launch):
+    job = launch(program("sys.exit(10 + attempt)"), "--max_restarts=2", "--run_dir=run")
+    assert job.end() == 13
+    assert [entry["exit_code"] for entry in report("run")["attempts"]] == [11, 12, 13]
+    assert "not started again: all 2 restarts within 3600 s used up\n" in job.text
+
+
+def test_restarts_older_than_the_window_do_not_count(launch):
+    flags = ("--max_restarts=1", "--restart_window_s=0.001", "--run_dir=run")
+    job = launch(program("sys.exit(10 + attempt if attempt < 5 else 0)"), *flags)
+    assert job.end() == 0
+    assert len(report("run")["attempts"]) == 5
+
+
+@pytest.mark.parametrize("code", [2, 130, 143])
+def test_a_mistake_or_a_task_that_was_told_to_stop_is_not_started_again(launch, code):
+    job = launch(program(f"sys.exit({code})"), "--max_restarts=3", "--run_dir=run")
+    assert job.end() == code
+    assert len(report("run")["attempts"]) == 1
+    assert f"not started again: exit code {code} is" in job.text
+
+
+def test_without_max_restarts_a_failed_job_is_over(launch):
+    job = launch(program("sys.exit(3)"), "--run_dir=run")
+    assert job.end() == 3
+    assert len(report("run")["attempts"]) == 1
+    assert "started again" not in job.text
+
+
+# requests to stop, and the end of the launcher, around a restart
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_job_that_is_asked_to_stop_while_it_is_stopped_is_not_started_again(launch, signum, code):
+    source = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready()
+    signal.pause()
+    """
+    job = launch(program(source), "--workers=2", "--max_restarts=3", "--run_dir=run")
+    os.kill(ready(job, 1, 2)["worker-0"], signal.SIGKILL)
+    job.read_until("failed first")
+    job.signal(signum)
+    assert job.end() == code
+    assert f"{signal.Signals(signum).name}: not started again\n" in job.text
+    assert report("run")["exit_code"] == code
+    assert len(report("run")["attempts"]) == 1
+    job.assert_gone(0)
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_ctrl_c_between_two_attempts_is_heard(launch, start):
+    command = patched(
+        """
+        import os, tfdist.launch.forking as forking, tfdist.launch.processes as processes
+        forking.IMPORTS = ("json",)
+        finish = processes.JobProcesses.finish
+        processes.JobProcesses.finish = lambda self: (finish(self), os.kill(os.getpid(), 2))
+        """
+    )
+    flags = (f"--start={start}", "--workers=2", "--max_restarts=3", "--run_dir=run")
+    job = launch(program("ready(); sys.exit(3)"), *flags, command=command)
+    assert job.end() == 130
+    assert "SIGINT: not started again\n" in job.text
+    assert len(report("run")["attempts"]) == 1
+    job.assert_gone(0)
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_no_process_outlives_a_launcher_that_is_killed_during_a_restart(launch, start):
+    starter = {"exec": "process.ExecStarter", "fork": "forking.ForkStarter"}[start]
+    command = patched(
+        f"""
+        import os, tfdist.launch.forking as forking, tfdist.launch.process as process
+        forking.IMPORTS = ("json",)
+        start, left = {starter}.start, [0] * 5
+        def counted(self, *args, **options):
+            started = start(self, *args, **options)
+            left.pop()
+            if not left:  # two of the three tasks of the second attempt
+                os.kill(os.getpid(), 9)
+            return started
+        {starter}.start = counted
+        """
+    )
+    source = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if attempt == 1:  # later there is nobody to read, and a print would end the task
+        print("mark", os.environ["TFDIST_JOB"])
+        ready()
+    signal.pause()
+    """
+    flags = (f"--start={start}", "--workers=3", "--max_restarts=3", "--grace_s=600")
+    job = launch(program(source), *flags, command=command)
+    os.kill(ready(job, 1, 3)["worker-2"], signal.SIGKILL)
+    assert job.process.wait(DEADLINE_S) == -signal.SIGKILL
+    mark = job.read_until(r"mark (\w+)")[0]
+    deadline_s = time.monotonic() + GONE_S
+    while (left := guardian.members(mark, set())) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    guardian.end_all(mark, set())
+    assert not left
+    job.assert_gone()
+
+
+# a ps job
+
+
+PS_JOB = """
+print("listens at", config["cluster"][config["task"]["type"]][config["task"]["index"]])
+ready()
+if me == "chief-0":
+    os.open("fifo", os.O_RDONLY)
+else:
+    signal.pause()
+"""
+
+
+@STARTS
+def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
+    os.mkfifo("fifo")
+    flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--run_dir=run")
+    job = launch(program(PS_JOB), *flags, command=command)
+    before = ready(job, 1, 4)
+    os.kill(before["worker-1"], signal.SIGKILL)
+    after = ready(job, 1, 5)
+    os.close(os.open("fifo", os.O_WRONLY))
+    assert job.end() == 0
+    assert {task for task in before if before[task] != after[task]} == {"worker-1"}
+    assert (
+        "worker-1 failed: killed by SIGKILL, not by the launcher; started again alone" in job.text
+    )
+    logs = Path("run/logs/attempt-1")
+    first, again = (logs / name for name in ("worker-1.log", "worker-1.restart-1.log"))
+    assert first.read_text().splitlines()[0] == again.read_text().splitlines()[0]  # the address
+    assert first.read_text().endswith(f"ready {before['worker-1']}\n")
+    assert again.read_text().endswith(f"ready {after['worker-1']}\n")
+    (entry,) = report("run")["attempts"]
+    assert [
+        (t["task"], t["restart"], t["pid"]) for t in entry["tasks"] if t["task"] == "worker-1"
+    ] == [
+        ("worker-1", 0, before["worker-1"]),
+        ("worker-1", 1, after["worker-1"]),
+    ]
+    (restart,) = entry["restarts"]
+    assert restart["task"] == "worker-1"
+    assert restart["detect_s"] < 0.5
+    assert 0 < restart["restart_s"] < 2
+
+
+def test_a_worker_that_fails_when_the_restarts_are_used_up_ends_a_ps_job(launch):
+    os.mkfifo("fifo")
+    flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--run_dir=run", "--grace_s=0.5")
+    job = launch(program(PS_JOB), *flags)
+    os.kill(ready(job, 1, 4)["worker-1"], signal.SIGSEGV)
+    os.kill(ready(job, 1, 5)["worker-0"], signal.SIGKILL)
+    assert job.end() == 137
+    assert "worker-0 failed first: killed by SIGKILL, not by the launcher\n" in job.text
+    assert "not started again: the one restart within 3600 s used up\n" in job.text
+
+
+@pytest.mark.parametrize("task", ["chief-0", "ps-0"])
+def test_a_ps_job_without_its_chief_or_a_ps_is_started_again_whole(launch, task):
+    source = PS_JOB + "\nif attempt == 2: sys.exit(0)\n"
+    source = source.replace(
+        "if me ==", "if attempt == 2 and me == 'chief-0': sys.exit(0)\nif me =="
+    )
+    os.mkfifo("fifo")
+    job = launch(program(source), "--strategy=ps", "--workers=2", "--max_restarts=1")
+    os.kill(ready(job, 1, 4)[task], signal.SIGKILL)
+    assert job.end() == 0
+    assert f"{task} failed first: killed by SIGKILL" in job.text
+    assert "started again as attempt 2" in job.text
+
+
+# who is blamed
+
+
+def test_a_task_that_lost_its_peer_is_not_blamed_for_it(launch):
+    source = """
+    class UnavailableError(Exception): pass
+    ready()
+    if me == "worker-0":
+        held = os.open("fifo", os.O_WRONLY)
+        raise UnavailableError("Collective ops is aborted by: Connection reset by peer")
+    fifo = os.open("fifo", os.O_RDONLY)
+    os.read(fifo, 1)  # until its peer has ended
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    os.mkfifo("fifo")
+    job = launch(program(source), "--workers=2", "--run_dir=run")
+    assert job.end() == 137
+    failure = report("run")["attempts"][0]["first_failure"]
+    assert failure["task"] == "worker-1"
+    assert failure["cause"] == "killed by SIGKILL, not by the launcher"
+    assert failure["detect_s"] < 1
+
+
+def test_a_lost_connection_that_nothing_explains_is_the_failure(launch):
+    source = """
+    ready()
+    if me == "worker-1":
+        raise ConnectionResetError("the database is gone")
+    signal.pause()
+    """
+    job = launch(program(source), "--workers=2", "--run_dir=run")
+    assert job.end() == 1
+    failure = report("run")["attempts"][0]["first_failure"]
+    assert failure["task"] == "worker-1"
+    assert failure["detect_s"] < 1
+
+
+# standing still
+
+
+def test_a_stopped_task_is_found_and_the_job_started_again(launch):
+    source = """
+    ready()
+    if attempt == 1:
+        signal.pause()
+    """
+    flags = ("--workers=2", "--max_restarts=1", "--hang_timeout_s=1.5", "--run_dir=run")
+    job = launch(program(source), *flags, "--grace_s=600")
+    os.kill(ready(job, 1, 2)["worker-0"], signal.SIGSTOP)
+    assert job.end() == 0
+    failed, done = report("run")["attempts"]
+    failure = failed["first_failure"]
+    assert failure["task"] == "worker-0"
+    assert "stopped (SIGSTOP)" in failure["cause"]
+    assert 1.5 <= failed["detect_s"] < 5
+    assert any("program.py" in line for line in failure["stacks"]["worker-1"])
+    assert done["exit_code"] == 0
+    job.assert_gone(0)
+
+
+def test_a_stopped_worker_of_a_ps_job_is_started_again_alone(launch):
+    os.mkfifo("fifo")
+    flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--hang_timeout_s=1.5")
+    job = launch(program(PS_JOB), *flags)
+    os.kill(ready(job, 1, 4)["worker-1"], signal.SIGSTOP)
+    ready(job, 1, 5)
+    os.close(os.open("fifo", os.O_WRONLY))
+    assert job.end() == 0
+    assert "worker-1 failed: hangs: its process is stopped (SIGSTOP)" in job.text
+    assert "most recent call" not in job.text  # the others go on undisturbed

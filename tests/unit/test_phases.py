@@ -1,0 +1,53 @@
+"""What a process says that it is doing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.cluster import phases
+
+
+@pytest.fixture(autouse=True)
+def _as_new(monkeypatch):
+    monkeypatch.setattr(phases, "_state", phases.PhaseState(since_s=1.0))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    times = iter(range(100, 200))
+    monkeypatch.setattr(phases.time, "monotonic", lambda: float(next(times)))
+
+
+def test_a_process_begins_with_its_imports():
+    assert phases.current() == phases.PhaseState(phase="import", since_s=1.0)
+
+
+def test_the_steps_done_stay_known_in_the_phases_between(clock):
+    phases.enter("step", step=10)
+    phases.enter("save")
+    assert phases.current() == phases.PhaseState(phase="save", step=10, since_s=101.0)
+
+
+def test_the_same_phase_again_begins_its_time_again(clock):
+    phases.enter("step", step=10)
+    phases.enter("step", step=20)
+    assert phases.current().since_s == 101.0
+
+
+def test_the_first_step_is_one_that_this_process_did(clock):
+    phases.enter("step", step=500)  # from a checkpoint
+    phases.enter("validate", step=500)
+    assert phases.current().first_step_s is None
+    phases.enter("step", step=510)
+    phases.enter("step", step=520)
+    assert phases.current().first_step_s == 102.0
+
+
+def test_after_a_phase_within_another_the_other_goes_on(clock):
+    phases.enter("step", step=10)
+    with phases.entered("save"):
+        assert phases.current().phase == "save"
+    with pytest.raises(OSError, match="full"), phases.entered("callback"):
+        raise OSError("full")
+    assert phases.current() == phases.PhaseState(phase="step", step=10, since_s=104.0)
+    assert phases.current().phase in phases.PHASES

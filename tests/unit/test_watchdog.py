@@ -1,0 +1,420 @@
+"""The watchdog on histories of beats: whom it blames, when, and when it blames nobody."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist.cluster import Task
+from tfdist.launch.events import Beat
+from tfdist.launch.watchdog import CHECK_EVERY_S, LATE_S, Watchdog, holds_pipe, proc_state
+
+CHIEF, PS = Task("chief", 0), Task("ps", 0)
+W0, W1, W2 = WORKERS = tuple(Task("worker", index) for index in range(3))
+HANG_S, STARTUP_S = 20.0, 60.0
+
+
+class Job:
+    """Tasks that beat once a second and a launcher that checks when it is told to."""
+
+    def __init__(
+        self, tasks=WORKERS, *, is_ps=False, hang_timeout_s=HANG_S, startup_timeout_s=STARTUP_S
+    ):
+        self.now_s = 1000.0
+        self.states = dict.fromkeys(range(len(tasks)), "S")
+        self.unheard = set()
+        self.held_up = False
+        self.doing = {task: ("import", None, self.now_s) for task in tasks}
+        self.silent = set()
+        self.watchdog = Watchdog(
+            hang_timeout_s=hang_timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            is_ps=is_ps,
+            chief=tasks[0],
+            state_of=self.states.get,
+            can_speak=lambda pid: pid not in self.unheard,
+            is_held_up=lambda: self.held_up,
+        )
+        self.pids = {task: pid for pid, task in enumerate(tasks)}
+        for task, pid in self.pids.items():
+            self.watchdog.started(task, pid=pid, at_s=self.now_s)
+
+    def enter(self, phase, *tasks, step=None):
+        for task in tasks or self.doing:
+            self.doing[task] = (phase, step, self.now_s)
+
+    def stop(self, task):
+        self.silent.add(task)
+        self.states[self.pids[task]] = "T"
+
+    def beat(self):
+        for task in set(self.doing) - self.silent:
+            phase, step, since_s = self.doing[task]
+            self.watchdog.beat(
+                Beat(
+                    task=task,
+                    phase=phase,
+                    step=step,
+                    since_s=since_s,
+                    first_step_s=None,
+                    at_s=self.now_s,
+                )
+            )
+
+    def run(self, seconds, *, work=lambda: None):
+        """Lets seconds pass; returns the verdict, if there is one, and when it came."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 1.0
+            work()
+            self.beat()
+            if self.now_s >= self.watchdog.next_check_s():
+                hang = self.watchdog.verdict(self.now_s)
+                if hang is not None:
+                    return hang
+        return None
+
+
+def test_a_stopped_task_is_named_and_not_asked_for_its_stacks():
+    job = Job()
+    job.enter("step", step=10)
+    job.run(3)
+    job.stop(W1)
+    hang = job.run(HANG_S + 2)
+    assert hang.task == W1
+    assert "its process is stopped (SIGSTOP)" in hang.cause
+    assert "last heard in a step after 10 steps" in hang.cause
+    assert hang.cause.endswith("; worker-0, worker-2 wait for it")
+    assert hang.stuck == (W0, W2)
+
+
+def test_the_silent_one_is_blamed_by_a_waiting_one_whose_time_is_up_first():
+    job = Job()
+    job.enter("step", step=10)
+    job.run(HANG_S - 5)  # a long range of steps
+    job.stop(W2)
+    hang = job.run(6)
+    assert hang.task == W2
+
+
+def test_before_one_of_all_alike_is_blamed_each_is_heard_once_more():
+    job = Job()
+    job.enter("step", step=10)
+    job.run(HANG_S - 1)
+    job.silent.add(W2)  # by something that cannot be seen from outside
+    assert job.run(2) is None
+    assert job.run(3).task == W2
+
+
+def test_one_that_holds_the_interpreter_is_named_with_the_state_of_its_process():
+    job = Job()
+    job.enter("step", step=7)
+    job.run(3)
+    job.silent.add(W2)
+    job.states[2] = "D"
+    hang = job.run(HANG_S + 2)
+    assert hang.task == W2
+    assert "does not answer: silent for 17 s (its process waits for a disk)" in hang.cause
+    assert hang.stuck == (W2, W0, W1)
+
+
+def test_stopped_goes_before_silent():
+    job = Job()
+    job.enter("step", step=7)
+    job.run(3)
+    job.silent.add(W0)
+    job.run(4)
+    job.stop(W1)
+    assert job.run(HANG_S + 2).task == W1
+
+
+def test_one_in_a_callback_is_blamed_not_those_who_wait_for_it():
+    job = Job()
+    job.enter("callback", step=120)
+    job.run(1)
+    job.enter("step", W0, W2, step=120)
+    hang = job.run(HANG_S + 2)
+    assert (hang.task, hang.stuck) == (W1, (W1, W0, W2))
+    assert hang.cause.startswith("hangs: in a callback after 120 steps for 20 s; worker-0, ")
+
+
+def test_the_task_with_the_fewest_steps_is_blamed():
+    job = Job()
+    job.enter("step", step=120)
+    job.enter("step", W1, step=119)
+    hang = job.run(HANG_S + 2)
+    assert hang.task == W1
+    assert hang.cause == (
+        "hangs: in a step after 119 steps for 20 s, while worker-0 is in a step after 120 steps"
+    )
+
+
+def test_at_the_same_step_the_one_that_saves_is_blamed():
+    job = Job()
+    job.enter("step", step=120)
+    job.enter("save", W2, step=120)
+    assert job.run(HANG_S + 2).task == W2
+
+
+def test_where_all_wait_alike_the_chief_is_named_and_it_is_said():
+    job = Job()
+    job.enter("step", step=120)
+    hang = job.run(HANG_S + 2)
+    assert hang.task == W0
+    assert hang.cause == (
+        "hangs: all 3 tasks are in a step after 120 steps for 20 s, none of them behind"
+    )
+
+
+def test_a_task_alone_is_not_compared():
+    job = Job((W0,))
+    job.enter("validate", step=50)
+    assert job.run(HANG_S + 2).cause == "hangs: validating after 50 steps for 20 s"
+
+
+def test_a_task_that_stopped_training_on_its_own_is_blamed_by_those_that_go_on():
+    job = Job()
+    job.enter("step", step=120)
+    job.enter("done", W1, step=120)
+    hang = job.run(HANG_S + 2)
+    assert hang.task == W1
+    assert "done with its training after 120 steps" in hang.cause
+
+
+@pytest.mark.parametrize("phase", ["import", "done", "serve", "of_my_own"])
+def test_code_of_the_programs_own_takes_as_long_as_it_takes(phase):
+    job = Job()
+    job.enter(phase)
+    assert job.run(100 * HANG_S) is None
+
+
+def test_others_wait_for_one_that_traces_and_it_has_longer():
+    job = Job(startup_timeout_s=1)
+    job.enter("step", step=0)
+    job.enter("trace", W1, step=0)
+    assert job.run(2.5 * HANG_S) is None
+    hang = job.run(HANG_S)
+    assert hang.task == W1
+    assert "tracing" in hang.cause
+
+
+def test_others_wait_for_one_that_still_imports_and_it_has_the_startup_besides():
+    job = Job()
+    job.enter("step", W0, W2, step=0)
+    assert job.run(STARTUP_S + HANG_S - 1) is None
+    assert job.run(2).task == W1
+
+
+def test_a_task_that_never_speaks_has_not_started():
+    job = Job()
+    job.silent.add(W1)
+    assert job.run(STARTUP_S + HANG_S - 1) is None
+    hang = job.run(2)
+    assert hang.task == W1
+    assert hang.cause == "hangs: has not started: silent for 80 s (its process sleeps)"
+
+
+def test_a_task_stopped_before_it_spoke_is_found_as_any_stopped_one():
+    job = Job()
+    job.stop(W1)
+    assert job.run(HANG_S + 2).task == W1
+
+
+def test_libraries_that_hold_all_else_up_while_they_load_have_the_startup_besides():
+    job = Job()
+    job.run(3)
+    job.silent.add(W1)
+    assert job.run(STARTUP_S + HANG_S - 1) is None
+    assert "does not answer" in job.run(2).cause
+
+
+def test_a_task_that_became_another_program_is_not_expected_to_speak():
+    job = Job()
+    job.run(3)
+    job.silent.add(W1)
+    job.unheard.add(1)
+    assert job.run(100 * HANG_S) is None
+
+
+def test_a_task_that_has_ended_is_not_watched():
+    job = Job()
+    job.enter("step", step=3)
+    job.run(2)
+    for task in WORKERS:
+        job.watchdog.ended(task)
+    assert job.watchdog.next_check_s() == math.inf
+    assert job.watchdog.verdict(job.now_s + 1000) is None
+
+
+def test_without_a_timeout_nothing_is_watched():
+    job = Job(hang_timeout_s=math.inf)
+    job.enter("step", step=3)
+    assert job.watchdog.next_check_s() == math.inf
+    assert job.run(10_000) is None
+
+
+def test_workers_and_ps_serve_and_the_chief_is_watched_by_its_steps():
+    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    steps = iter(range(10_000))
+    assert job.run(10 * HANG_S, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
+    hang = job.run(HANG_S + 2)
+    assert (hang.task, hang.stuck) == (CHIEF, (CHIEF, W0, W1, PS))
+    assert hang.cause == "hangs: in a step after 199 steps for 20 s"
+
+
+@pytest.mark.parametrize("phase", ["import", "rendezvous", "serve"])
+def test_a_server_is_not_asked_for_steps(phase):
+    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    job.enter(phase, W0, W1, PS)
+    assert job.run(100 * HANG_S) is None
+
+
+@pytest.mark.parametrize("frozen", [W1, PS])
+def test_a_stopped_server_is_found_by_its_silence(frozen):
+    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    steps = iter(range(10_000))
+    job.run(5)
+    job.stop(frozen)
+    hang = job.run(HANG_S + 2, work=lambda: job.enter("step", CHIEF, step=next(steps)))
+    assert hang.task == frozen
+
+
+def test_a_launcher_that_was_stopped_itself_blames_nobody():
+    job = Job()
+    job.enter("step", step=3)
+    job.run(5)
+    job.now_s += 1000  # the beats of that time did not fit into the pipe, nor did the steps
+    assert job.watchdog.verdict(job.now_s) is None
+    steps = iter(range(4, 1000))
+    assert job.run(3 * HANG_S, work=lambda: job.enter("step", step=next(steps))) is None
+
+
+def test_after_a_stop_of_the_launcher_a_hang_is_found_in_the_time_it_always_takes():
+    job = Job()
+    job.enter("step", step=3)
+    job.run(5)
+    job.stop(W1)
+    job.now_s += 1000
+    assert job.watchdog.verdict(job.now_s) is None
+    assert job.run(HANG_S - 2) is None
+    assert job.run(4).task == W1
+
+
+def test_tasks_that_wait_for_the_launcher_are_not_blamed():
+    job = Job()
+    job.enter("step", step=3)
+    job.held_up = True
+    assert job.run(10 * HANG_S) is None
+    job.held_up = False
+    assert job.run(HANG_S - 1) is None
+    assert job.run(3) is not None
+
+
+def test_what_a_task_said_before_it_was_started_again_does_not_count():
+    job = Job((W0,))
+    job.now_s += 10
+    job.watchdog.started(W0, pid=0, at_s=job.now_s + 0.5)
+    job.enter("step", step=3)
+    job.beat()  # still in the pipe
+    job.silent.add(W0)
+    assert "has not started" in job.run(STARTUP_S + HANG_S + 2).cause
+
+
+def test_a_check_in_time_is_not_a_late_one():
+    job = Job((W0,))
+    job.enter("step", step=3)
+    while (hang := job.watchdog.verdict(job.now_s)) is None:
+        job.now_s += CHECK_EVERY_S + LATE_S
+        job.beat()
+        assert job.now_s < 1000 + 2 * HANG_S
+    assert hang.task == W0
+
+
+phases = st.sampled_from(("step", "save", "validate", "callback", "trace"))
+
+
+@settings(deadline=None)
+@given(
+    gaps_s=st.lists(st.floats(0, HANG_S - 2), min_size=1, max_size=20),
+    entered=st.lists(st.tuples(st.sampled_from(WORKERS), phases), max_size=40),
+    startup_s=st.floats(0, STARTUP_S + HANG_S - 3),
+)
+def test_no_verdict_while_every_task_beats_and_goes_on(gaps_s, entered, startup_s):
+    job = Job()
+    assert job.run(startup_s) is None
+    news = iter(entered)
+    for step, gap_s in enumerate(gaps_s):
+        job.enter("step", step=step)
+        for task, phase in [pair for pair, _ in zip(news, range(3), strict=False)]:
+            job.enter(phase, task, step=step)
+        assert job.run(gap_s) is None
+
+
+@settings(deadline=None)
+@given(
+    frozen=st.sets(st.sampled_from(WORKERS), min_size=1),
+    state=st.sampled_from("TRSD"),
+    before_s=st.integers(1, 50),
+    range_s=st.integers(1, int(HANG_S) - 1),
+    phase=phases,
+    hang_s=st.floats(2, 100),
+)
+def test_a_frozen_task_is_named_within_the_timeout(frozen, state, before_s, range_s, phase, hang_s):
+    job = Job(hang_timeout_s=max(hang_s, range_s + 2.0))
+    steps = iter(range(10_000))
+
+    def work():
+        moving = [task for task in WORKERS if task not in job.silent]
+        if not job.silent and int(job.now_s) % range_s == 0:
+            job.enter(phase, *moving, step=next(steps))
+
+    job.enter(phase, step=next(steps))
+    assert job.run(before_s, work=work) is None
+    for task in frozen:
+        job.stop(task)
+        job.states[job.pids[task]] = state
+    frozen_s = job.now_s
+    hang = job.run(10 * HANG_S, work=work)
+    assert hang.task in frozen
+    assert job.now_s <= frozen_s + max(hang_s, range_s + 2.0) + 2
+    assert set(hang.stuck) == set(WORKERS) - (frozen if state == "T" else set())
+
+
+def test_the_state_of_a_process_is_read_behind_its_name(tmp_path):
+    program = "import os; open('/proc/self/comm', 'w').write('x) Z (1 2'); os.write(1, b'.');"
+    command = [sys.executable, "-c", program + "import signal; signal.pause()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        try:
+            assert proc_state(process.pid) in ("R", "S")
+            process.send_signal(19)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert proc_state(process.pid) == "T"
+        finally:
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert proc_state(process.pid) == "Z"
+    assert proc_state(process.pid) is None
+
+
+def test_who_holds_a_pipe_is_seen_from_outside():
+    read_fd, write_fd = os.pipe()
+    other_fd, rest_fd = os.pipe()
+    program = "import os, signal; os.write(1, b'.'); signal.pause()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, pass_fds=(write_fd,)
+    ) as process:
+        process.stdout.read(1)
+        try:
+            assert holds_pipe(process.pid, pipe_fd=read_fd)
+            assert not holds_pipe(process.pid, pipe_fd=other_fd)
+        finally:
+            process.kill()
+    for fd in (read_fd, write_fd, other_fd, rest_fd):
+        os.close(fd)

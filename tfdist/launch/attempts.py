@@ -1,0 +1,269 @@
+"""A job from its first attempt to its last: what lives on between them, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tfdist.cluster import HeldPort, hold_ports, is_port_free
+from tfdist.errors import UsageError
+from tfdist.launch.evidence import KillEvidence
+from tfdist.launch.forking import ForkStarter, shared_environment
+from tfdist.launch.guard import Guard
+from tfdist.launch.guardian import MARK
+from tfdist.launch.machine import Machine
+from tfdist.launch.options import LaunchOptions
+from tfdist.launch.plan import Place, ProcessSpec, plan, start_method, tasks_with_address
+from tfdist.launch.process import ExecStarter, Starter
+from tfdist.launch.processes import JobProcesses
+from tfdist.launch.report import (
+    Attempt,
+    attempt_entry,
+    earlier_attempts,
+    restart_seconds,
+    signal_name,
+    write_report,
+)
+from tfdist.launch.restarts import RestartPolicy
+from tfdist.launch.rundir import RunDir
+from tfdist.launch.screen import JobScreen
+from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.supervisor import Supervisor
+from tfdist.launch.watchdog import Watchdog, holds_pipe, proc_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A job that has been decided on, but for its ports."""
+
+    options: LaunchOptions
+    strategy: str
+    machine: Machine
+    environ: Mapping[str, str]
+    run_dir: Path
+    is_terminal: bool = False
+    """Whether what the tasks print is shown on a terminal."""
+
+    @property
+    def num_ports(self) -> int:
+        """Returns how many of its tasks need a port."""
+        return len(tasks_with_address(self.options, self.strategy))
+
+    def specs(self, ports: Sequence[HeldPort], *, attempt: int) -> tuple[ProcessSpec, ...]:
+        """Returns its processes; the first is the chief's. `UsageError` if it cannot be run."""
+        place = Place(
+            machine=self.machine,
+            environ=self.environ,
+            python=sys.executable,
+            run_dir=self.run_dir,
+            attempt=attempt,
+            is_terminal=self.is_terminal,
+        )
+        addresses = [port.address for port in ports]
+        return plan(self.options, strategy=self.strategy, place=place, addresses=addresses)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a job has ended: its exit code, and whether it was told to."""
+
+    exit_code: int
+    was_asked: bool
+
+
+class JobRun:
+    """Runs a job as often as it is worth it; a context manager that leaves no process behind.
+
+    The guardian, the fork server and the ports live from the first attempt to the last.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        ports: Sequence[HeldPort],
+        run_dir: RunDir,
+        screen: JobScreen,
+        signals: SignalPipe,
+        open_files: tuple[int, int],
+    ) -> None:
+        self._job = job
+        self._ports = list(ports)
+        self._run_dir = run_dir
+        self._screen = screen
+        self._signals = signals
+        self._open_files = open_files
+        self._stack = contextlib.ExitStack()
+        self._mark = secrets.token_hex(8)
+        self._starter: Starter | None = None
+        self._evidence = KillEvidence()
+        self._epoch_s = time.time() - time.monotonic()
+        self._entries = earlier_attempts(job.run_dir)
+        self._policy = RestartPolicy(
+            max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
+        )
+
+    def __enter__(self) -> JobRun:
+        self._stack.callback(self._evidence.close)
+        self._guard = Guard(self._mark, environ=self._job.environ, say=self._screen.say)
+        self._stack.callback(self._guard.close)
+        self._stack.callback(self._guard.end_all)
+        self._stack.callback(self._close_starter)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self) -> Outcome:
+        """Runs the attempts; the report is written after each."""
+        logs = self._run_dir.start_attempt()
+        write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+        before: Attempt | None = None
+        while True:
+            attempt = self._run_attempt(logs)
+            self._report(attempt, before=before)
+            asked = self._asked() if attempt.restart else None
+            next_logs = self._next_logs(attempt) if asked is None else None
+            if next_logs is None:
+                was_asked = attempt.exit_code > 0 and attempt.first_failure is None
+                code = attempt.exit_code if asked is None else exit_code_for(asked)
+                self._write(code)
+                return Outcome(exit_code=code, was_asked=was_asked or asked is not None)
+            self._write(None)
+            logs, before = next_logs, attempt
+
+    def _run_attempt(self, logs: Path) -> Attempt:
+        self._guard.check()
+        self._ports = replace_taken(self._ports, stack=self._stack)
+        specs = self._job.specs(self._ports, attempt=self._run_dir.attempt)
+        self._announce(specs)
+        options, chief = self._job.options, specs[0].task
+        is_ps = self._job.strategy == "ps"
+        processes = JobProcesses(
+            chief=chief,
+            mark=self._mark,
+            starter=self._ready_starter(specs, logs=logs),
+            guard=self._guard,
+            evidence=self._evidence,
+            screen=self._screen,
+            signals=self._signals,
+            clock=time.monotonic,
+        )
+        watchdog = Watchdog(
+            hang_timeout_s=options.hang_timeout_s or math.inf,
+            startup_timeout_s=options.startup_timeout_s,
+            is_ps=is_ps,
+            chief=chief,
+            state_of=proc_state,
+            can_speak=partial(holds_pipe, pipe_fd=processes.notes_fd),
+            is_held_up=lambda: self._screen.out.is_full,
+        )
+        supervisor = Supervisor(
+            specs,
+            chief=chief,
+            is_ps=is_ps,
+            grace_s=options.grace_s,
+            policy=self._policy,
+            watchdog=watchdog,
+            processes=processes,
+            screen=self._screen,
+            clock=time.monotonic,
+        )
+        try:
+            return supervisor.run()
+        finally:
+            processes.finish()
+
+    def _announce(self, specs: Sequence[ProcessSpec]) -> None:
+        if self._starter is None:  # once
+            self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
+
+    def _ready_starter(self, specs: Sequence[ProcessSpec], *, logs: Path) -> Starter:
+        """Returns what starts the tasks: of the attempt before, unless that has ended."""
+        if self._starter is not None and not self._starter.is_over:
+            return self._starter
+        self._close_starter()
+        if start_method(self._job.options, self._job.machine) == "exec":
+            self._starter = ExecStarter(clock=time.monotonic, open_files=self._open_files)
+            return self._starter
+        server = ForkStarter(
+            environ={**shared_environment(specs), MARK: self._mark},
+            log_path=logs / "fork-server.log",
+            open_files=self._open_files,
+            clock=time.monotonic,
+        )
+        self._guard.add(server.pid)
+        self._starter = server
+        return server
+
+    def _close_starter(self) -> None:
+        if self._starter is not None:
+            self._starter.close()
+
+    def _asked(self) -> int | None:
+        """Returns the signal by which somebody asked the job to stop between two attempts."""
+        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
+        if not came:
+            return None
+        self._screen.say(f"{signal_name(came[0])}: not started again")
+        return came[0]
+
+    def _next_logs(self, attempt: Attempt) -> Path | None:
+        """Returns where the next attempt writes; None if there is to be none."""
+        failure = attempt.first_failure
+        if not attempt.restart or failure is None:
+            return None
+        try:
+            logs = self._run_dir.next_attempt()
+        except UsageError as error:
+            self._screen.say(f"not started again: {error}")
+            return None
+        self._policy.restarted(failure)
+        self._screen.say(f"started again as attempt {self._run_dir.attempt} ({attempt.restart})")
+        return logs
+
+    def _report(self, attempt: Attempt, *, before: Attempt | None) -> None:
+        if before is not None:
+            self._entries[-1]["restart_s"] = restart_seconds(before, attempt)
+        entry = attempt_entry(attempt, number=self._run_dir.attempt, epoch_s=self._epoch_s)
+        self._entries.append(entry)
+
+    def _write(self, exit_code: int | None) -> None:
+        try:
+            write_report(self._job.run_dir, exit_code=exit_code, attempts=self._entries)
+        except OSError as error:
+            path = self._job.run_dir / "report.json"
+            self._screen.say(f"{path}: cannot be written: {error.strerror}")
+
+
+def replace_taken(
+    ports: Sequence[HeldPort],
+    *,
+    stack: contextlib.ExitStack,
+    hold: Callable[[int], Sequence[HeldPort]] = hold_ports,
+    is_free: Callable[[str], bool] = is_port_free,
+) -> list[HeldPort]:
+    """Returns `ports` with others, released with `stack`, for those that have been taken.
+
+    Holding a port keeps away everyone who asks for any port, but not a server that insists
+    on just this one.
+    """
+    result = list(ports)
+    for index in range(len(result)):
+        while not is_free(result[index].address):
+            result[index] = stack.enter_context(hold(1)[0])  # the taken ones stay held as well
+    return result
+
+
+def _counted(specs: Sequence[ProcessSpec]) -> str:
+    counts = Counter(spec.task.type for spec in specs)
+    plural = {"worker": "workers"}
+    return ", ".join(f"{n} {plural.get(t, t) if n > 1 else t}" for t, n in counts.items())

@@ -1,0 +1,237 @@
+"""Finds out from the tasks' beats that a job stands still.
+
+In a synchronous job all steps stop together, so each task says what it is doing, and each phase
+has its deadline. Pure: beats, times and the states of processes go in, a verdict comes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tfdist.cluster import Task
+from tfdist.launch import culprit
+from tfdist.launch.culprit import WAITING, Watched
+from tfdist.launch.events import Beat
+
+CHECK_EVERY_S = 1.0
+LATE_S = 3.0
+"""How late a check may be before the launcher itself was held up, and blames nobody for it."""
+
+_SUSPECT_S = 3.0  # of silence, in a job that stands still
+_TRACE_TIMEOUTS = 3  # a large model is traced for long, and once
+
+_BUSY = ("callback", "trace", "import", "done")
+"""Phases in which a task waits for nobody, while others may wait for it."""
+
+_UNTIMED = ("import", "done")  # a program's own code, which takes as long as it takes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hang:
+    """A job that stands still.
+
+    Attributes:
+      task: whom to blame.
+      cause: why, to be read after the task's name and a colon.
+      stuck: the tasks that can print their Python stacks, the blamed one first.
+    """
+
+    task: Task
+    cause: str
+    stuck: tuple[Task, ...]
+
+
+class Watchdog:
+    """Watches the running tasks of a job; all times are of the machine's monotonic clock.
+
+    Args:
+      hang_timeout_s: how long a task may be silent, or in one phase without progress.
+      startup_timeout_s: how much longer it may take before its training begins.
+      is_ps: whether workers and ps serve a chief.
+      chief: who is named when nobody can be told from the others.
+      state_of: the state letter of a process, as `proc_state`.
+      can_speak: False for a process that has become another program, and so cannot beat any
+        more; asked only about a silent one. See `holds_pipe`.
+      is_held_up: whether tasks wait for the launcher, which cannot show what they print.
+    """
+
+    def __init__(
+        self,
+        *,
+        hang_timeout_s: float,
+        startup_timeout_s: float,
+        is_ps: bool,
+        chief: Task,
+        state_of: Callable[[int], str | None],
+        can_speak: Callable[[int], bool] = lambda pid: True,
+        is_held_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._hang_timeout_s = hang_timeout_s
+        self._startup_timeout_s = startup_timeout_s
+        self._is_ps = is_ps
+        self._chief = chief
+        self._state_of = state_of
+        self._can_speak = can_speak
+        self._is_held_up = is_held_up
+        self._watched: dict[Task, Watched] = {}
+        self._checked_s = math.inf
+        self._excused_s = -math.inf  # what was before it does not count
+        self._noticed_s: float | None = None  # when the job was first seen to stand still
+
+    def started(self, task: Task, *, pid: int, at_s: float) -> None:
+        """Begins to watch a task."""
+        if not self._watched:
+            self._checked_s = at_s
+        self._watched[task] = Watched(task=task, pid=pid, heard_s=at_s, since_s=at_s)
+
+    def ended(self, task: Task) -> None:
+        """Watches a task no more."""
+        self._watched.pop(task, None)
+
+    def beat(self, beat: Beat) -> None:
+        """Takes note of what a task says; not of a beat from before the task's present process."""
+        task = self._watched.get(beat.task)
+        if task is None or beat.at_s < task.heard_s:
+            return
+        task.heard_s, task.has_spoken = beat.at_s, True
+        task.phase, task.step, task.since_s = beat.phase, beat.step, beat.since_s
+
+    def next_check_s(self) -> float:
+        """Returns when `verdict` is to be asked for again; infinity when nothing is watched."""
+        if not self._watched or math.isinf(self._hang_timeout_s):
+            return math.inf
+        return self._checked_s + CHECK_EVERY_S
+
+    def verdict(self, now_s: float) -> Hang | None:
+        """Returns what is wrong, None while nothing is; to be called at `next_check_s`.
+
+        Where it comes much later, because the launcher itself was stopped, and while tasks wait
+        for the launcher, every task gets all its time again.
+        """
+        due_s = self.next_check_s()
+        if math.isinf(due_s):
+            return None
+        if now_s > due_s + LATE_S or self._is_held_up():
+            self._excused_s = now_s
+        self._checked_s = now_s
+        self._look_at_silent(now_s)
+        tasks = self._tasks()
+        if any(self._is_mute(task, now_s) or self._is_over(task, now_s) for task in tasks):
+            self._noticed_s = now_s if self._noticed_s is None else self._noticed_s
+            return self._hang(now_s, noticed_s=self._noticed_s)
+        self._noticed_s = None
+        return None
+
+    def _tasks(self) -> list[Watched]:
+        return list(self._watched.values())
+
+    def _look_at_silent(self, now_s: float) -> None:
+        for task in self._tasks():
+            task.state = "R"
+            if self._silence_s(task, now_s) < self._suspect_s:
+                continue
+            task.state = self._state_of(task.pid)
+            if not task.is_stopped and not self._can_speak(task.pid):
+                self.ended(task.task)
+
+    def _is_mute(self, task: Watched, now_s: float) -> bool:
+        """Whether a task has been silent for too long."""
+        limit_s = self._hang_timeout_s
+        if not task.is_stopped and (not task.has_spoken or task.phase in ("import", "rendezvous")):
+            limit_s += self._startup_timeout_s  # libraries may hold up all else while they load
+        return self._silence_s(task, now_s) >= limit_s
+
+    def _is_over(self, task: Watched, now_s: float) -> bool:
+        """Whether a task has been too long in its phase, with nobody to wait for."""
+        if not self._is_late(task, now_s):
+            return False
+        if self._waits(task):
+            return all(self._is_late(other, now_s) for other in self._tasks() if self._busy(other))
+        return self._busy(task) and task.phase not in _UNTIMED
+
+    def _is_late(self, task: Watched, now_s: float) -> bool:
+        age_s = now_s - max(task.since_s, self._excused_s)
+        timeout_s = self._hang_timeout_s
+        if task.phase in ("import", "rendezvous"):
+            timeout_s += self._startup_timeout_s
+        elif task.phase == "trace":
+            timeout_s += max((_TRACE_TIMEOUTS - 1) * timeout_s, self._startup_timeout_s)
+        return age_s >= timeout_s
+
+    def _busy(self, task: Watched) -> bool:
+        """Whether others may wait for a task that does not wait for them."""
+        return task.phase in _BUSY and not self._serves(task)
+
+    def _waits(self, task: Watched) -> bool:
+        return task.phase in WAITING and not self._serves(task)
+
+    def _serves(self, task: Watched) -> bool:
+        """Whether a task does nothing but what the chief tells it, whatever it says it does."""
+        return self._is_ps and task.task != self._chief
+
+    def _hang(self, now_s: float, *, noticed_s: float) -> Hang | None:
+        tasks = self._tasks()
+        for task in tasks:
+            task.state = self._state_of(task.pid)
+        silent = [task for task in tasks if self._is_silent(task, now_s)]
+        if not silent and any(task.has_spoken and task.heard_s < noticed_s for task in tasks):
+            return None  # one of them may have stopped just now: its next beat tells
+        found = culprit.find(
+            silent=silent,
+            busy=[task for task in tasks if self._busy(task) and self._is_late(task, now_s)],
+            waiting=[task for task in tasks if self._waits(task)],
+            chief=self._chief,
+            now_s=now_s,
+        )
+        if found is None:  # the one that was stopped has just gone on
+            return None
+        blamed, cause = found
+        tasks.sort(key=lambda task: (task is not blamed, task.task))
+        stuck = tuple(task.task for task in tasks if task.state in ("R", "S", "D"))
+        return Hang(task=blamed.task, cause=f"hangs: {cause}", stuck=stuck)
+
+    def _is_silent(self, task: Watched, now_s: float) -> bool:
+        """Whether a task of a job that stands still does not speak, and has had the time to."""
+        if task.has_spoken or task.is_stopped:
+            return task.is_stopped or self._silence_s(task, now_s) >= self._suspect_s
+        return self._is_mute(task, now_s)
+
+    def _silence_s(self, task: Watched, now_s: float) -> float:
+        return now_s - max(task.heard_s, self._excused_s)
+
+    @property
+    def _suspect_s(self) -> float:
+        return min(_SUSPECT_S, self._hang_timeout_s)
+
+
+def proc_state(pid: int) -> str | None:
+    """Returns the state letter of a process, T for a stopped one; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    # The name before it, in parentheses, may hold spaces and parentheses itself.
+    return stat[stat.rfind(b")") + 1 :].split()[0].decode()
+
+
+def holds_pipe(pid: int, *, pipe_fd: int) -> bool:
+    """Whether a process has the pipe open that `pipe_fd` is an end of; True where unknown.
+
+    A task that becomes another program, or closes all that it has open, has lost it.
+    """
+    wanted = f"pipe:[{os.fstat(pipe_fd).st_ino}]"
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return True
+    for name in names:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{folder}/{name}") == wanted:
+                return True
+    return False
