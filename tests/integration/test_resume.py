@@ -131,17 +131,27 @@ def test_checkpoints_are_kept_by_number(strategies, tmp_path):
 
 
 def test_timed_checkpoints_go_by_the_chiefs_clock(strategies, tmp_path):
-    times = iter(range(0, 10000, 7))
-    backup = tfdist.BackupAndRestore(tmp_path, every_s=10, keep=100, clock=lambda: next(times))
+    times, backups = iter(range(0, 10000, 7)), []
+
+    def clock():
+        for backup in backups:
+            backup.wait()  # one that is being written puts off those that go by time
+        return next(times)
+
+    backups.append(tfdist.BackupAndRestore(tmp_path, every_s=10, keep=100, clock=clock))
     model = make(strategies[1])
     tfdist.fit(model, X, Y, batch_size=8, epochs=1, verbose=0,
-               callbacks=[backup, CutAfter(10**9)])  # fmt: skip
+               callbacks=[*backups, CutAfter(10**9)])  # fmt: skip
     assert len(CheckpointStore(tmp_path).steps()) > 3
 
 
-@pytest.mark.parametrize("interval", [{"every_steps": 0}, {"every_s": -1}])
+@pytest.mark.parametrize(
+    "interval",
+    [{"every_steps": 0}, {"every_s": -1}, {"every_steps": 2.5}, {"every_steps": True},
+     {"every_s": float("nan")}, {"every_s": "10"}],
+)  # fmt: skip
 def test_an_interval_must_be_positive(tmp_path, interval):
-    with pytest.raises(UsageError, match=r"expected more than 0"):
+    with pytest.raises(UsageError, match=r"expected more than 0 (steps|seconds)"):
         tfdist.BackupAndRestore(tmp_path, **interval)
 
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfdist.checkpoint import callback_state, state
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+from tfdist.checkpoint import callback_state, identity, state
+from tfdist.checkpoint.background import Background
+from tfdist.checkpoint.best import Best
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import UsageError
-from tfdist.strategy import Job, broadcast
+from tfdist.strategy import Job, broadcast, is_chief
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,18 +48,27 @@ class BackupAndRestore(keras.callbacks.Callback):
     the chief's. A run that is started again with the same directory goes on; one that had come to
     its end says so and does nothing.
 
+    Training waits while the state is copied; a thread of the chief writes the copy. One write is
+    under way at a time: what is due before it has ended waits for it, and nothing is left out.
+
     Args:
       directory: of the checkpoints; nothing else should write there.
       every_steps: save after each so many steps.
       every_s: save when so many seconds have passed since the last time.
-      keep: how many checkpoints are kept.
+      keep: how many checkpoints are kept, beside the best.
+      best: name of a figure of the logs, like "val_loss"; the checkpoint at the end of the epoch
+        in which it was best is kept too.
+      mode: "min" or "max": which is better; "auto" goes by the name.
+      exact: refuse what cannot be resumed to the same bits (see the guide on checkpoints).
 
     It saves at the end of each (virtual) epoch as well.
 
     Raises:
       UsageError: an interval is not positive; the checkpoint is of another model, data, batch
-        size, seed, or of a newer format; another process writes to the directory.
-      TfdistError: the disk is full or read-only; what was saved before is untouched.
+        size, seed, or of a newer format; another process writes to the directory, or it cannot
+        be written.
+      TfdistError: the disk is full; what was saved before is untouched. Raised by the next
+        `save`, or by `wait`.
     """
 
     def __init__(
@@ -66,23 +78,26 @@ class BackupAndRestore(keras.callbacks.Callback):
         every_steps: int | None = None,
         every_s: float | None = None,
         keep: int = 3,
+        best: str | None = None,
+        mode: str = "auto",
+        exact: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        for name, value in (("every_steps", every_steps), ("every_s", every_s)):
-            if value is not None and value <= 0:
-                raise UsageError(
-                    "BackupAndRestore",
-                    received=f"{name}={value}",
-                    expected="more than 0",
-                    fix=f"leave {name} out, or give the interval between two checkpoints",
-                )
+        _require_interval("every_steps", every_steps, whole=True)
+        _require_interval("every_s", every_s, whole=False)
         self.store = CheckpointStore(directory, keep=keep)
+        self.exact = exact
         self._every_steps = every_steps
         self._every_s = every_s
+        self._best = Best(best, mode)
         self._clock = clock
         self._saved_at = clock()
-        self._saved_step = -1
+        self._saved_run: RunState | None = None
+        self._found_step: int | None = None
+        self._configuration: dict[str, Any] | None = None
+        self._prepared = False
+        self._background = Background("checkpoint")
 
     def next_step(self, step: int) -> int | None:
         """The step after which it is next due, None where it does not go by steps."""
@@ -90,26 +105,54 @@ class BackupAndRestore(keras.callbacks.Callback):
         return None if every is None else (step // every + 1) * every
 
     def due(self) -> bool:
-        """True when it goes by time and its time has come; asked of the chief."""
-        return self._every_s is not None and self._clock() - self._saved_at >= self._every_s
+        """True when it goes by time, its time has come, and none is being written; of the chief."""
+        if self._every_s is None or self._clock() - self._saved_at < self._every_s:
+            return False
+        return not self._background.busy
 
     def wants(self, step: int) -> bool:
         """True when a checkpoint is due after `step` by the number of steps."""
         return self._every_steps is not None and step % self._every_steps == 0
 
+    def prepare(self) -> None:
+        """Takes the directory, and finds out before any training whether it can be written.
+
+        Chief only; once it has worked it does nothing until `close`. Raises as the class says.
+        """
+        if not self._prepared:
+            self.store.prepare()
+            self._prepared = True
+
     def saved(self) -> RunState | None:
-        """What the newest checkpoint says of the run, None where there is none. Chief only."""
-        if self.store.latest() is None:
+        """What the newest checkpoint says of the run, None where there is none. Chief only.
+
+        Where there are some and none is whole, that is told and the run starts over.
+        """
+        try:
+            checkpoint = self.store.read_newest()
+        except NothingWhole as error:
+            _LOG.warning("%s; the run starts from its beginning", error)
             return None
-        return _run_state(self.store.read())
+        if checkpoint is None:
+            return None
+        self._found_step = checkpoint.step
+        return _run_state(checkpoint)
 
     def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> None:
-        """Writes a checkpoint. A collective: every training task calls it alike."""
-        if run.step == self._saved_step:
+        """Copies the state and has it written. A collective: every training task calls it alike.
+
+        Raises in the chief what went wrong with the checkpoint before.
+        """
+        best = self._best.improved
+        if run == self._saved_run and not best:
             return
+        if job.is_chief:
+            self.wait()  # before copying: there is never more than one copy
+            self.prepare()
         arrays = state.capture(model, job)
         self._saved_at = self._clock()
-        self._saved_step = run.step
+        self._saved_run = run
+        self._best.epoch_begins()
         if not job.is_chief:
             return
         others = callbacks.callbacks
@@ -118,33 +161,104 @@ class BackupAndRestore(keras.callbacks.Callback):
             **dataclasses.asdict(run),
             "variables": state.names_of(model),
             "callbacks": callback_state.get_states(others),
+            "configuration": self._configuration or identity.describe(model),
+            "place": _place(job),
         }
-        self.store.write(run.step, arrays, meta=meta)
+        self._background.start(lambda: self.store.write(run.step, arrays, meta=meta, best=best))
+
+    def wait(self) -> None:
+        """Returns when everything saved is on the disk; raises what went wrong, once."""
+        self._background.wait()
 
     def close(self) -> None:
-        """Lets another run write to the directory; the next `save` takes it again."""
+        """Waits for a write under way and lets another run write; `save` takes it again.
+
+        An error that nobody has waited for is logged: something else is being raised.
+        """
+        error = self._background.join()
+        if error is not None:
+            _LOG.error("%s", error)
         self.store.close()
+        self._prepared = False
 
     def restore(self, model: keras.Model, job: Job, *, callbacks: Any) -> None:
         """Sets model, optimizer, metrics and callbacks as they were saved. A collective."""
-        checkpoint = self.store.read() if job.is_chief else None
+        checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
-            where = f"checkpoint {self.store.directory}"
-            state.require_same(model, checkpoint.meta["variables"], where=where)
+            self._require_same(model, job, checkpoint.meta)
         state.restore(model, job, checkpoint.arrays if checkpoint else None)
         told = broadcast(
             None
             if checkpoint is None
             else {
-                "step": checkpoint.step,
+                "run": dataclasses.asdict(_run_state(checkpoint)),
                 "callbacks": checkpoint.meta["callbacks"],
                 "best": {n: a for n, a in checkpoint.arrays.items() if n.startswith("callbacks/")},
             }
         )
-        self._saved_step = int(told["step"])
+        self._saved_run = RunState(**told["run"])
         others = callbacks.callbacks
         callback_state.set_states(others, told["callbacks"])
         callback_state.set_best_weights(others, told["best"])
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._configuration = identity.describe(self.model)
+        if is_chief():
+            self.prepare()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._best.epoch_begins()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._best.epoch_ends(logs or {})
+
+    def get_state(self) -> Any:
+        return self._best.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._best.set_state(state)
+
+    def _require_same(self, model: keras.Model, job: Job, meta: Mapping[str, Any]) -> None:
+        where = f"checkpoint {self.store.directory}"
+        state.require_same(model, meta["variables"], where=where)
+        mine = self._configuration or identity.describe(model)
+        identity.require_same(meta.get("configuration"), mine, where=where)
+        before, now = meta.get("place", {}), _place(job)
+        differences = [
+            f"{n} {before[n]} -> {now[n]}" for n in now if before.get(n, now[n]) != now[n]
+        ]
+        if differences and self.exact:
+            raise UsageError(
+                where,
+                received=f"exact=True and {', '.join(differences)}",
+                expected="the same, so that the run can end with the same bits",
+                fix="start it as it was started, or leave exact=True out",
+            )
+        if differences:
+            _LOG.info("resumed with %s: the same run, not the same bits", ", ".join(differences))
+
+
+def _place(job: Job) -> dict[str, Any]:
+    """On what the last bits of a run depend beside the run itself, as far as it can be told."""
+    return {
+        "strategy": job.kind,
+        "replicas": job.num_replicas,
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+    }
+
+
+def _require_interval(name: str, value: Any, *, whole: bool) -> None:
+    if value is None:
+        return
+    kind = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        raise UsageError(
+            "BackupAndRestore",
+            received=f"{name}={value!r}",
+            expected=f"more than 0 {'steps, a whole number' if whole else 'seconds'}",
+            fix=f"leave {name} out, or give the interval between two checkpoints",
+        )
 
 
 def _run_state(checkpoint: Checkpoint) -> RunState:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import collections
 import csv
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+
+from tfdist.errors import UsageError
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
@@ -30,7 +33,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     """The states of those that have one, as JSON, by name: the class, and which one of it."""
     found = ((name, _get(callback)) for name, callback in _named(callbacks))
-    return {name: state for name, state in found if state is not None}
+    return {name: _frozen(name, state) for name, state in found if state is not None}
 
 
 def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
@@ -49,7 +52,7 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
 def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
     """The weights that EarlyStopping keeps to restore in the end, as arrays by name."""
     return {
-        f"callbacks/{name}/{i}": np.asarray(weight)
+        f"callbacks/{name}/{i}": np.array(weight)
         for name, callback in _named(callbacks)
         for i, weight in enumerate(getattr(callback, "best_weights", None) or [])
     }
@@ -90,6 +93,19 @@ def _get(callback: Any) -> Any:
         if isinstance(callback, kind):
             return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)}
     return None
+
+
+def _frozen(name: str, state: Any) -> Any:
+    """A copy, which the callback does not change while a checkpoint is written."""
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{name.partition('-')[0]}.get_state",
+            received=f"a state that JSON cannot say ({error})",
+            expected="numbers, strings, lists and dicts of them",
+            fix="turn arrays into lists with .tolist(), NumPy numbers into int or float",
+        ) from error
 
 
 def _json(value: Any) -> Any:

@@ -26,11 +26,28 @@ class WriterLock:
 
     def acquire(self) -> None:
         """Takes the lock at once; raises UsageError where another has it, and OSError."""
+        descriptor = self._open()
+        while not self._is_there(descriptor):  # its last holder has removed it meanwhile
+            os.close(descriptor)
+            descriptor = self._open()
+        self._close = weakref.finalize(self, os.close, descriptor)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        except OSError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        if self._close is not None:
+            self._close()
+            self._close = None
+
+    def _open(self) -> int:
+        """Returns a descriptor of the locked file."""
         descriptor = os.open(self._directory / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         except BlockingIOError as error:
             holder = os.pread(descriptor, 20, 0).decode().strip() or "unknown"
             os.close(descriptor)
@@ -43,9 +60,11 @@ class WriterLock:
         except OSError:
             os.close(descriptor)
             raise
-        self._close = weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
-    def release(self) -> None:
-        if self._close is not None:
-            self._close()
-            self._close = None
+    def _is_there(self, descriptor: int) -> bool:
+        try:
+            there = os.stat(self._directory / FILE_NAME)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(descriptor))

@@ -56,6 +56,13 @@ def write_shard(
     return stored, entries
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a new small file and fsyncs; raises OSError."""
+    with FileIO(path, "xb") as file:
+        _write_all(file, memoryview(data), hashlib.sha256())
+        os.fsync(file.fileno())
+
+
 def read_shard(path: Path, *, shard: Shard, entries: Mapping[str, Entry]) -> dict[str, Array]:
     """Reads the arrays of one shard, verifying its checksum; raises Damaged."""
     digest = hashlib.sha256()

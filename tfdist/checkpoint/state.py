@@ -33,10 +33,19 @@ def variables_of(model: keras.Model) -> dict[str, Any]:
 def capture(model: keras.Model, job: Job) -> Arrays:
     """Copies the state into arrays. A collective: every training task calls it alike.
 
-    An array is of the variable's shape, those of per-replica variables ``[replicas, *shape]``. In
-    other tasks than the chief the arrays are there as well.
+    An array is of the variable's shape, those of per-replica variables ``[replicas, *shape]``.
+    Only the chief gets them; the others send the rows of their replicas and get nothing. What is
+    sent are bytes, after the steps and outside of them: no arithmetic of the training sees it.
     """
-    return {name: _captured(v, job) for name, v in variables_of(model).items()}
+    variables = variables_of(model)
+    rows = {name: _own_rows(v, job) for name, v in variables.items() if _per_replica(v)}
+    rows = _rows_of_all(job, rows)
+    if not job.is_chief:
+        return {}
+    return {
+        name: rows[name] if name in rows else _own_copy(_copies(v, job)[0])
+        for name, v in variables.items()
+    }
 
 
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:
@@ -86,13 +95,32 @@ def require_same(model: keras.Model, saved: Mapping[str, Any], *, where: str) ->
         )
 
 
-def _captured(variable: Any, job: Job) -> np.ndarray[Any, Any]:
-    if not _per_replica(variable):
-        return np.array(_copies(variable, job)[0].numpy())
+def _own_copy(variable: Any) -> np.ndarray[Any, Any]:
+    """The value in memory of our own: the next steps write to the variable's."""
+    array = np.asarray(variable.numpy())
+    return array if array.flags.owndata else array.copy()
+
+
+def _own_rows(variable: Any, job: Job) -> np.ndarray[Any, Any]:
+    """``[replicas, *shape]``, zero but for the rows of this task's replicas."""
     mine = np.zeros((job.num_replicas, *variable.shape), _numpy_dtype(variable))
     for replica, copy in zip(job.replica_ids, _copies(variable, job), strict=True):
         mine[replica] = copy.numpy()
-    return sum_bytes(job, mine)
+    return mine
+
+
+def _rows_of_all(job: Job, rows: Arrays) -> Arrays:
+    """The arrays with the rows of all tasks, by one message for all of them. A collective."""
+    if not rows:
+        return rows
+    packed = np.concatenate([a.reshape(-1).view(np.uint8) for a in rows.values()])
+    data, start = sum_bytes(job, packed).tobytes(), 0
+    whole = {}
+    for name, array in rows.items():
+        part = data[start : start + array.nbytes]
+        whole[name] = np.frombuffer(part, array.dtype).reshape(array.shape)
+        start += array.nbytes
+    return whole
 
 
 def _restore_replicas(variable: Any, job: Job, rows: Any) -> None:

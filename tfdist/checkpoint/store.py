@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.checkpoint import files, lock
 from tfdist.checkpoint import shards as shard_files
 from tfdist.checkpoint.lock import WriterLock
 from tfdist.checkpoint.manifest import FILE_NAME, VERSION, Damaged, Manifest, NewerFormat
@@ -30,8 +31,10 @@ from tfdist.errors import TfdistError, UsageError
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
-_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
+
+
+class NothingWhole(TfdistError):
+    """There are checkpoints, and every one of them is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,24 +57,50 @@ class _Place:
 class CheckpointStore:
     """Writes and reads the checkpoints of one directory.
 
-    Any number of processes may read; one writes. The lock is taken by the first `write` and
-    held until `close`, the end of the process, or the end of this object.
+    Any number of processes may read; one writes. The lock is taken by `prepare` or the first
+    `write` and held until `close`, the end of the process, or the end of this object.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
-        if keep < 1:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise UsageError(
-                "checkpoint: keep", received=keep, expected="1 or more", fix="say keep=3"
+                "checkpoint: keep",
+                received=repr(keep),
+                expected="a whole number of at least 1",
+                fix="say keep=3",
             )
         self._directory = Path(directory)
         self._keep = keep
         self._writing = threading.Lock()
         self._lock = WriterLock(self._directory)
+        self._made = False
         self._known_damaged: set[Path] = set()
 
     @property
     def directory(self) -> Path:
         return self._directory
+
+    def prepare(self) -> None:
+        """Becomes the writer, and finds out now whether a checkpoint can be written.
+
+        Makes the directory, takes the lock, removes what a crash left, and writes and renames a
+        directory of one byte. Called by the task that writes.
+
+        Raises UsageError for a second writer, a later format, a path that cannot be written or a
+        file system that does not rename directories, and TfdistError for a disk that is full.
+        """
+        with self._writing:
+            held = self._lock.held
+            try:
+                self._become_the_writer()
+                files.try_out(self._directory)
+            except BaseException as error:
+                if not held:
+                    self._give_up()
+                if not isinstance(error, OSError):
+                    raise
+                told = files.wrong_path(self._directory, error) or self._failed("", error)
+                raise told from error
 
     def write(
         self,
@@ -91,22 +120,22 @@ class CheckpointStore:
         Raises TfdistError (disk full, no permission) with every earlier checkpoint in place, and
         UsageError for a second writer or a dtype that cannot be stored.
         """
-        groups = _checked_groups(arrays, shards)
+        groups = files.checked_groups(arrays, shards)
         Manifest(step=step, best=best, meta=meta, shards={}, arrays={}).to_bytes()
         with self._writing, self._one_line_errors(step):
             self._become_the_writer()
             serial = max((place.serial for place in self._places()), default=0) + 1
             name = f"step-{step:09d}.{serial}"
-            unfinished = self._directory / f"{_UNFINISHED}{name}"
+            unfinished = self._directory / f"{files.UNFINISHED}{name}"
             try:
-                _write_files(
+                files.write_files(
                     unfinished, groups=groups, arrays=arrays, step=step, best=best, meta=meta
                 )
                 os.replace(unfinished, self._directory / name)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            _fsync_directory(self._directory)
+            files.fsync_directory(self._directory)
             self._discard_old()
         return self._directory / name
 
@@ -131,7 +160,7 @@ class CheckpointStore:
         was asked for by its step is an error. Holds no more than the arrays once.
 
         Raises UsageError where there is none or its format is newer than this tfdist, and
-        TfdistError where all are damaged.
+        NothingWhole, a TfdistError, where all are damaged.
         """
         places = [p for p in reversed(self._places()) if step is None or p.step == step]
         if not places:
@@ -141,16 +170,20 @@ class CheckpointStore:
             try:
                 return self._read(place)
             except Damaged as error:
-                self._known_damaged.add(place.path)
                 problems.append(f"{place.path.name} is damaged ({error})")
-                if len(problems) < len(places):
+                if len(problems) < len(places) and place.path not in self._known_damaged:
                     logger.warning("%s: %s; using the one before", self._directory, problems[-1])
-        raise TfdistError(f"{self._directory}: no readable checkpoint: {'; '.join(problems)}")
+                self._known_damaged.add(place.path)
+        raise NothingWhole(f"{self._directory}: no readable checkpoint: {'; '.join(problems)}")
+
+    def read_newest(self) -> Checkpoint | None:
+        """As `read`, but None where the directory has no checkpoint at all."""
+        return self.read() if self._places() else None
 
     def close(self) -> None:
-        """Lets another writer in."""
+        """Lets another writer in; removes a directory that was made for it and never used."""
         with self._writing:
-            self._lock.release()
+            self._give_up()
 
     def _read(self, place: _Place) -> Checkpoint:
         manifest = self._manifest(place)
@@ -185,7 +218,8 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise TfdistError(f"checkpoints in {self._directory}: {error.strerror}") from error
+            told = f"checkpoints in {self._directory}: {error.strerror}"
+            raise files.wrong_path(self._directory, error) or TfdistError(told) from error
         return sorted(
             _Place(serial=int(match[2]), step=int(match[1]), path=self._directory / name)
             for name in names
@@ -212,21 +246,25 @@ class CheckpointStore:
         for place in self._places():
             if place.path not in kept:
                 # Out of sight in one move first, so that a crash leaves none half deleted.
-                discarded = self._directory / f"{_DISCARDED}{place.path.name}"
+                discarded = self._directory / f"{files.DISCARDED}{place.path.name}"
                 os.replace(place.path, discarded)
                 shutil.rmtree(discarded, ignore_errors=True)
 
     def _become_the_writer(self) -> None:
         if self._lock.held:
             return
-        if not self._directory.is_dir():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            _fsync_directory(self._directory.parent)
+        self._made = files.make_directory(self._directory)
         self._sound()  # refuses a directory of a later format before it is touched
         self._lock.acquire()
         for leftover in os.listdir(self._directory):
-            if leftover.startswith((_UNFINISHED, _DISCARDED)):
+            if leftover.startswith((files.UNFINISHED, files.DISCARDED)):
                 shutil.rmtree(self._directory / leftover, ignore_errors=True)
+
+    def _give_up(self) -> None:
+        if self._made and self._lock.held:
+            files.remove_unused(self._directory, but=lock.FILE_NAME)
+        self._made = False
+        self._lock.release()
 
     def _nothing_to_read(self, step: int | None) -> UsageError:
         steps = self.steps()
@@ -242,59 +280,19 @@ class CheckpointStore:
         try:
             yield
         except OSError as error:
-            free = ""
+            raise self._failed(f"checkpoint of step {step} in ", error) from error
+
+    def _failed(self, what: str, error: OSError) -> TfdistError:
+        """What is wrong and what is safe, in one line."""
+        free, newest = "", None
+        with contextlib.suppress(OSError, TfdistError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                with contextlib.suppress(OSError):
-                    free = f" ({shutil.disk_usage(self._directory).free >> 20} MiB free)"
-            raise TfdistError(
-                f"checkpoint of step {step} in {self._directory}: {error.strerror or error}{free};"
-                " earlier checkpoints are untouched"
-            ) from error
-
-
-def _checked_groups(
-    arrays: Mapping[str, Any], shards: Mapping[str, Sequence[str]] | None
-) -> Mapping[str, Sequence[str]]:
-    groups = {"arrays": list(arrays)} if shards is None else shards
-    for shard in groups:
-        if not _SHARD_NAME.fullmatch(shard):
-            raise ValueError(f"shard name {shard!r} is not letters, digits, '_', '.' and '-'")
-    named = [name for names in groups.values() for name in names]
-    if sorted(named) != sorted(arrays):
-        odd = sorted(set(named) ^ set(arrays)) or "an array in two shards"
-        raise ValueError(f"shards must name each array once: {odd}")
-    return groups
-
-
-def _write_files(
-    directory: Path,
-    *,
-    groups: Mapping[str, Sequence[str]],
-    arrays: Mapping[str, Any],
-    step: int,
-    best: bool,
-    meta: Mapping[str, Any],
-) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    shards, entries = {}, {}
-    for shard, names in groups.items():
-        shards[shard], places = shard_files.write_shard(
-            directory / f"{shard}.bin", shard=shard, names=names, arrays=arrays
+                free = f" ({shutil.disk_usage(self._directory).free >> 20} MiB free)"
+            newest = self.latest()
+        safe = (
+            "none was saved before"
+            if newest is None
+            else (f"earlier checkpoints are untouched, the newest is of step {newest}")
         )
-        entries.update(places)
-    in_order = {name: entries[name] for name in arrays}
-    manifest = Manifest(step=step, best=best, meta=meta, shards=shards, arrays=in_order)
-    with open(directory / FILE_NAME, "xb") as file:
-        file.write(manifest.to_bytes())
-        file.flush()
-        os.fsync(file.fileno())
-    _fsync_directory(directory)
-
-
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        where = what or "checkpoints in "
+        return TfdistError(f"{where}{self._directory}: {error.strerror or error}{free}; {safe}")

@@ -24,6 +24,7 @@ def load_weights(
     *,
     job: Job | None = None,
     layers: Sequence[str] | None = None,
+    best: bool = False,
 ) -> list[str]:
     """Sets the model's weights from a file or checkpoint. A collective: every task calls it.
 
@@ -34,6 +35,7 @@ def load_weights(
       path: a `.keras` file (read in Keras' safe mode), a `.weights.h5` file, or a directory that
         `BackupAndRestore` wrote.
       layers: names of the layers to set, the others stay as they are; by default all of them.
+      best: of a directory, the checkpoint that was marked best instead of the newest.
 
     Returns:
       The paths of the variables that were set.
@@ -53,7 +55,7 @@ def load_weights(
             fix="give it an Input, or let fit load them: fit(..., initial_weights=path)",
         )
     wanted = _wanted(model, layers)
-    values = _read(model, path, wanted) if job.is_chief else {}
+    values = _read(model, path, wanted, best=best) if job.is_chief else {}
     for name, variable in wanted.items():
         variable.assign(state.from_chief(job, values.get(name), like=variable))
     _LOG.info("%s: %d variables set", path, len(wanted))
@@ -85,9 +87,11 @@ def _key(layer: Any, variable: Any) -> str:
     return f"{layer.name}/{position}/{variable.name}"
 
 
-def _read(model: keras.Model, path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) -> dict[str, Any]:
     if os.path.isdir(path):
-        values = _from_checkpoint(model, path)
+        values = _from_checkpoint(model, path, best=best)
+    elif best:
+        raise _unreadable(path, "best=True and no directory of checkpoints")
     elif not os.path.exists(path):
         raise _unreadable(path, "no such file or directory")
     elif path.endswith(".keras"):
@@ -126,9 +130,13 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
         model.set_weights(before)
 
 
-def _from_checkpoint(model: keras.Model, path: str) -> dict[str, Any]:
+def _from_checkpoint(model: keras.Model, path: str, *, best: bool) -> dict[str, Any]:
     """Reads by the order of the weights where the model is the same, else by their paths."""
-    checkpoint = CheckpointStore(path).read()
+    store = CheckpointStore(path)
+    step = store.best() if best else None
+    if best and step is None:
+        raise _unreadable(path, "best=True and no checkpoint that was marked best")
+    checkpoint = store.read(step)
     saved = checkpoint.meta["variables"]
     weights = {n: a for n, a in checkpoint.arrays.items() if n.startswith("weights/")}
     by_path = {saved[name][0]: array for name, array in weights.items()}

@@ -14,10 +14,19 @@ from tfdist.training.inputs import Data
 
 
 def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
-    """What the first backup's newest checkpoint says, in every task. A collective."""
+    """What the first backup's newest checkpoint says, in every task. A collective.
+
+    Finds out at once, in the chief, whether every backup can write; raises as
+    `BackupAndRestore.prepare`.
+    """
     if not backups:
         return None
-    saved = backups[0].saved() if job.is_chief else None
+    saved = None
+    if job.is_chief:
+        for backup in backups:
+            backup.prepare()
+            backup.close()  # until the training begins: what comes before it may be refused
+        saved = backups[0].saved()
     told = broadcast(None if saved is None else dataclasses.asdict(saved))
     return None if told is None else RunState(**told)
 

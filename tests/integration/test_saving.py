@@ -1,0 +1,388 @@
+"""Saving beside the training: copies, errors, damage, the best, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from io import FileIO
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.checkpoint import CheckpointStore, state
+from tfdist.checkpoint import shards as shards_module
+from tfdist.errors import TfdistError, UsageError
+from tfdist.strategy import job_of
+from tfdist.training import exactness, inputs
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(60, 4).astype("float32")
+Y = RNG.randint(0, 3, 60)
+STEPS = 10  # an epoch, in batches of 6
+
+
+class Cut(Exception):
+    pass
+
+
+class AtStep(keras.callbacks.Callback):
+    """Does something once so many steps are done."""
+
+    def __init__(self, step, act):
+        super().__init__()
+        self.step, self.act = step, act
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.optimizer._iterations.numpy() == self.step:
+            self.act()
+
+
+def cut():
+    raise Cut
+
+
+def make(strategy, *, optimizer=None, rate=0.5):
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(8, activation="relu"), layers.BatchNormalization(),
+             layers.Dropout(rate), layers.Dense(3)]
+        )  # fmt: skip
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = optimizer or keras.optimizers.SGD
+        model.compile(optimizer(learning_rate=0.05, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def fit(model, directory, *more, epochs=2, **options):
+    backup = tfdist.BackupAndRestore(directory, **{"every_steps": 4, "keep": 100, **options})
+    return tfdist.fit(
+        model, X, Y, batch_size=6, epochs=epochs, seed=5, verbose=0, callbacks=[backup, *more],
+        validation_data=(X, Y),
+    )  # fmt: skip
+
+
+def bits(model):
+    return [v.numpy().tobytes() for v in [*model.weights, *model.optimizer.variables]]
+
+
+def newest(directory):
+    return max(directory.glob("step-*"), key=lambda path: int(path.suffix[1:]))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_copy_is_not_changed_by_later_steps(strategies, tmp_path, replicas):
+    model = make(strategies[replicas])
+    job = job_of(model.distribute_strategy)
+    fit(model, tmp_path / "1", epochs=1)
+    arrays = state.capture(model, job)
+    before = {name: array.tobytes() for name, array in arrays.items()}
+    fit(model, tmp_path / "2", epochs=1)
+    assert {name: array.tobytes() for name, array in arrays.items()} == before
+    now = state.capture(model, job)
+    assert before["weights/0"] != now["weights/0"].tobytes()
+    assert list(before) == list(state.variables_of(model))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(strategies, tmp_path, monkeypatch):
+    trained_on, seen, write = threading.Event(), [], CheckpointStore.write
+
+    def slow(self, step, *args, **options):
+        if step == 4:
+            seen.append(trained_on.wait(60))
+        return write(self, step, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "write", slow)
+    threads = threading.active_count()
+    fit(make(strategies[1]), tmp_path, AtStep(6, trained_on.set))
+    assert seen == [True]
+    assert CheckpointStore(tmp_path).steps() == [4, 8, 10, 12, 16, 20]
+    assert threading.active_count() == threads
+
+
+def fail_at(monkeypatch, step):
+    """The disk is full in the middle of the checkpoint of `step`, and free again later."""
+    write, full = CheckpointStore.write, []
+
+    def watched(self, at, *args, **options):
+        full[:] = [at == step]
+        return write(self, at, *args, **options)
+
+    class File(FileIO):
+        def write(self, data):
+            if full == [True]:
+                super().write(data[: len(data) // 2])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    monkeypatch.setattr(CheckpointStore, "write", watched)
+    monkeypatch.setattr(shards_module, "FileIO", File)
+
+
+@pytest.mark.parametrize("step", [8, 20], ids=["before the next save", "at the end"])
+def test_a_full_disk_ends_the_training_and_loses_nothing(strategies, tmp_path, monkeypatch, step):
+    whole = make(strategies[1])
+    fit(whole, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        fail_at(patch, step)
+        with pytest.raises(
+            TfdistError, match=rf"step {step} in .*No space left.*untouched"
+        ) as error:
+            fit(make(strategies[1]), tmp_path / "full")
+    assert error.value.exit_code != 0
+    assert "\n" not in str(error.value)
+    store = CheckpointStore(tmp_path / "full")
+    assert store.steps() == [s for s in (4, 8, 10, 12, 16, 20) if s < step]
+    assert {name for name in os.listdir(store.directory) if name[0] == "."} == {".lock"}
+    again = make(strategies[1])
+    fit(again, tmp_path / "full")
+    assert bits(again) == bits(whole)
+
+
+@pytest.mark.parametrize("error", [Cut, KeyboardInterrupt])
+def test_what_was_copied_is_written_when_the_training_fails(
+    strategies, tmp_path, monkeypatch, error
+):
+    training_failed, write = threading.Event(), CheckpointStore.write
+
+    def slow(self, *args, **options):
+        training_failed.wait(60)
+        return write(self, *args, **options)
+
+    def fail():
+        training_failed.set()
+        raise error
+
+    monkeypatch.setattr(CheckpointStore, "write", slow)
+    with pytest.raises(error):
+        fit(make(strategies[1]), tmp_path, AtStep(6, fail))
+    assert CheckpointStore(tmp_path).steps() == [4]
+
+
+def test_an_unwritable_directory_is_refused_before_any_step(strategies, tmp_path):
+    (tmp_path / "file").write_text("")
+    model = make(strategies[1])
+    before = bits(model)
+    with pytest.raises(UsageError, match="received Not a directory"):
+        fit(model, tmp_path / "file" / "checkpoints")
+    assert bits(model) == before
+
+
+def test_a_mistake_found_before_the_training_leaves_no_directory(strategies, tmp_path):
+    with pytest.raises(UsageError, match="batch"):
+        tfdist.fit(make(strategies[3]), X, Y, batch_size=2, verbose=0,
+                   callbacks=[tfdist.BackupAndRestore(tmp_path / "checkpoints")])  # fmt: skip
+    assert os.listdir(tmp_path) == []
+
+
+# Damage
+
+
+def _flip(path):
+    data = bytearray((path / "arrays.bin").read_bytes())
+    data[10] ^= 1
+    (path / "arrays.bin").write_bytes(data)
+
+
+DAMAGE = {
+    "a bit": _flip,
+    "cut short": lambda path: os.truncate(path / "arrays.bin", 100),
+    "half deleted": lambda path: (path / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_run_goes_on_from_the_one_before_a_damaged_one(strategies, tmp_path, caplog, damage):
+    whole = make(strategies[1])
+    expected = fit(whole, tmp_path / "whole")
+    with pytest.raises(Cut):
+        fit(make(strategies[1]), tmp_path / "run", AtStep(18, cut))
+    damaged = newest(tmp_path / "run")
+    damage(damaged)
+    resumed = make(strategies[1])
+    history = fit(resumed, tmp_path / "run")
+    assert caplog.text.count(f"{damaged.name} is damaged") == 1
+    assert bits(resumed) == bits(whole)
+    assert history.history == expected.history
+
+
+def test_a_run_without_a_whole_checkpoint_says_so_and_starts_over(strategies, tmp_path, caplog):
+    whole = make(strategies[1])
+    fit(whole, tmp_path / "whole")
+    with pytest.raises(Cut):
+        fit(make(strategies[1]), tmp_path / "run", AtStep(5, cut))
+    _flip(newest(tmp_path / "run"))
+    again = make(strategies[1])
+    fit(again, tmp_path / "run")
+    assert "no readable checkpoint" in caplog.text
+    assert "starts from its beginning" in caplog.text
+    assert bits(again) == bits(whole)
+
+
+# The best
+
+
+def best_of(directory):
+    store = CheckpointStore(directory)
+    return store.best(), store.steps()
+
+
+def test_the_best_is_kept_and_a_resumed_run_goes_on_with_it(strategies, tmp_path):
+    def run(directory, *more):
+        return fit(make(strategies[1]), directory, *more, epochs=5, keep=1, best="val_accuracy")
+
+    history = run(tmp_path / "whole").history["val_accuracy"]
+    best, steps = best_of(tmp_path / "whole")
+    assert best == STEPS * (1 + history.index(max(history)))
+    assert steps == sorted({best, 50})
+    for step in (13, 27, 33, 44):
+        with pytest.raises(Cut):
+            run(tmp_path / f"cut{step}", AtStep(step, cut))
+        run(tmp_path / f"cut{step}")
+        assert best_of(tmp_path / f"cut{step}") == (best, steps)
+
+
+def test_weights_of_the_best_can_be_loaded(strategies, tmp_path):
+    fit(make(strategies[1]), tmp_path, epochs=3, best="loss", mode="max")
+    best = CheckpointStore(tmp_path).best()
+    assert best == STEPS  # the loss was highest in the first epoch
+    model = make(strategies[1])
+    tfdist.load_weights(model, tmp_path, best=True)
+    np.testing.assert_array_equal(
+        model.layers[0].kernel, CheckpointStore(tmp_path).read(best).arrays["weights/0"]
+    )
+    fit(make(strategies[1]), tmp_path / "without", epochs=1)
+    with pytest.raises(UsageError, match="no checkpoint that was marked best"):
+        tfdist.load_weights(model, tmp_path / "without", best=True)
+    with pytest.raises(UsageError, match="no directory of checkpoints"):
+        tfdist.load_weights(model, "some.keras", best=True)
+
+
+# What is refused
+
+
+class Other(keras.optimizers.SGD):
+    """Another optimizer with the same variables."""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"optimizer": Other}, r"optimizer 0 SGD -> Other"),
+        (
+            {"optimizer": lambda **o: keras.optimizers.SGD(**o, clipnorm=1.0)},
+            r"clipnorm None -> 1.0",
+        ),
+        ({"rate": 0.25}, r"\(Dropout\) rate 0.5 -> 0.25"),
+    ],
+)
+def test_another_configuration_is_refused_with_the_difference(strategies, tmp_path, change, named):
+    fit(make(strategies[1]), tmp_path, epochs=1)
+    with pytest.raises(UsageError, match=named):
+        fit(make(strategies[1], **change), tmp_path)
+    slower = make(strategies[1], optimizer=lambda **o: keras.optimizers.SGD(**o, name="slower"))
+    slower.optimizer.learning_rate = 0.01  # neither is compared: the rate is the checkpoint's
+    fit(slower, tmp_path)
+    np.testing.assert_allclose(slower.optimizer.learning_rate, 0.05)
+
+
+def test_exact_refuses_another_number_of_replicas(strategies, tmp_path, caplog):
+    caplog.set_level("INFO", logger="tfdist")
+    fit(make(strategies[3]), tmp_path, epochs=1)
+    with pytest.raises(UsageError, match="exact=True and strategy mirrored -> single, replicas 3"):
+        fit(make(strategies[1]), tmp_path, exact=True)
+    fit(make(strategies[3]), tmp_path, exact=True)
+    assert "not the same bits" not in caplog.text
+    fit(make(strategies[1]), tmp_path, epochs=3)
+    assert "replicas 3 -> 1: the same run, not the same bits" in caplog.text
+
+
+def prepared(strategy, data):
+    job = job_of(strategy)
+    length = inputs.Length(batch_size=6, epochs=1)
+    return job, inputs.prepare(*data, job=job, length=length, shuffle=True, seed=1)
+
+
+def test_exact_refuses_a_stream_and_without_it_the_replay_is_said(strategies, tmp_path, caplog):
+    caplog.set_level("INFO", logger="tfdist")
+    stream = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+    job, data = prepared(strategies[1], (stream, None, None))
+    exact = tfdist.BackupAndRestore(tmp_path, exact=True)
+    with pytest.raises(UsageError, match=r"exact=True\): received stream, tf.data.Dataset: 10"):
+        exactness.require_exact([exact], data, job=job)
+    caplog.clear()
+    exactness.require_exact([tfdist.BackupAndRestore(tmp_path)], data, job=job)
+    assert caplog.text.count("(replay)") == 1
+    job, data = prepared(strategies[1], (X, Y, None))
+    caplog.clear()
+    exactness.require_exact([exact], data, job=job)
+    assert caplog.text == ""
+
+
+def test_operations_that_draw_by_themselves_are_named():
+    @tf.function
+    def inner(x):
+        return x + tf.random.normal(tf.shape(x), name="noise")
+
+    @tf.function
+    def step(first, last):
+        return tf.while_loop(lambda i, x: i < last, lambda i, x: (i + 1, inner(x)), [first, 0.0])
+
+    graph = step.get_concrete_function(tf.constant(0), tf.constant(3)).graph
+    with pytest.raises(UsageError, match=r"RandomStandardNormal \(noise/RandomStandardNormal\)"):
+        exactness.require_deterministic(graph)
+
+
+def test_draws_from_a_seed_pass():
+    @tf.function
+    def step(x):
+        return x + tf.random.stateless_normal([], seed=[1, 2])
+
+    exactness.require_deterministic(step.get_concrete_function(tf.constant(0.0)).graph)
+
+
+# Callbacks
+
+
+class Listing(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(batch)
+
+    def get_state(self):
+        return {"seen": self.seen}
+
+    def set_state(self, saved):
+        self.seen = saved["seen"]
+
+
+def test_the_state_of_a_callback_is_that_of_the_moment_of_the_save(
+    strategies, tmp_path, monkeypatch
+):
+    """The writer is slower than the training, which appends to the list that was given."""
+    trained_on, write = threading.Event(), CheckpointStore.write
+
+    def slow(self, *args, **options):
+        trained_on.wait(60)
+        return write(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "write", slow)
+    fit(make(strategies[1]), tmp_path, Listing(), AtStep(6, trained_on.set), epochs=1)
+    saved = CheckpointStore(tmp_path).read(4).meta["callbacks"]["Listing-0"]
+    assert saved == {"seen": [0, 1, 2, 3]}
+
+
+def test_a_state_that_json_cannot_say_names_its_callback(strategies, tmp_path):
+    listing = Listing()
+    listing.seen = [np.float32(1)]
+    with pytest.raises(UsageError, match=r"Listing.get_state: received .*float32"):
+        fit(make(strategies[1]), tmp_path, listing)

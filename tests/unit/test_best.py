@@ -1,0 +1,70 @@
+"""Which epoch's checkpoint is the best."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tfdist.checkpoint.best import Best
+from tfdist.errors import UsageError
+
+
+def improvements(best: Best, values: list[float], name: str) -> list[bool]:
+    seen = []
+    for value in values:
+        best.epoch_begins()
+        assert not best.improved
+        best.epoch_ends({name: value})
+        seen.append(best.improved)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "expected"),
+    [
+        ("val_loss", "auto", [True, False, True, False, False]),
+        ("val_accuracy", "auto", [True, True, False, False, False]),
+        ("reward", "max", [True, True, False, False, False]),
+        ("reward", "min", [True, False, True, False, False]),
+    ],
+)
+def test_it_is_better_than_it_ever_was_and_nan_never_is(
+    name: str, mode: str, expected: list[bool]
+) -> None:
+    assert improvements(Best(name, mode), [2.0, 3.0, 1.0, 1.0, math.nan], name) == expected
+
+
+@pytest.mark.parametrize(("name", "mode"), [("reward", "auto"), ("loss_accuracy", "least")])
+def test_a_direction_that_is_not_known_is_asked_for(name: str, mode: str) -> None:
+    with pytest.raises(UsageError, match='say mode="min" where less'):
+        Best(name, mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "logs"),
+    [("los", {"loss": 1.0}), ("val_los", {"loss": 1.0, "val_loss": 2.0})],
+)
+def test_a_figure_that_is_not_there_is_named_with_those_that_are(name: str, logs: Any) -> None:
+    with pytest.raises(UsageError, match=rf"received '{name}' \(did you mean .*expected one of"):
+        Best(name, "min").epoch_ends(logs)
+
+
+def test_an_epoch_without_validation_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    best = Best("val_loss", "auto")
+    for logs in ({"loss": 1.0}, {"loss": 1.0}, {"loss": 1.0, "val_loss": 3.0}):
+        best.epoch_ends(logs)
+    assert best.improved
+    assert caplog.text.count("not marked best") == 1
+
+
+def test_a_resumed_run_goes_on_with_the_best_so_far() -> None:
+    first, name = Best("val_loss", "auto"), "val_loss"
+    improvements(first, [2.0, 1.0], name)
+    resumed, other = Best("val_loss", "auto"), Best("val_accuracy", "auto")
+    for best in (resumed, other):
+        best.set_state(first.get_state() or {})
+    assert improvements(resumed, [1.5, 0.5], name) == [False, True]
+    assert improvements(other, [0.1], "val_accuracy") == [True]
+    assert Best(None, "auto").get_state() is None

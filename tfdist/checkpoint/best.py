@@ -1,0 +1,98 @@
+"""Which checkpoint is the best: one number of an epoch's end, and whether less or more of it is."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tfdist.errors import UsageError, near
+
+_LOG = logging.getLogger(__name__)
+_LESS = ("loss", "error")
+_MORE = ("acc", "auc", "precision", "recall", "f1", "iou", "r2", "similarity")
+
+
+class Best:
+    """Follows one figure of the logs; says when it is better than it ever was.
+
+    Args:
+      name: of the figure, as in the logs; None follows nothing.
+      mode: "min", "max", or "auto", which goes by the name.
+
+    Raises:
+      UsageError: another mode, or "auto" with a name that does not tell.
+    """
+
+    def __init__(self, name: str | None, mode: str) -> None:
+        self._name = name
+        self._less = name is None or _less_is_better(name, mode)
+        self._value: float | None = None
+        self._improved = False
+        self._warned = False
+
+    @property
+    def improved(self) -> bool:
+        """True between the end of an epoch that was the best so far and the next one's begin."""
+        return self._improved
+
+    def epoch_begins(self) -> None:
+        """Forgets the end of the epoch before."""
+        self._improved = False
+
+    def epoch_ends(self, logs: Mapping[str, Any]) -> None:
+        """Looks at an epoch's logs; raises UsageError where they can never have the figure."""
+        if self._name is None or not self._is_in(logs):
+            return
+        value = float(logs[self._name])
+        before = self._value
+        if math.isnan(value):
+            self._improved = False
+        elif before is None:
+            self._improved = True
+        else:
+            self._improved = value < before if self._less else value > before
+        if self._improved:
+            self._value = value
+
+    def get_state(self) -> dict[str, Any] | None:
+        """What a resumed run needs to go on, as JSON."""
+        return None if self._name is None else {"name": self._name, "value": self._value}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, unless that followed another figure."""
+        if state.get("name") == self._name:
+            self._value = state["value"]
+
+    def _is_in(self, logs: Mapping[str, Any]) -> bool:
+        name = self._name
+        if name in logs:
+            return True
+        assert name is not None
+        validated = any(key.startswith("val_") for key in logs)
+        if validated or not name.startswith("val_"):
+            raise UsageError(
+                "BackupAndRestore: best",
+                received=f"{name!r}{near(name, logs)}",
+                expected=f"one of {', '.join(map(str, logs))}",
+                fix="name a figure that fit logs at an epoch's end",
+            )
+        if not self._warned:
+            _LOG.warning("an epoch without validation has no %s: it is not marked best", name)
+            self._warned = True
+        return False
+
+
+def _less_is_better(name: str, mode: str) -> bool:
+    less, more = name.endswith(_LESS), any(part in name for part in _MORE)
+    if mode == "auto" and less != more:
+        return less
+    if mode in ("min", "max"):
+        return mode == "min"
+    raise UsageError(
+        "BackupAndRestore: mode",
+        received=f"mode={mode!r} for {name!r}",
+        expected='"min" or "max", or "auto" with a name that tells (val_loss, val_accuracy)',
+        fix='say mode="min" where less of it is better, else mode="max"',
+    )

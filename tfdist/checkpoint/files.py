@@ -1,0 +1,139 @@
+"""The files of one checkpoint, each on the disk before the next step relies on it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.checkpoint import shards as shard_files
+from tfdist.checkpoint.manifest import FILE_NAME, Manifest
+from tfdist.errors import UsageError
+
+UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
+_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_PROBE = "probe"
+# What a second try with the same path cannot cure.
+_WRONG_PATH = frozenset(
+    (
+        *(errno.EACCES, errno.EPERM, errno.EROFS),
+        *(errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT),
+    )
+)
+
+
+def checked_groups(
+    arrays: Mapping[str, Any], shards: Mapping[str, Sequence[str]] | None
+) -> Mapping[str, Sequence[str]]:
+    """Returns which arrays go to which shard; raises ValueError unless each is named once."""
+    groups = {"arrays": list(arrays)} if shards is None else shards
+    for shard in groups:
+        if not _SHARD_NAME.fullmatch(shard):
+            raise ValueError(f"shard name {shard!r} is not letters, digits, '_', '.' and '-'")
+    named = [name for names in groups.values() for name in names]
+    if sorted(named) != sorted(arrays):
+        odd = sorted(set(named) ^ set(arrays)) or "an array in two shards"
+        raise ValueError(f"shards must name each array once: {odd}")
+    return groups
+
+
+def write_files(
+    directory: Path,
+    *,
+    groups: Mapping[str, Sequence[str]],
+    arrays: Mapping[str, Any],
+    step: int,
+    best: bool,
+    meta: Mapping[str, Any],
+) -> None:
+    """Writes shards and manifest into a new `directory` and fsyncs each; raises OSError."""
+    shutil.rmtree(directory, ignore_errors=True)
+    os.mkdir(directory)
+    shards, entries = {}, {}
+    for shard, names in groups.items():
+        shards[shard], places = shard_files.write_shard(
+            directory / f"{shard}.bin", shard=shard, names=names, arrays=arrays
+        )
+        entries.update(places)
+    in_order = {name: entries[name] for name in arrays}
+    manifest = Manifest(step=step, best=best, meta=meta, shards=shards, arrays=in_order)
+    shard_files.write_bytes(directory / FILE_NAME, manifest.to_bytes())
+    fsync_directory(directory)
+
+
+def make_directory(directory: Path) -> bool:
+    """Makes the directory of a store, and those above it; False where it was there. Or OSError."""
+    if directory.is_dir():
+        return False
+    if directory.exists():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    directory.mkdir(parents=True, exist_ok=True)
+    fsync_directory(directory.parent)
+    return True
+
+
+def remove_unused(directory: Path, *, but: str) -> None:
+    """Removes a directory where nothing but the file named `but` is in it."""
+    with contextlib.suppress(OSError):
+        if os.listdir(directory) == [but]:
+            os.unlink(directory / but)
+            os.rmdir(directory)
+
+
+def try_out(directory: Path) -> None:
+    """Writes, renames and removes a small directory as a checkpoint is.
+
+    Raises OSError where that cannot be done, and UsageError on a file system that takes the files
+    and does not rename their directory as a whole.
+    """
+    beside, place = directory / f"{UNFINISHED}{_PROBE}", directory / f"{DISCARDED}{_PROBE}"
+    try:
+        os.mkdir(beside)
+        shard_files.write_bytes(beside / _PROBE, b"\0")
+        fsync_directory(beside)
+        _try_rename(beside, place)
+    finally:
+        for leftover in (beside, place):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def wrong_path(directory: Path, error: OSError) -> UsageError | None:
+    """Returns what to tell of an error that the choice of `directory` brings, else None."""
+    if error.errno not in _WRONG_PATH:
+        return None
+    return UsageError(
+        f"checkpoints in {directory}",
+        received=error.strerror,
+        expected="a directory that can be made and written",
+        fix="choose another directory, or give this user the right to write there",
+    )
+
+
+def fsync_directory(directory: Path) -> None:
+    """Returns once what was made or renamed in `directory` is on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _try_rename(source: Path, target: Path) -> None:
+    try:
+        os.replace(source, target)
+        moved = not source.exists() and (target / _PROBE).read_bytes() == b"\0"
+        problem = "" if moved else "the files did not come along"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise UsageError(
+            f"checkpoints in {target.parent}",
+            received=f"a file system that does not rename a directory ({problem})",
+            expected="one on which a directory is renamed at once, as a local one does",
+            fix="write checkpoints to a local disk, and copy them",
+        )
