@@ -22,6 +22,7 @@ _HOME_OF = {
     "predict": "tfdist.training",
     "InExamples": "tfdist.training",
     "StepLoop": "tfdist.training",
+    "Ledger": "tfdist.training.ledger",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint",
     "ModelCheckpoint": "tfdist.checkpoint",
@@ -29,6 +30,8 @@ _HOME_OF = {
     "TfdistError": "tfdist.errors",
     "UsageError": "tfdist.errors",
     "StartupTimeout": "tfdist.errors",
+    "PeerLost": "tfdist.errors",
+    "Stopped": "tfdist.errors",
     "errors": "tfdist.errors",
 }
 
@@ -37,17 +40,21 @@ if TYPE_CHECKING:
 
     from tfdist import errors
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
-    from tfdist.errors import StartupTimeout, TfdistError, UsageError
+    from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.training import InExamples, StepLoop, evaluate, fit, predict
     from tfdist.training.epochs import VirtualEpochs
+    from tfdist.training.ledger import Ledger
 
 __all__ = [
     "BackupAndRestore",
     "InExamples",
+    "Ledger",
     "ModelCheckpoint",
+    "PeerLost",
     "StartupTimeout",
     "StepLoop",
+    "Stopped",
     "TfdistError",
     "UsageError",
     "VirtualEpochs",

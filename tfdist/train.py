@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from tfdist.configs.command_line import Command, help_text, parse
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TfdistError as error:
         print(f"tfdist.train: {error}", file=sys.stderr)
         return error.exit_code
+    except Stopped as stopped:  # the chief has said so
+        return stopped.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

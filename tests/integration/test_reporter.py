@@ -84,6 +84,23 @@ def test_a_resumed_run_takes_back_what_it_does_again(directory: RunDirectory) ->
     reporter.close()
 
 
+def test_a_run_of_which_only_a_validation_was_left_writes_its_line_once(
+    directory: RunDirectory,
+) -> None:
+    for step in (10, 20):
+        directory.append_metrics({"step": step, "loss": 1.0})  # of an attempt that was killed next
+    reporter = reporter_of(directory, Clock())
+    reporter.on_epoch_begin(1)
+    reporter.resumed_at(20)
+    reporter.on_epoch_end(1, {"loss": 0.5})
+    assert [(line["step"], line["loss"]) for line in directory.read_metrics()] == [
+        (10, 1.0),
+        (20, 0.5),
+    ]
+    assert reporter.examples_per_second is None
+    reporter.close()
+
+
 def test_an_epoch_that_was_cut_short_has_no_line(directory: RunDirectory) -> None:
     clock = Clock()
     reporter = reporter_of(directory, clock)

@@ -133,6 +133,12 @@ FIELDS: tuple[Field, ...] = (
         help="save also every so many steps; 0 only at the end of each virtual epoch",
     ),
     Field(name="keep_checkpoints", default=2, least=1, help="checkpoints kept"),
+    Field(
+        name="ledger",
+        default="off",
+        choices=("off", "hash", "full"),
+        help="write down which examples each step consumes; hash: sums of hashes, in less room",
+    ),
     # To look into a run
     Field(
         name="overfit_batches",
@@ -149,7 +155,15 @@ FIELDS: tuple[Field, ...] = (
 
 # What may differ between two starts of the same run.
 FREE = frozenset(
-    {"run_dir", "data_dir", "strategy", "devices_per_worker", "keep_checkpoints", "profile_steps"}
+    {
+        "run_dir",
+        "data_dir",
+        "strategy",
+        "devices_per_worker",
+        "keep_checkpoints",
+        "ledger",
+        "profile_steps",
+    }
 )
 
 

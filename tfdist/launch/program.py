@@ -38,8 +38,8 @@ def run_program(
     except SystemExit as ended:
         code = _exit_code(ended)
         if code:
-            said = isinstance(ended.code, str)
-            failed(code, str(ended.code) if said else f"exit code {code}")
+            said = isinstance(ended.code, str) or hasattr(ended, "signum")  # tfdist.Stopped
+            failed(code, str(ended) if said else f"exit code {code}")
         raise
     except KeyboardInterrupt as interrupt:
         _line(f"KeyboardInterrupt{_where(interrupt.__traceback__)}")

@@ -159,7 +159,12 @@ class Supervisor:
         self._screen.say(
             f"{name}: ending {tasks} within {self._grace_s:g} s (a second signal kills at once)"
         )
-        self._ending.stop(signal.SIGTERM if is_closed else signum, within_s=self._grace_s)
+        # The servers of a ps job go on until the chief has saved; `_after_end` ends them then.
+        saving = self._is_ps and self._chief in self._running
+        servers = self._running.keys() - {self._chief} if saving else ()
+        as_term = is_closed or signum == signal.SIGHUP  # which no program saves at
+        signum = signal.SIGTERM if as_term else signum
+        self._ending.stop(signum, within_s=self._grace_s, but=servers)
 
     def _judge(self) -> None:
         """Finds what failed first once anything has ended badly, and stops the rest.

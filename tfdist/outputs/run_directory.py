@@ -43,6 +43,7 @@ class RunDirectory:
         self.plot_file = self.path / "metrics.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.ledger = self.path / "ledger"
 
     def claim(
         self, config: Mapping[str, Any], overwrite: bool = False, *, free: Collection[str] = ()

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfdist.checkpoint.preemption import SIGNALS, Asked, StopRequests, signal_of
+from tfdist.cluster import phases
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.inputs import Length, prepare
+from tfdist.training.pace import Pace
 from tfdist.training.program import StepProgram
 from tfdist.training.session import Session
-
-# All tasks cut alike, whatever their clocks say.
-_RANGE_STEPS = 256
 
 
 def evaluate(
@@ -113,24 +114,58 @@ class Evaluation:
         building.build(session.model, session.job, prepared.batch_spec)
         self._session = session
         self._program: StepProgram = session.program("test_step", prepared.feed, seed=0)
+        self._pace = Pace()
         self.steps = prepared.plan.total_steps
 
-    def run(self, callbacks: Any) -> dict[str, Any]:
-        """Evaluates every example once and returns the metrics. A collective."""
+    def run(self, callbacks: Any, *, requests: StopRequests | None = None) -> dict[str, Any]:
+        """Evaluates every example once and returns the metrics. A collective.
+
+        Raises:
+          Asked: some task has been asked by a signal to stop; where `requests` hears them.
+        """
         session = self._session
         session.reset_metrics()
         session.model.stop_evaluating = False
-        callbacks.on_test_begin()
-        looks = _some_task_looks(callbacks, mode="test")
-        logs: dict[str, float] = {}
-        for first in range(0, self.steps, 1 if looks else _RANGE_STEPS):
-            last = min(first + (1 if looks else _RANGE_STEPS), self.steps)
-            callbacks.on_test_batch_begin(first)
-            logs = session.run(self._program, first, last)
-            seen = session.metrics(self._program, logs) if looks else {}
-            callbacks.on_test_batch_end(last - 1, seen)
-            if looks and _asked(session.job, session.model.stop_evaluating):
-                break
-        result = session.metrics(self._program, logs)
-        callbacks.on_test_end(result)
+        with phases.entered("validate"):
+            callbacks.on_test_begin()
+            looks = _some_task_looks(callbacks, mode="test")
+            logs: dict[str, float] = {}
+            first = 0
+            while first < self.steps:
+                last, stop = self._decide(first, looks=looks, requests=requests)
+                if stop:
+                    break
+                callbacks.on_test_batch_begin(first)
+                logs = self._run_range(first, last)
+                seen = session.metrics(self._program, logs) if looks else {}
+                callbacks.on_test_batch_end(last - 1, seen)
+                first = last
+            result = session.metrics(self._program, logs)
+            callbacks.on_test_end(result)
         return result
+
+    def _decide(
+        self, first: int, *, looks: bool, requests: StopRequests | None
+    ) -> tuple[int, bool]:
+        """Where the next range ends by the chief's clock, and whether a callback has stopped it."""
+        job, model = self._session.job, self._session.model
+        told = np.zeros(2 + len(SIGNALS))
+        if job.is_chief:
+            told[0] = min(self.steps, first + (1 if looks else self._pace.steps()))
+        told[1] = looks and first > 0 and model.stop_evaluating
+        if requests is not None:
+            told[2:] = requests.slots()
+        last, stop, *asked = sum_over_tasks(job, told)
+        signum = signal_of(asked)
+        if signum is not None:
+            raise Asked(signum)
+        return int(last), stop > 0
+
+    def _run_range(self, first: int, last: int) -> dict[str, float]:
+        # A long validation moves on with each range; one that stands still does not.
+        phases.enter("validate" if self._session.has_run(self._program) else "trace")
+        start = time.perf_counter()
+        logs = self._session.run(self._program, first, last)
+        self._pace.note(last - first, elapsed_s=time.perf_counter() - start)
+        phases.enter("validate")
+        return logs

@@ -52,11 +52,14 @@ class Part:
       data: nest of tensors ``[max(count, 1), ...]``: ``x``, ``(x, y)`` or ``(x, y, weight)``.
       share: count / examples of the step, scalar float32.
       count: examples that count, scalar int64.
+      examples: where the feed records, the tensors that `data` was made from: the indices by
+        which it was gathered and the passes they belong to, int64 ``[max(count, 1)]`` both.
     """
 
     data: Any
     share: Any
     count: Any
+    examples: Any = None
 
 
 def graph_span(plan: EpochPlan, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -101,18 +104,23 @@ class Feed(abc.ABC):
       direct: True when the step itself makes its batch by `at`; otherwise batches come from
         `iterator`.
       counts_shares: True when a replica's share is known only once all have counted.
+      can_record: True when a batch is made of examples by index.
+      records: True to give `Part.examples`; set before anything is made from the feed.
     """
 
     plan: EpochPlan
     may_be_empty: bool
     direct: bool
     counts_shares: bool = False
+    can_record: bool = False
+    records: bool = False
 
     @abc.abstractmethod
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """The parts of this task's replicas for the steps ``[first, last)``, made ahead.
 
-        Elements are tuples, one ``(data, share, count)`` for each replica of this task.
+        Elements are tuples, one ``(data, share, count)`` for each replica of this task, with
+        `Part.examples` after them where the feed records.
         """
 
     @abc.abstractmethod
@@ -145,6 +153,8 @@ class Feed(abc.ABC):
 class GraphFeed(Feed):
     """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
 
+    can_record = True
+
     def __init__(
         self,
         source: GraphSource,
@@ -175,7 +185,7 @@ class GraphFeed(Feed):
 
         @tf.autograph.experimental.do_not_convert
         def parts(step: tf.Tensor) -> tuple[tuple[Any, ...], ...]:
-            return tuple((p.data, p.share, p.count) for p in self.at(step, arrays))
+            return tuple(_as_element(part) for part in self.at(step, arrays))
 
         steps = tf.data.Dataset.range(first, last).with_options(lean_options())
         return steps.map(parts, num_parallel_calls=2, deterministic=True).prefetch(AHEAD_STEPS)
@@ -199,9 +209,10 @@ class GraphFeed(Feed):
         else:
             positions = first + low + tf.range(tf.maximum(count, 1), dtype=tf.int64)
             share = tf.cast(tf.cast(count, tf.float64) / tf.cast(size, tf.float64), tf.float32)
-        return Part(self._gather(positions, arrays), share, count)
+        data, examples = self._gather(positions, arrays)
+        return Part(data, share, count, examples if self.records else None)
 
-    def _gather(self, positions: tf.Tensor, arrays: Any) -> Any:
+    def _gather(self, positions: tf.Tensor, arrays: Any) -> tuple[Any, Any]:
         size = self._order.examples
         indices = example_at(
             positions, num_examples=size, seed=self._seed, shuffle=self._order.shuffle
@@ -209,4 +220,9 @@ class GraphFeed(Feed):
         data = self.source.gather(indices, arrays=arrays)
         passes = positions // size
         data = self.source.transformed(data, example_ids=indices, epoch=passes, seed=self._seed)
-        return self._after(data) if self._after else data
+        return (self._after(data) if self._after else data), (indices, passes)
+
+
+def _as_element(part: Part) -> tuple[Any, ...]:
+    element = (part.data, part.share, part.count)
+    return element if part.examples is None else (*element, part.examples)

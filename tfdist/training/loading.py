@@ -95,19 +95,21 @@ class PythonFeed(Feed):
     def _turn_pass(self, step: int) -> None:
         """Called between two passes, when nothing is being read."""
 
-    def _packed(self, part: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def _packed(self, part: tuple[Any, ...]) -> tuple[Any, ...]:
         *leaves, ids, passes, share, count = part
         rest = iter(leaves)
         flat = [None if s is None else next(rest) for s in tf.nest.flatten(self._spec)]
         data = tf.nest.pack_sequence_as(self._spec, flat)
         data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self._seed)
-        return (self._after(data) if self._after else data), share, count
+        element = ((self._after(data) if self._after else data), share, count)
+        return (*element, (ids, passes)) if self.records else element
 
 
 class IndexedFeed(PythonFeed):
     """Each task reads the examples of its own replicas, by index."""
 
     source: PythonSource
+    can_record = True
 
     def _load(self, step: int) -> tuple[Any, ...]:
         span = self.plan.span(step)

@@ -7,7 +7,6 @@ before a range the chief tells all tasks how far to go, so that tasks cannot dis
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,15 +14,13 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoint.backup import BackupAndRestore
+from tfdist.checkpoint.preemption import SIGNALS, Asked, StopRequests, signal_of
+from tfdist.cluster import phases
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training.epochs import EpochPlan
+from tfdist.training.pace import Pace
 from tfdist.training.program import StepProgram
 from tfdist.training.session import Session
-
-_LOG = logging.getLogger(__name__)
-_RANGE_S = 1.0
-_FIRST_RANGE_STEPS = 16
-_GROWTH = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +29,15 @@ class Decision:
 
     Attributes:
       last: the range ends before this step.
-      stop: some task has asked to stop; no step is run.
+      stop: a callback of some task has asked to end the training; no step is run.
+      asked: the signal by which some task has been asked to stop, None where none has.
       act: a backup that goes by the clock is due after the range.
       learning_rate: NaN where it cannot be set.
     """
 
     last: int
     stop: bool
+    asked: int | None
     act: bool
     learning_rate: float
 
@@ -54,6 +53,7 @@ class Loop:
         *,
         callbacks: Any,
         backups: Sequence[BackupAndRestore],
+        requests: StopRequests,
         save: Callable[[BackupAndRestore, int], None],
         every: Sequence[int],
         with_logs: bool,
@@ -64,27 +64,37 @@ class Loop:
         self._plan = plan
         self._callbacks = callbacks
         self._backups = backups
+        self._requests = requests
         self._save = save
         self._every = every
         self._with_logs = with_logs
         self._clock = clock
-        self._rate = 0.0
-        self._longest = _FIRST_RANGE_STEPS
+        self._pace = Pace()
         self.step = 0
         self.step_logs: dict[str, float] = {}
 
     def run_epoch(self, epoch: int) -> None:
-        """Runs the rest of an epoch from `self.step`; returns early when somebody stops."""
+        """Runs the rest of an epoch from `self.step`; returns early when a callback stops it.
+
+        Raises:
+          Asked: some task has been asked by a signal to stop.
+        """
         steps = self._plan.steps(epoch)
         while self.step < steps.stop:
             decision = self._decide(steps.stop)
             if decision.stop:
                 self._session.model.stop_training = True
                 return
+            if decision.asked is not None:
+                raise Asked(decision.asked)
             self._session.learning_rate = decision.learning_rate
             self._run_range(decision, epoch_start=steps.start)
             if self.step < steps.stop:  # at an epoch's end validation comes first
                 self._save_due(decision)
+
+    def step_of_epoch(self, epoch: int) -> int:
+        """Steps done of an epoch."""
+        return self.step - self._plan.steps(epoch).start
 
     def _save_due(self, decision: Decision) -> None:
         for backup in self._backups:
@@ -93,40 +103,37 @@ class Loop:
 
     def _run_range(self, decision: Decision, *, epoch_start: int) -> None:
         first, last = self.step, decision.last
-        self._callbacks.on_train_batch_begin(first - epoch_start)
+        with phases.entered("callback"):
+            self._callbacks.on_train_batch_begin(first - epoch_start)
+        phases.enter("step" if self._session.has_run(self._program) else "trace", step=first)
         start = self._clock()
         self.step_logs = self._session.run(self._program, first, last)
-        self._note_rate(last - first, self._clock() - start)
+        self._pace.note(last - first, elapsed_s=self._clock() - start)
         self.step = last
+        phases.enter("step", step=last)
         logs = self._session.metrics(self._program, self.step_logs) if self._with_logs else {}
-        self._callbacks.on_train_batch_end(last - 1 - epoch_start, logs)
+        with phases.entered("callback"):
+            self._callbacks.on_train_batch_end(last - 1 - epoch_start, logs)
 
     def _decide(self, epoch_end: int) -> Decision:
         session, step = self._session, self.step
-        last = min([epoch_end, step + self._range_steps(), *self._due()])
-        act = any(backup.due() for backup in self._backups)
-        told = np.zeros(4)
+        told = np.zeros(4 + len(SIGNALS))
         if session.job.is_chief:
+            last = min([epoch_end, step + self._pace.steps(), *self._due()])
+            act = any(backup.due() for backup in self._backups)
             told[:3] = last, act, session.learning_rate
-        told[3] = session.model.stop_training
-        last_, act_, rate, stop = sum_over_tasks(session.job, told)
-        return Decision(last=int(last_), stop=stop > 0, act=act_ > 0, learning_rate=float(rate))
+        told[3:] = session.model.stop_training, *self._requests.slots()
+        last_, act_, rate, stop, *asked = sum_over_tasks(session.job, told)
+        return Decision(
+            last=int(last_),
+            stop=stop > 0,
+            asked=signal_of(asked),
+            act=act_ > 0,
+            learning_rate=float(rate),
+        )
 
     def _due(self) -> list[int]:
         """The next step of each callback that goes by steps, after the present one."""
         fixed = [(self.step // n + 1) * n for n in self._every]
         own = [c.next_step(self.step) for c in self._callbacks.callbacks if hasattr(c, "next_step")]
         return fixed + [step for step in own if step is not None]
-
-    def _range_steps(self) -> int:
-        """Steps of about a second, so that signals are heard; few until the speed is known."""
-        return (
-            min(max(1, int(self._rate * _RANGE_S)), self._longest)
-            if self._rate
-            else (self._longest)
-        )
-
-    def _note_rate(self, steps: int, elapsed_s: float) -> None:
-        if steps >= self._longest:
-            self._longest *= _GROWTH
-        self._rate = steps / max(elapsed_s, 1e-6)

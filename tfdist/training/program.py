@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.training import keras_compat
 from tfdist.training.feed import Part
+from tfdist.training.ledger import Recorder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
@@ -23,6 +24,8 @@ class StepProgram:
       training: True where gradients are reduced and losses weighted by the share.
       metrics: Keras variables that a replica with an empty share leaves as they were.
       keep_logs: True to return what `function` returned in the last step.
+      exact: True to refuse operations that draw by themselves.
+      recorder: notes in graph which examples a step consumes; None to leave it out of the graph.
     """
 
     function: Callable[[Any], Any]
@@ -31,6 +34,8 @@ class StepProgram:
     training: bool
     metrics: Sequence[Any] = ()
     keep_logs: bool = False
+    recorder: Recorder | None = None
+    exact: bool = False
 
 
 def run_replica(

@@ -65,6 +65,12 @@ class RunReporter(keras.callbacks.ProgbarLogger):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._epoch_ranges = epoch, []
 
+    def resumed_at(self, step: int) -> None:
+        """Takes back the lines of what the run is about to do again; before its first step."""
+        self.first_step = self.step = step
+        self._directory.drop_metrics_after(step)
+        self._display.begin(step=step, examples=self._plan.examples_before(step))
+
     def next_step(self, step: int) -> int | None:
         """The next step at which a range should end, so that a profile is of its very steps."""
         return self._profiler.next_step(step) if self._profiler else None
@@ -72,9 +78,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         step = self._plan.step_starts[self._epoch] + batch
         if self.first_step is None:
-            self.first_step = step
-            self._directory.drop_metrics_after(step)
-            self._display.begin(step=step, examples=self._plan.examples_before(step))
+            self.resumed_at(step)
         if self._profiler is not None:
             self._profiler.before(step)
         self._range_start = (self._plan.examples_before(step), self._clock())
@@ -96,6 +100,8 @@ class RunReporter(keras.callbacks.ProgbarLogger):
             _LOG.info("stopped at step %d, inside virtual epoch %d", self.step, epoch + 1)
             return
         self.logs = dict(logs or {})
+        if not self._ranges:  # only its validation was left to do, and may have been done before
+            self._directory.drop_metrics_after(self.step - 1)
         rate = _rate(self._epoch_ranges)
         self._directory.append_metrics(
             {

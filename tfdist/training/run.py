@@ -12,9 +12,9 @@ from typing import Any
 import keras
 
 from tfdist.checkpoint import BackupAndRestore
-from tfdist.cluster import TaskConfig, from_environ
+from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs import plot, table
 from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.profiler import StepProfiler
@@ -24,9 +24,11 @@ from tfdist.strategy import barrier, broadcast, current_job, is_chief, make_stra
 from tfdist.training import fit, recipe
 from tfdist.training.datasets import Datasets, load_datasets
 from tfdist.training.epochs import EpochPlan
+from tfdist.training.ledger import Ledger
 from tfdist.training.reporter import RunReporter
 
 logger = logging.getLogger(__name__)
+STOPPED = "stopped"
 
 
 def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -42,8 +44,9 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
       UsageError: before anything is written; the configuration does not fit the data, the
         cluster, or the run that is in the directory.
       TfdistError: the loss became NaN, or the run directory cannot be written.
+      Stopped: a task was asked to stop by a signal; the same command goes on with the run.
     """
-    task = from_environ(environ)
+    task = read_environment(environ)
     directory = RunDirectory(_run_dir(config, task, now=datetime.now(UTC)))
     chief = task is None or not task.cluster.tasks() or task.task == task.cluster.chief_task
     claim, seed = None, 0
@@ -75,10 +78,14 @@ def _run_as_task(
     told = [claim is Claim.FINISHED, seed, str(directory.path)]
     finished, seed, path = broadcast(told)
     directory = RunDirectory(path)
-    if finished:
-        summary = _say_finished(directory) if is_chief() else {}
-    else:
-        summary = _train(config, strategy, directory, seed=seed)
+    try:
+        if finished:
+            summary = _say_finished(directory) if is_chief() else {}
+        else:
+            summary = _train(config, strategy, directory, seed=seed)
+    except Stopped:  # by all tasks alike
+        barrier()
+        raise
     # A task that ends early would take its peers down: all wait until the chief has written.
     barrier()
     return summary
@@ -89,19 +96,26 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     keras.config.set_dtype_policy(config.precision)
     keras.utils.set_random_seed(seed)
     plan = recipe.plan_of(config)
-    display = ProgressDisplay(total_steps=plan.total_steps)
+    job = current_job()
+    in_place = bool(job and job.config and job.config.options.terminal)
+    display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
     reporter = RunReporter(directory, plan, display=display, profiler=_profiler(config, directory))
     try:
         datasets = load_datasets(config)
         with strategy.scope():
             model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
         done = _fit(config, model, datasets, directory, reporter, seed=seed)
+    except Stopped:
+        if is_chief():
+            summary = _summary(model, reporter, directory, plan)
+            directory.write_summary({"status": STOPPED, **summary})
+        raise
     finally:
         reporter.close()
         keras.config.set_dtype_policy(policy)
     if not is_chief():
         return {}
-    summary = {"status": DONE if done else "stopped", **_summary(model, reporter, directory, plan)}
+    summary = {"status": DONE if done else STOPPED, **_summary(model, reporter, directory, plan)}
     directory.write_summary(summary)
     _show(config, summary, directory)
     return summary
@@ -128,6 +142,7 @@ def _fit(
     options = {
         "overfit_batches": config.overfit_batches,
         "initial_weights": config.initial_weights,
+        "ledger": _ledger(config, directory),
     }
     history = fit(
         model,
@@ -154,6 +169,10 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
     return BackupAndRestore(
         directory.checkpoints, every_steps=every or None, keep=config.keep_checkpoints
     )
+
+
+def _ledger(config: Any, directory: RunDirectory) -> Ledger | None:
+    return None if config.ledger == "off" else Ledger(directory.ledger, mode=config.ledger)
 
 
 def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from typing import Any
 
 import keras
@@ -28,8 +29,9 @@ class Session:
         self.job = job
         self.engine = engine_for(job)
         self._read_metrics: Any = None
+        self._has_run: weakref.WeakSet[StepProgram] = weakref.WeakSet()
 
-    def program(self, step: str, feed: Any, *, seed: int) -> StepProgram:
+    def program(self, step: str, feed: Any, *, seed: int, exact: bool = False) -> StepProgram:
         """The program of ``train_step``, ``test_step`` or ``predict_step`` over a feed."""
         own = getattr(type(self.model), step) is not getattr(TensorFlowTrainer, step)
         return StepProgram(
@@ -39,12 +41,15 @@ class Session:
             training=step == "train_step",
             metrics=() if step == "predict_step" else tuple(self.model.metrics_variables),
             keep_logs=own and step != "predict_step",
+            exact=exact,
         )
 
     def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
         """Runs steps as `Engine.run` does; a wrong label is told in one line."""
         try:
-            return self.engine.run(program, first, last)
+            logs = self.engine.run(program, first, last)
+            self._has_run.add(program)
+            return logs
         except tf.errors.InvalidArgumentError as error:
             found = _BAD_LABEL.search(str(error))
             if found is None:
@@ -55,6 +60,10 @@ class Session:
                 expected=f"labels in the range {found[2]}",
                 fix="number the classes from 0, or make the last layer as wide as there are",
             ) from None
+
+    def has_run(self, program: StepProgram) -> bool:
+        """False while the next range of `program` will trace it first."""
+        return program in self._has_run
 
     def metrics(self, program: StepProgram, logs: dict[str, float]) -> dict[str, Any]:
         """The model's metrics over all replicas. A collective: every task calls it alike.

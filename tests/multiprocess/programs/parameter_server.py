@@ -44,8 +44,11 @@ def counts():
             model, zoo.X, zoo.Y, batch_size=4, epochs=7, seed=3, verbose=0,
             validation_data=(zoo.X[:41], zoo.Y[:41]),
         )  # fmt: skip
-        SEEN[f"iterations {name}"] = int(model.optimizer._iterations.numpy() if name
-                                         != "loss_scaling" else model.optimizer.iterations.numpy())
+        SEEN[f"iterations {name}"] = int(
+            model.optimizer._iterations.numpy()
+            if name != "loss_scaling"
+            else model.optimizer.iterations.numpy()
+        )
         SEEN[f"examples {name}"] = history.history["examples"]
         SEEN[f"val_examples {name}"] = history.history["val_examples"]
         SEEN[f"weights {name}"] = zoo.flat(model)

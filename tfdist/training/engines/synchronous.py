@@ -15,6 +15,7 @@ from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_bytes, sum_over_tasks
+from tfdist.training.exactness import require_deterministic
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram, run_replica
@@ -38,11 +39,16 @@ class SynchronousEngine:
         function = self._ranges.get(program)
         if function is None:
             function = self._ranges[program] = self._compile_range(program)
+            if program.exact:
+                traced = function.get_concrete_function(*_arguments(program, first, last))
+                require_deterministic(traced.graph)
         logs: dict[str, tf.Tensor] = {}
         for start, end in self._calls(program, first, last):
-            logs = function(*_arguments(program, start, end))
+            logs, rows = function(*_arguments(program, start, end))
             if not program.feed.direct:
                 program.feed.advanced_to(end)
+            if program.recorder is not None:
+                program.recorder.write(start, end, rows)
         return {name: _scalar(value) for name, value in logs.items()}
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
@@ -104,21 +110,28 @@ class SynchronousEngine:
         def run_range(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
             values: list[dict[str, tf.Tensor]] = []
 
-            def body(step: tf.Tensor, kept: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                outputs = self._step(program, step, _parts(program, step, iterator))
+            recorder = program.recorder
+            rows = recorder.rows(last - first) if recorder else []
+
+            def body(step: tf.Tensor, kept: tf.Tensor, *rows: Any) -> tuple[Any, ...]:
+                parts = _parts(program, step, iterator)
+                if recorder:
+                    rows = recorder.noted(rows, step - first, parts)
+                outputs = self._step(program, step, parts)
                 if program.keep_logs:
                     values[:] = _log_values(outputs)
                     kept = tf.raw_ops.OptionalFromValue(components=tf.nest.flatten(values))
-                return step + 1, kept
+                return step + 1, kept, *rows
 
             # What the step returns is known only once the loop is traced: it travels as a variant.
-            _, kept = tf.while_loop(
-                lambda step, _: step < last,
+            _, kept, *rows = tf.while_loop(
+                lambda step, *_: step < last,
                 body,
-                [first, tf.raw_ops.OptionalNone()],
+                [first, tf.raw_ops.OptionalNone(), *rows],
                 parallel_iterations=1,
             )
-            return self._reduced_logs(_unpacked(kept, values)) if values else {}
+            logs = self._reduced_logs(_unpacked(kept, values)) if values else {}
+            return logs, [row.stack() for row in rows]
 
         return run_range
 

@@ -1,0 +1,114 @@
+"""``python -m tests.chaos``: does what a plan says, and compares each run with an undisturbed one.
+
+Exit code 0 if every run ended as if nothing had happened, 1 if one did not (its directory is kept),
+2 for a plan that cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.plan import BY_RUNNER, Plan, PlanError, read
+from tests.chaos.run import launcher_restarts
+from tests.chaos.summary import table
+
+PLANS = Path(__file__).with_name("plans")
+
+
+def main() -> int:
+    args = _arguments()
+    try:
+        plan = _chosen(read(args.plan), args)
+        _require_rights(plan)
+    except (OSError, ValueError) as error:
+        print(f"{args.plan}: {error}", file=sys.stderr)
+        return 2
+    seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
+    directory = Path(tempfile.mkdtemp(prefix="chaos-", dir=args.dir))
+    by = "the launcher" if launcher_restarts() else "the runner"
+    say(f"seed {seed}, in {directory}, restarts by {by}")
+    began_s = time.monotonic()
+    with open(args.results or os.devnull, "a") as results:
+        campaign = Campaign(plan, directory, seed=seed, say=say, results=results)
+        campaign.placed()
+        campaign.random_kills(plan.kills if args.kills is None else args.kills)
+    print(f"\n{table(campaign.lines)}\n")
+    bad = sum(line["identical"] is not True for line in campaign.lines)
+    say(
+        f"seed {seed}: {len(campaign.lines)} faults in {time.monotonic() - began_s:.0f} s,"
+        f" {bad} not identical"
+    )
+    for kept in campaign.kept:
+        say(f"kept {kept}")
+    if not campaign.kept:
+        shutil.rmtree(directory)
+    return 1 if campaign.kept else 0
+
+
+def say(line: str) -> None:
+    """Shows a line at once."""
+    print(line, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--plan", type=Path, default=PLANS / "short.toml", help="(short.toml)")
+    parser.add_argument("--kills", type=int, help="random kills, instead of the plan's number")
+    parser.add_argument("--seed", type=int, help="of the random kills (a new one)")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="leave out the other cases")
+    parser.add_argument("--random_only", action="store_true", help="leave out the placed faults")
+    parser.add_argument(
+        "--without", nargs="+", default=(), choices=BY_RUNNER, help="leave out runs with these"
+    )
+    parser.add_argument("--results", type=Path, help="adds one JSON line for each fault")
+    parser.add_argument("--dir", type=Path, help="where the runs are made (a temporary directory)")
+    return parser.parse_args()
+
+
+def _chosen(plan: Plan, args: argparse.Namespace) -> Plan:
+    names = [case.name for case in plan.cases]
+    for name in args.only or ():
+        if name not in names:
+            raise PlanError(f"--only {name}: expected some of {', '.join(names)}")
+    wanted, without = args.only or names, set(args.without)
+    return Plan(
+        cases=tuple(case for case in plan.cases if case.name in wanted),
+        placed=tuple(
+            entry
+            for entry in plan.placed
+            if entry.case in wanted
+            and not args.random_only
+            and not without & {fault.do for fault in entry.faults}
+        ),
+        kills=plan.kills,
+    )
+
+
+def _require_rights(plan: Plan) -> None:
+    """Refuses what this user may not do, before anything runs."""
+    kinds = {fault.do for entry in plan.placed for fault in entry.faults}
+    trials = {
+        "fill_disk": ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
+        "cut_network": ["unshare", "-n", "ip", "link", "set", "lo", "up"],
+    }
+    for kind in sorted(kinds & set(trials)):
+        command = trials[kind]
+        allowed = (
+            shutil.which(command[0]) and not subprocess.run(command, capture_output=True).returncode
+        )
+        if not allowed:
+            tried = " ".join(command)
+            raise PlanError(f"`{tried}` is not allowed; run as root, or --without {kind}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

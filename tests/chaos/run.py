@@ -1,0 +1,261 @@
+"""One run of a case: the job, the faults in their order, and another start until it is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import actions
+from tests.chaos.faults import Faults
+from tests.chaos.marks import Tail
+from tests.chaos.plan import Case, Fault
+from tests.chaos.processes import Told, Watched, from_tf_config, send, tasks_of
+from tests.chaos.record import Record
+
+ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("job.py")
+HANG_TIMEOUT_S = 10.0
+QUIET_S = 90.0  # without a mark or a line: the job hangs
+GONE_S = 20.0  # for the tasks of a launcher that was killed
+ORPHANED_S = 3.0  # for those of one that does not end them
+_POLL_S = 0.01
+_SMALL_DISK_BYTES = 1 << 20
+_EXAMPLES = {"single": 48_000, "mirrored": 30_000, "multiworker": 24_000}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended. `broken` says what went wrong other than the verdict; empty if nothing."""
+
+    records: Sequence[Record]
+    verdict: dict[str, Any] | None
+    broken: str
+    marks: Sequence[dict[str, Any]]
+    startup_s: float
+    training_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where a run has what."""
+
+    out: Path
+    run_dir: Path
+    checkpoints: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """What starts a job: its command, how it names a failure, and what it tells its tasks."""
+
+    command: Callable[[Case, Places, int], Sequence[str]]
+    """Takes the number of this start by the runner too, from 1 on."""
+    named: re.Pattern[str]
+    told: Told = from_tf_config
+    ends_its_tasks: bool = True
+    """Whether tasks that outlive it are an error; they are killed before the next start."""
+
+
+@cache
+def launcher_restarts() -> bool:
+    """Returns whether this launcher restarts a job by itself."""
+    command = [sys.executable, "-m", "tfdist.launch", "--help"]
+    return "--max_restarts" in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def _command(case: Case, places: Places, start: int) -> list[str]:
+    command = [sys.executable, "-m", "tfdist.launch", *case.flags]
+    command += ["--run_dir", str(places.run_dir)]
+    if launcher_restarts():
+        command += ["--max_restarts", "100", "--restart_window_s", "3600"]
+        command += ["--hang_timeout_s", f"{HANG_TIMEOUT_S:g}"]
+    command += [str(JOB), "--out", str(places.out), "--checkpoints", str(places.checkpoints)]
+    return [*command, "--variant", case.variant, "--examples", str(_EXAMPLES[case.strategy])]
+
+
+TFDIST = Launcher(command=_command, named=re.compile(r"^\[launch\] .*failed first"))
+
+
+class ChaosRun:
+    """A run in a directory of its own; `say` gets a line for what is worth one meanwhile."""
+
+    def __init__(
+        self,
+        case: Case,
+        directory: Path,
+        faults: Sequence[Fault],
+        *,
+        say: Callable[[str], None],
+        launcher: Launcher = TFDIST,
+    ) -> None:
+        self._case = case
+        self._say = say
+        self._launcher = launcher
+        self._places = Places(
+            out=directory / "out",
+            run_dir=directory / "run",
+            checkpoints=directory / "checkpoints",
+        )
+        self._log = directory / "launcher.log"
+        self._places.out.mkdir(parents=True)
+        self._tail = Tail(self._places.out)
+        self._marks: list[dict[str, Any]] = []
+        self._watched = Watched()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._faults = Faults(
+            case,
+            self._places.out,
+            faults,
+            checkpoints=self._places.checkpoints,
+            told=launcher.told,
+        )
+        self._starts = 0
+        self._left_behind = False
+        self._heard_s = 0.0
+
+    def run(self) -> Outcome:
+        """Runs the job to its end, however often it must be started."""
+        began_s = time.monotonic()
+        disk = None
+        if self._faults.has("fill_disk"):
+            disk = actions.SmallDisk(self._places.checkpoints, size_bytes=_SMALL_DISK_BYTES)
+        self._faults.disk = disk
+        try:
+            broken = self._until_done()
+        finally:
+            self._end()
+            if disk is not None:
+                disk.close()
+        return self._outcome(broken, began_s=began_s)
+
+    def _until_done(self) -> str:
+        for _ in range(len(self._faults.faults) + 3):
+            done_before = self._faults.done
+            code = self._start_and_watch()
+            if code is None:
+                return f"hung: nothing for {QUIET_S:g} s"
+            if code == 0:
+                return ""
+            if self._faults.done == done_before and not self._faults.pending_restart():
+                return f"ended with exit code {code} without a fault"
+            self._faults.restarted_by_runner()
+        return "did not come to its end"
+
+    def _start_and_watch(self) -> int | None:
+        """Returns the launcher's exit code, None if the job hangs."""
+        process = self._start()
+        self._faults.begin(process.pid)
+        output = process.stdout
+        assert output is not None
+        os.set_blocking(output.fileno(), False)
+        rest = b""
+        with selectors.DefaultSelector() as selector, open(self._log, "ab") as log:
+            selector.register(output, selectors.EVENT_READ)
+            while process.poll() is None:
+                if selector.select(_POLL_S):
+                    data = output.read() or b""
+                    log.write(data)
+                    log.flush()
+                    *lines, rest = (rest + data).split(b"\n")
+                    self._hear(lines)
+                    if not data:
+                        time.sleep(_POLL_S)
+                self._look(process.pid)
+                if time.monotonic() - self._heard_s > QUIET_S:
+                    return None
+            log.write(output.read() or b"")
+        self._await_tasks()
+        self._look(process.pid)
+        self._faults.ended(process.returncode)
+        return process.returncode
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._heard_s = time.monotonic()
+        self._starts += 1
+        self._process = subprocess.Popen(
+            list(self._launcher.command(self._case, self._places, self._starts)),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "-1",
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "PYTHONUNBUFFERED": "1",
+            },
+            preexec_fn=actions.own_network if self._faults.has("cut_network") else None,
+        )
+        return self._process
+
+    def _hear(self, lines: Sequence[bytes]) -> None:
+        now_s = time.monotonic()
+        self._heard_s = now_s
+        for line in lines:
+            text = line.decode(errors="replace")
+            if self._launcher.named.search(text):
+                self._faults.named(text.removeprefix("[launch] "), now_s)
+
+    def _look(self, launcher_pid: int) -> None:
+        """Takes the new marks, and lets the next fault happen if it is time."""
+        for mark in self._tail.read():
+            self._heard_s = time.monotonic()
+            self._marks.append(mark)
+            self._faults.saw(mark)
+            if mark["event"] == "program":
+                self._watched.add([mark["pid"]])
+        self._faults.tick(launcher_pid)
+
+    def _await_tasks(self) -> None:
+        ours = self._launcher.ends_its_tasks
+        deadline_s = time.monotonic() + (GONE_S if ours else ORPHANED_S)
+        while not self._watched.gone() and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        if not self._watched.gone():
+            self._faults.tasks_went_on()
+            self._left_behind |= ours
+            self._watched.kill()
+
+    def _end(self) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            tasks = tasks_of(process.pid, told=self._launcher.told)
+            self._watched.add(task.pid for task in tasks.values())
+            send(process.pid, 9)
+            self._watched.kill()
+            process.wait()
+        self._watched.close()
+
+    def _outcome(self, broken: str, *, began_s: float) -> Outcome:
+        verdict = None
+        if not broken:
+            verdict = json.loads((self._places.out / "verdict.json").read_text())
+            shas = {m["weights_sha256"] for m in self._marks if m["event"] == "done"}
+            if len(shas) > 1:
+                broken = "the tasks ended with different weights"
+        if self._faults.unexpected:
+            broken = broken or f"without a fault: {self._faults.unexpected[0]}"
+        if self._left_behind:
+            broken = broken or "tasks outlived their launcher"
+        first = [m["at"] for m in self._marks if m["event"] == "first_step"]
+        done = [m["at"] for m in self._marks if m["event"] == "done"]
+        for fault in self._faults.left:
+            self._say(f"{self._case.name}: {fault}: did not happen")
+        return Outcome(
+            records=self._faults.records,
+            verdict=verdict,
+            broken=broken,
+            marks=self._marks,
+            startup_s=first[0] - began_s if first else 0.0,
+            training_s=done[-1] - first[0] if first and done else 0.0,
+        )

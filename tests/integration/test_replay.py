@@ -1,0 +1,123 @@
+"""`python -m tfdist.replay`: a step again is the step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfdist import replay
+from tfdist.checkpoint import CheckpointStore
+
+DEADLINE_S = 200
+STEPS = 12
+LENGTH = (
+    "--config.total_examples=700",
+    "--config.checkpoints=2",
+    "--config.global_batch_size=60",
+    "--config.seed=5",
+    "--config.backup_every_steps=1",
+    "--config.keep_checkpoints=100",
+)
+KINDS = {
+    "single": ["--config.strategy=single", "--config.clip_norm=0.5",
+               "--config.augmentation.random_crop_padding=1"],
+    "mirrored": ["--config.strategy=mirrored", "--config.devices_per_worker=3",
+                 "--config.precision=mixed_float16", "--config.ledger=full"],
+}  # fmt: skip
+
+
+def run(module: str, *arguments: str) -> Any:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment,
+    )
+
+
+def replayed(run_dir: Path, step: int, *more: str) -> dict[str, Any]:
+    done = run("tfdist.replay", str(run_dir), "--step", str(step), "--json", *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def files(directory: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(directory)): path.stat().st_mtime_ns
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def without_checkpoints(run_dir: Path, target: Path, steps: range) -> Path:
+    """A copy of a run from which the checkpoints of some steps are gone."""
+    shutil.copytree(run_dir, target)
+    for step in steps:
+        for path in (target / "checkpoints").glob(f"step-{step:09d}.*"):
+            shutil.rmtree(path)
+    return target
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    run_dir = tmp_path_factory.mktemp("runs") / request.param
+    done = run("tfdist.train", *LENGTH, *KINDS[request.param], f"--config.run_dir={run_dir}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert CheckpointStore(run_dir / "checkpoints").steps() == list(range(1, STEPS + 1))
+    return request.param, run_dir
+
+
+def test_a_step_from_an_earlier_checkpoint_gives_the_bits_of_the_run(
+    trained: Any, tmp_path: Path
+) -> None:
+    kind, run_dir = trained
+    copy = without_checkpoints(run_dir, tmp_path / "run", range(4, 9))
+    before = files(copy)
+    found = replayed(copy, 8)
+    assert (found["restored_step"], found["strategy"]) == (3, kind)
+    assert found["equals_checkpoint"] is True
+    assert found["observed_same_bits"] is True
+    replicas = 3 if kind == "mirrored" else 1
+    assert [len(e) for e in found["examples"]] == [60 // replicas] * replicas
+    assert found["gradient_norm"] > 0
+    assert len(found["gradient_norms"]) == 8
+    assert files(copy) == before
+
+
+def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(
+    trained: Any, tmp_path: Path
+) -> None:
+    _, run_dir = trained
+    copy = without_checkpoints(run_dir, tmp_path / "run", range(1, 6))
+    found = replayed(copy, 5)
+    assert found["restored_step"] is None
+    assert found["equals_checkpoint"] is True
+
+
+def test_what_cannot_be_replayed_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def says(*arguments: str) -> str:
+        assert replay.main(list(arguments)) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    assert "no config.json" in says(str(tmp_path / "nowhere"), "--step", "3")
+    config = {"total_examples": 100, "checkpoints": 1, "global_batch_size": 10, "seed": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "received 10; expected 0 to 9" in says(str(tmp_path), "--step", "10")
+    assert "received -1; expected 0 to 9" in says(str(tmp_path), "--step", "-1")
+    assert "say --strategy single" in says(str(tmp_path), "--step", "9")
+    summary = {"strategy": "ps", "replicas": 2}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert "a run under strategy ps" in says(str(tmp_path), "--step", "9")

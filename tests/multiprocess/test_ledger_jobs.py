@@ -1,0 +1,107 @@
+"""Ledgers of whole jobs: several tasks write, one proof; and a step of them in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+DEADLINE_S = 200
+JOBS = {
+    "single": [],
+    "multiworker": ["--strategy", "multiworker", "--workers", "2"],
+    "ps": ["--strategy", "ps", "--workers", "2", "--ps", "1"],
+}
+CONFIG = (
+    "--config.total_examples=2000", "--config.checkpoints=2", "--config.global_batch_size=50",
+    "--config.seed=3", "--config.augmentation.random_crop_padding=1", "--config.ledger=full",
+    "--config.backup_every_steps=10", "--config.model=dense",
+)  # fmt: skip
+
+
+def run(*arguments: str) -> Any:
+    """Runs a program to its end; raises when it is not done in time."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment,
+    )
+
+
+def logs(run_dir: Path, done: Any) -> str:
+    files = sorted(run_dir.glob("logs/**/*.log"))
+    return "\n".join([done.stdout, done.stderr, *(f"== {f}\n{f.read_text()}" for f in files)])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run directories by strategy; each job is run when it is first asked for."""
+    found: dict[str, Path] = {}
+
+    def trained_by(kind: str) -> Path:
+        if kind not in found:
+            run_dir = tmp_path_factory.mktemp(kind) / "run"
+            if kind == "single":
+                done = run("tfdist.train", f"--config.run_dir={run_dir}", *CONFIG)
+            else:
+                flags = [*JOBS[kind], "--run_dir", str(run_dir)]
+                done = run("tfdist.launch", *flags, "--", *CONFIG)
+            assert done.returncode == 0, logs(run_dir, done)
+            found[kind] = run_dir
+        return found[kind]
+
+    return trained_by
+
+
+@pytest.mark.parametrize("kind", ["multiworker", "ps"])
+def test_every_task_writes_and_one_program_proves(trained: Any, kind: str) -> None:
+    run_dir = trained(kind)
+    done = run("tfdist.ledger", str(run_dir), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["proved"] is True
+    tasks = {"multiworker": ["worker-0", "worker-1"], "ps": ["chief-0"]}[kind]
+    assert told["attempts"][0]["tasks"] == tasks
+    assert [p["seen"] for p in told["passes"]] == [1442, 558]
+
+
+def test_two_workers_see_in_each_step_what_one_device_sees(trained: Any) -> None:
+    done = run("tfdist.ledger", str(trained("multiworker")), "--same_as", str(trained("single")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "steps with other examples: none" in done.stdout
+    assert "steps with other bits after augmentation: none" in done.stdout
+
+
+def test_a_step_of_two_workers_runs_again_in_one_process(trained: Any) -> None:
+    done = run("tfdist.replay", str(trained("multiworker")), "--step", "39", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["strategy"], found["replicas"], found["restored_step"]) == ("mirrored", 2, 30)
+    assert found["checkpoint_difference"] < 1e-6
+    assert [len(examples) for examples in found["examples"]] == [25, 25]
+
+
+def test_a_step_of_ps_is_not_run_again(trained: Any) -> None:
+    done = run("tfdist.replay", str(trained("ps")), "--step", "3")
+    assert done.returncode == 2
+    assert "received a run under strategy ps" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_steps_that_two_workers_did_are_listed(tmp_path: Path) -> None:
+    program = [str(PROGRAMS / "twice.py"), str(tmp_path / "ledger")]
+    done = run("tfdist.launch", *JOBS["ps"], "--run_dir", str(tmp_path / "run"), *program)
+    assert done.returncode == 0, logs(tmp_path / "run", done)
+    proof = run("tfdist.ledger", str(tmp_path / "ledger"))
+    assert proof.returncode == 1, proof.stdout
+    assert "steps 0 to 3: handed out 2 times" in proof.stdout
+    assert "passes: 1 of 1 proved" in proof.stdout

@@ -1,0 +1,379 @@
+"""The ledger's files and what they prove, without a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist import ledger as program
+from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.ledger import (
+    Header,
+    LedgerWriter,
+    Record,
+    next_attempt,
+    packed,
+    read_directory,
+    scan,
+)
+from tfdist.outputs.ledger_merge import Plan, pair_hash
+from tfdist.outputs.ledger_proof import prove
+from tfdist.outputs.ledger_tally import ranges
+
+N, BATCH = 20, 6
+
+
+def order(header, positions):
+    """A permutation of each pass, without TensorFlow."""
+    passes, offsets = np.divmod(positions, header.num_examples)
+    orders = {p: np.random.RandomState(p).permutation(header.num_examples) for p in set(passes)}
+    return np.array([orders[p][o] for p, o in zip(passes, offsets, strict=True)], np.int64)
+
+
+def header(**changes):
+    values = {
+        "mode": "full", "attempt": 1, "task": "worker-0", "num_tasks": 1, "strategy": "single",
+        "num_replicas": 1, "threads": 0, "num_examples": N, "shuffle": True, "seed": 7,
+        "global_batch_size": BATCH, "example_starts": (0, 25, 50),
+    }  # fmt: skip
+    return Header(**{**values, **changes})
+
+
+def record_of(head, first, last, *, task=0, change=None, **about):
+    """What task number `task` of `head.num_tasks` records of a range."""
+    plan, width = Plan.of(head), -(-head.global_batch_size // head.num_tasks)
+    indices = np.full((last - first, 1, width), -1, np.int64)
+    passes = indices.copy()
+    for row, step in enumerate(range(first, last)):
+        size = plan.sizes[step]
+        low, high = (part * size // head.num_tasks for part in (task, task + 1))
+        positions = plan.firsts[step] + np.arange(low, high)
+        indices[row, 0, : high - low] = order(head, positions)
+        passes[row, 0, : high - low] = positions // head.num_examples
+    if change is not None:
+        change(indices, passes)
+    if head.mode == "hash":
+        return Record(first=first, last=last, arrays=sums(indices, passes), **about)
+    content = np.arange(first, last).astype(np.uint64)
+    return Record(first=first, last=last, arrays=(indices, passes, content), **about)
+
+
+def sums(indices, passes):
+    there = indices >= 0
+    lowest = np.where(there, passes, 2**62).min(axis=(1, 2))
+    hashes = pair_hash(indices, passes)
+    counts, totals = [], []
+    for more in range(2):
+        mine = there & (passes == (lowest + more)[:, None, None])
+        counts.append(mine.sum(axis=(1, 2)))
+        totals.append(np.where(mine, hashes, np.uint64(0)).sum(axis=(1, 2), dtype=np.uint64))
+    return lowest, np.stack(counts, 1), np.stack(totals, 1)
+
+
+def write(directory, ranges_, *, tasks=1, change=None, begun=1, **head):
+    for task in range(tasks):
+        mine = header(task=f"worker-{task}", num_tasks=tasks, num_replicas=tasks, **head)
+        writer = LedgerWriter(directory, mine)
+        for first, last in ranges_:
+            changed = change if change and first <= change[0] < last and task == 0 else None
+
+            def apply(indices, passes, changed=changed, first=first):
+                if changed:
+                    changed[1](indices[changed[0] - first], passes[changed[0] - first])
+
+            writer.append(record_of(mine, first, last, task=task, change=apply, begun=begun))
+        writer.close()
+
+
+def proof_of(directory):
+    return prove(read_directory(directory), order=order)
+
+
+@pytest.mark.parametrize("mode", ["full", "hash"])
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_a_run_left_alone_is_proved(tmp_path, mode, tasks):
+    write(tmp_path, [(0, 4), (4, 5), (5, 10)], tasks=tasks, mode=mode)
+    proof = proof_of(tmp_path)
+    assert proof.proved, proof
+    assert [(p.seen, p.whole) for p in proof.passes] == [(20, True), (20, True), (10, False)]
+    assert [(e.first, e.last, e.seen) for e in proof.epochs] == [(0, 5, 25), (5, 10, 25)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_however_it_is_cut_and_resumed_a_right_run_is_proved(tmp_path_factory, data):
+    """Attempts of any number of tasks, resumed anywhere before where the last one stopped."""
+    directory = tmp_path_factory.mktemp("ledger")
+    start = 0
+    for attempt in range(1, data.draw(st.integers(1, 5)) + 1):
+        last = data.draw(st.integers(start + 1, 10))
+        cuts = sorted({start, last, *data.draw(st.sets(st.integers(start, last), max_size=3))})
+        mode = data.draw(st.sampled_from(["full", "hash"]))
+        tasks = data.draw(st.integers(1, 4))
+        write(directory, list(itertools.pairwise(cuts)), tasks=tasks, mode=mode,
+              attempt=attempt)  # fmt: skip
+        start = data.draw(st.integers(0, min(last, 9)))
+    proof = proof_of(directory)
+    assert proof.proved, proof
+    assert proof.ledger.end == proof.ledger.attempts[-1].last
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(["full", "hash"]),
+    step=st.integers(0, 9),
+    tasks=st.integers(1, 3),
+    other=st.integers(0, N - 1),
+)
+def test_one_example_for_another_is_found(tmp_path_factory, mode, step, tasks, other):
+    directory = tmp_path_factory.mktemp("ledger")
+    was = []
+
+    def swap(indices, passes):
+        place = np.flatnonzero(indices[0] >= 0)
+        if len(place):
+            was.append((int(indices[0, place[0]]), int(passes[0, place[0]])))
+            indices[0, place[0]] = other
+
+    write(directory, [(0, 10)], tasks=tasks, mode=mode, change=(step, swap))
+    proof = proof_of(directory)
+    if not was or was[0][0] == other:
+        assert proof.proved
+        return
+    assert not proof.proved
+    (wrong,) = [part for part in proof.passes if not part.proved]
+    assert wrong.number == was[0][1]
+    if mode == "full":
+        assert wrong.first_missed == (was[0][0],)
+        assert wrong.first_repeated == (other,)
+    else:
+        assert step in wrong.steps
+
+
+def test_repeats_are_listed_ten_and_counted(tmp_path, capsys):
+    def all_of_one(indices, passes):
+        indices[:] = 3
+
+    write(tmp_path, [(0, 10)], change=(0, all_of_one))
+    proof = proof_of(tmp_path)
+    first = proof.passes[0]
+    assert first.repeated == 1
+    assert first.first_repeated == (3,)
+    assert first.missed == 6 - (3 in order(header(), np.arange(6)))
+    assert not proof.epochs[0].proved
+    assert program.main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "1 repeated: 3" in out
+    assert "NOT proved" in out
+
+
+@pytest.mark.parametrize("mode", ["full", "hash"])
+def test_what_was_done_after_the_checkpoint_is_void(tmp_path, mode):
+    write(tmp_path, [(0, 4), (4, 8)], mode=mode, attempt=1, tasks=4)
+    write(tmp_path, [(6, 10)], mode=mode, attempt=2, tasks=2)
+    proof = proof_of(tmp_path)
+    assert proof.proved, proof
+    assert [a.void_steps for a in proof.ledger.attempts] == [2, 0]
+    assert [len(a.files) for a in proof.ledger.attempts] == [4, 2]
+
+
+def test_an_attempt_after_a_damaged_checkpoint_voids_those_between(tmp_path):
+    for attempt, (first, last) in enumerate([(0, 6), (5, 9), (2, 10)], 1):
+        write(tmp_path, [(first, last)], attempt=attempt)
+    proof = proof_of(tmp_path)
+    assert proof.proved, proof
+    assert [a.void_steps for a in proof.ledger.attempts] == [4, 4, 0]
+
+
+def test_steps_that_nobody_recorded_are_named(tmp_path):
+    write(tmp_path, [(0, 4)], attempt=1)
+    write(tmp_path, [(6, 10)], attempt=2)
+    proof = proof_of(tmp_path)
+    assert not proof.proved
+    assert any("steps 4 to 5: in no attempt" in problem for problem in proof.problems)
+
+
+def test_a_task_without_a_file_is_named(tmp_path):
+    write(tmp_path, [(0, 10)], tasks=3)
+    (tmp_path / "attempt-1-worker-1.bin").unlink()
+    proof = proof_of(tmp_path)
+    assert not proof.proved
+    assert "2 of 3 tasks have a file: worker-0, worker-2" in proof.problems[0]
+
+
+def test_a_task_that_recorded_less_than_its_peers_is_named(tmp_path):
+    write(tmp_path, [(0, 5), (5, 8)], tasks=2)
+    path = tmp_path / "attempt-1-worker-1.bin"
+    path.write_bytes(path.read_bytes()[:-3])
+    write(tmp_path, [(8, 10)], attempt=2)
+    proof = proof_of(tmp_path)
+    assert not proof.proved
+    assert "steps 5 to 7: not recorded by worker-1 in attempt 1" in proof.problems
+
+
+def test_a_range_in_flight_when_all_ended_does_not_count(tmp_path, capsys):
+    write(tmp_path / "ledger", [(0, 5), (5, 10)], tasks=2)
+    path = tmp_path / "ledger" / "attempt-1-worker-1.bin"
+    path.write_bytes(path.read_bytes()[:-3])
+    proof = proof_of(tmp_path / "ledger")
+    assert proof.proved, proof
+    assert proof.ledger.end == 5
+    (tmp_path / "summary.json").write_text('{"steps": 10}')
+    assert program.main([str(tmp_path)]) == 1
+    assert "steps 5 to 9: done and not recorded" in capsys.readouterr().out
+
+
+def test_steps_that_were_handed_out_twice_are_listed(tmp_path):
+    write(tmp_path, [(0, 6)])
+    again = LedgerWriter(tmp_path, header(attempt=2, strategy="ps"))
+    again.append(record_of(header(), 6, 10, begun=2, worker=1))
+    again.close()
+    proof = proof_of(tmp_path)
+    assert not proof.proved
+    assert proof.problems == ("steps 6 to 9: handed out 2 times (last by worker-1)",)
+
+
+def test_files_of_two_runs_are_refused(tmp_path):
+    write(tmp_path, [(0, 5)], attempt=1)
+    write(tmp_path, [(5, 10)], attempt=2, seed=8)
+    with pytest.raises(TfdistError, match=r"attempts 1 and 2 are not of one run.*seed"):
+        proof_of(tmp_path)
+
+
+def test_a_run_that_was_made_longer_is_one_run(tmp_path):
+    write(tmp_path, [(0, 10)], attempt=1)
+    write(tmp_path, [(10, 15)], attempt=2, example_starts=(0, 25, 50, 75))
+    assert proof_of(tmp_path).proved
+
+
+@settings(max_examples=80, deadline=None)
+@given(cut=st.integers(0, 3000), mode=st.sampled_from(["full", "hash"]))
+def test_a_file_cut_anywhere_keeps_its_whole_records(tmp_path_factory, cut, mode):
+    directory = tmp_path_factory.mktemp("ledger")
+    write(directory, [(0, 3), (3, 4), (4, 10)], mode=mode)
+    (path,) = directory.iterdir()
+    whole = path.read_bytes()
+    ends = [place.start + place.size_bytes for place in scan(path).places]
+    cut = min(cut, len(whole))
+    path.write_bytes(whole[:cut])
+    file = scan(path)
+    if cut <= whole.index(b"\n"):
+        assert file is None
+        return
+    assert [place.start + place.size_bytes for place in file.places] == [
+        e for e in ends if e <= cut
+    ]
+    assert not file.damaged
+    write(directory, [(3 if cut >= ends[0] else 0, 10)], mode=mode, attempt=2)
+    assert proof_of(directory).proved
+
+
+def test_a_changed_byte_is_found(tmp_path):
+    write(tmp_path, [(0, 5), (5, 10)])
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[scan(path).places[0].start + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TfdistError, match="no step is recorded"):
+        proof_of(tmp_path)
+    write(tmp_path, [(5, 10)], attempt=2)
+    proof = proof_of(tmp_path)
+    assert not proof.proved
+    assert "attempt-1-worker-0.bin: damaged from byte" in proof.problems[0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(low=st.integers(-1, 2**40), steps=st.integers(0, 5))
+def test_a_record_reads_back_as_it_was_written(tmp_path_factory, low, steps):
+    directory = tmp_path_factory.mktemp("ledger")
+    arrays = (np.full((steps, 2, 3), low), np.arange(steps * 2), np.array([2**64 - 1], np.uint64))
+    record = Record(first=3, last=3 + steps, worker=2, begun=4, arrays=arrays)
+    writer = LedgerWriter(directory, header())
+    writer.append(record)
+    (file,) = read_directory(directory)
+    back = file.read(file.places[0])
+    assert dataclasses.replace(back, arrays=()) == dataclasses.replace(record, arrays=())
+    assert [a.tolist() for a in back.arrays] == [a.tolist() for a in arrays]
+
+
+def test_small_numbers_take_little_room():
+    assert len(packed(record_of(header(), 0, 10))) < 10 * BATCH * 8
+
+
+def test_attempts_are_numbered_by_their_files(tmp_path):
+    assert next_attempt(tmp_path / "none") == 1
+    write(tmp_path, [(0, 1)], attempt=9)
+    write(tmp_path, [(0, 1)], attempt=10)
+    assert next_attempt(tmp_path) == 11
+
+
+def test_a_file_is_never_written_over(tmp_path):
+    write(tmp_path, [(0, 1)])
+    with pytest.raises(TfdistError, match="File exists"):
+        write(tmp_path, [(0, 1)])
+
+
+def test_steps_are_shown_as_ranges():
+    assert ranges([3, 7, 8, 9]) == "3, 7 to 9"
+    assert ranges([]) == "none"
+    assert ranges(range(0, 40, 2)).endswith("18 and 10 more")
+
+
+def test_the_program_says_what_is_proved_without_tensorflow(tmp_path):
+    write(tmp_path / "run" / "ledger", [(0, 7)], tasks=4, example_starts=(0, 40))
+    write(tmp_path / "run" / "ledger", [(6, 7)], tasks=2, attempt=2, example_starts=(0, 40))
+    run = "import sys; from tfdist.ledger import main; code = main(sys.argv[1:])"
+    run += "; assert 'tensorflow' not in sys.modules; sys.exit(code)"
+    command = [sys.executable, "-c", run, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "attempt 1: single, 4 tasks, 4 replicas, steps 0 to 6; 1 of them void" in done.stdout
+    assert "passes: 2 of 2 proved" in done.stdout
+    assert done.stdout.endswith("exactly once, as far as the run got\n")
+
+
+def test_the_program_speaks_json(tmp_path, capsys):
+    write(tmp_path, [(0, 10)], num_examples=50)
+    assert program.main([str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["proved"] is True
+    assert told["passes"][0]["seen"] == 50
+    assert told["attempts"][0]["last_step"] == 9
+
+
+def test_two_runs_are_compared_step_by_step(tmp_path, capsys):
+    def other(indices, passes):
+        indices[0, 0] += 1
+
+    write(tmp_path / "a", [(0, 10)], tasks=4)
+    write(tmp_path / "b", [(0, 4), (4, 10)], tasks=4)
+    write(tmp_path / "c", [(0, 10)], tasks=4, change=(3, other))
+    assert program.main([str(tmp_path / "a"), "--same_as", str(tmp_path / "b")]) == 0
+    assert program.main([str(tmp_path / "a"), "--same_as", str(tmp_path / "c")]) == 1
+    assert "steps with other examples: 3\n" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line(tmp_path, capsys):
+    assert program.main([str(tmp_path / "nowhere")]) == 2
+    assert "received no ledger" in capsys.readouterr().err
+    (tmp_path / "attempt-1-worker-0.bin").write_bytes(b"{}\n")
+    with pytest.raises(UsageError, match="does not begin like a ledger"):
+        read_directory(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        program.main([])
+    assert stopped.value.code == 2
+
+
+def test_the_files_are_in_the_ledger_folder(tmp_path):
+    write(Path(tmp_path), [(0, 1)], tasks=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["attempt-1-worker-0.bin", "attempt-1-worker-1.bin"]

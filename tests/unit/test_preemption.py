@@ -1,0 +1,205 @@
+"""Requests to stop by signals, without TensorFlow: heard, told apart, and everything given back."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tfdist.checkpoint.preemption import SIGNALS, StopRequests, signal_of
+from tfdist.errors import Stopped
+
+DEADLINE_S = 30.0
+
+
+class Ends:
+    """Stands for the end of the process; notes the exit code."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.called = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.called.set()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    condition = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.001)):
+        if true():
+            return
+        condition.wait(0.001)
+    raise AssertionError("did not happen in time")
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_at_a_terminal() -> Iterator[None]:
+    """A test run in the background may have been started to ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_is_heard_and_answered_by_stopped(signum: signal.Signals) -> None:
+    stopped = Stopped(signum)
+    assert stopped.code == (130 if signum == signal.SIGINT else 143)
+    with contextlib.suppress(Stopped), StopRequests() as requests:
+        assert signal_of(requests.slots()) is None
+        signal.raise_signal(signum)
+        wait_until(lambda: requests.signum is not None)
+        assert signal_of(requests.slots()) == signum
+        raise stopped  # or the signal would come again
+
+
+def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_one() -> None:
+    times, ends = iter([0.0, 0.05, 5.0]), Ends()
+    with (
+        contextlib.suppress(Stopped),
+        StopRequests(clock=lambda: next(times), end=ends) as requests,
+    ):
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: requests.signum is not None)
+        signal.raise_signal(signal.SIGTERM)
+        assert ends.codes == []
+        signal.raise_signal(signal.SIGINT)
+        assert ends.called.wait(DEADLINE_S)
+        raise Stopped(signal.SIGTERM)
+    assert ends.codes == [128 + signal.SIGINT]
+
+
+def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda signum, _: heard.append(signum))
+    try:
+        with StopRequests():
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == []
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(KeyboardInterrupt), StopRequests():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_handlers_of_python_and_of_c_and_the_wakeup_descriptor_are_given_back() -> None:
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK)
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.register(signal.SIGUSR1, file=nowhere, chain=False)
+        before_fd = signal.set_wakeup_fd(write_fd)
+        before = [signal.getsignal(signum) for signum in SIGNALS]
+        try:
+            with StopRequests() as requests:
+                signal.raise_signal(signal.SIGWINCH)  # not ours, and not handled by Python
+                old = signal.signal(signal.SIGUSR2, lambda *_: None)
+                signal.raise_signal(signal.SIGUSR2)  # its number goes on to whoever listened
+                wait_until(lambda: _readable(read_fd) == bytes([signal.SIGUSR2]))
+                signal.signal(signal.SIGUSR2, old)
+            assert requests.signum is None
+            assert [signal.getsignal(signum) for signum in SIGNALS] == before
+            os.kill(os.getpid(), signal.SIGUSR1)  # deadly, were it not faulthandler's again
+            assert signal.set_wakeup_fd(before_fd) == write_fd
+        finally:
+            signal.set_wakeup_fd(before_fd)
+            faulthandler.unregister(signal.SIGUSR1)
+            os.close(read_fd)
+            os.close(write_fd)
+
+
+def _readable(fd: int) -> bytes:
+    try:
+        return os.read(fd, 64)
+    except BlockingIOError:
+        return b""
+
+
+def test_what_the_program_was_started_to_ignore_stays_ignored() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopRequests() as requests:
+            signal.raise_signal(signal.SIGUSR1)
+            assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        assert requests.signum is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_in_another_thread_signals_stay_as_they_are() -> None:
+    seen: list[object] = []
+
+    def enter() -> None:
+        with StopRequests() as requests:
+            seen.extend([signal.getsignal(signal.SIGINT), requests.slots()])
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert seen == [signal.default_int_handler, [0.0, 0.0, 0.0]]
+
+
+def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python() -> None:
+    program = """
+        import hashlib, itertools, os, signal, threading
+        from tfdist.checkpoint.preemption import StopRequests
+        moments = itertools.count()
+        requests = StopRequests(clock=lambda: next(moments), end=lambda code: os._exit(7))
+        def ask_twice():
+            os.kill(os.getpid(), signal.SIGTERM)
+            while requests.signum is None:
+                threading.Event().wait(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+        with requests:
+            threading.Thread(target=ask_twice).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, without Python's lock
+    """
+    done = _python(program)
+    assert done.returncode == 7, done.stderr
+    assert "ended at once" in done.stderr
+
+
+def test_a_forked_child_answers_signals_as_before_and_does_not_tell_its_parent() -> None:
+    program = """
+        import os, signal
+        from tfdist.checkpoint.preemption import StopRequests
+        with StopRequests() as requests:
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        assert requests.signum is None
+    """
+    done = _python(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_uncaught_it_ends_a_program_with_its_code_and_no_traceback() -> None:
+    program = """
+        from tfdist.errors import Stopped
+        try:
+            raise Stopped(15, "stopped by SIGTERM at step 3")
+        except Exception:
+            raise SystemExit("swallowed")
+    """
+    done = _python(program)
+    assert (done.returncode, done.stderr) == (143, "")
+
+
+def test_it_is_whole_after_a_journey_between_processes() -> None:
+    stopped = pickle.loads(pickle.dumps(Stopped(signal.SIGUSR1, "stopped at step 3")))
+    assert (stopped.signum, stopped.exit_code, str(stopped)) == (10, 143, "stopped at step 3")
+
+
+def _python(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
