@@ -65,6 +65,7 @@ class History:
         self.killed_alone = []
         self.watched = set()
         self.hang = None
+        self.stopped_task = None
         self._order = itertools.count()
         self._coming = []
 
@@ -163,6 +164,9 @@ class History:
     def verdict(self, now_s):
         hang, self.hang = self.hang[1], None
         return hang
+
+    def stopped(self):
+        return self.stopped_task
 
     # the screen
 
@@ -483,6 +487,23 @@ def test_a_victim_that_is_seen_first_is_not_blamed_if_its_culprit_comes_soon(his
     assert attempt.first_failure.cause == "killed by SIGKILL, not by the launcher"
     assert attempt.first_failure.detect_s == 0
     assert attempt.exit_code == 137
+
+
+def test_a_task_that_is_stopped_is_the_culprit_of_one_that_lost_a_peer(history):
+    lost = "UnavailableError: Graph execution error: ... Connection reset by peer"
+    history.stopped_task = W1
+    history.deaf = {W1: {signal.SIGTERM}}
+    history.at(5, Raised(task=W0, exit_code=1, cause=lost, at_s=5))
+    history.ends(W0, 6, status=1)
+    failure = history.run([W0, W1]).first_failure
+    assert failure.task == W1
+    assert failure.cause.startswith("stopped (SIGSTOP), and worker-0 lost it: UnavailableError")
+
+
+def test_a_task_with_an_error_of_its_own_is_blamed_whoever_is_stopped(history):
+    history.stopped_task = W1
+    history.ends(W0, 6, status=1)
+    assert history.run([W0, W1]).first_failure.task == W0
 
 
 def test_a_victim_without_a_culprit_is_named_after_a_moment(history):

@@ -81,6 +81,13 @@ class Job:
         return None
 
 
+def test_a_stopped_task_is_told_at_once():
+    job = Job()
+    assert job.watchdog.stopped() is None
+    job.stop(W1)
+    assert job.watchdog.stopped() == W1
+
+
 def test_a_stopped_task_is_named_and_not_asked_for_its_stacks():
     job = Job()
     job.enter("step", step=10)

@@ -93,11 +93,22 @@ def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int
         failed(error.exit_code, str(error))
         _line(str(error))
         return error.exit_code
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    failed(1, text)
+    failed(1, f"{type(error).__name__}: {_gist(str(error))}".removesuffix(": "))
     trace = _users_part(error.__traceback__)
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 1
+
+
+def _gist(message: str) -> str:
+    """Returns the line of a message that says what happened.
+
+    TensorFlow's begin with "Graph execution error:", and end with what it was and the node's name.
+    """
+    lines = [line.strip() for line in message.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("[[")]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[-1]}"
+    return lines[0] if lines else ""
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:

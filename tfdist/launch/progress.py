@@ -7,6 +7,7 @@ from collections.abc import Container
 from typing import Protocol
 
 from tfdist.cluster import Task
+from tfdist.launch.blame import is_lost_peer
 from tfdist.launch.events import Beat, Started
 from tfdist.launch.report import Failure
 
@@ -32,6 +33,7 @@ class Watcher(Protocol):
     def beat(self, beat: Beat) -> None: ...
     def next_check_s(self) -> float: ...
     def verdict(self, now_s: float) -> Hang | None: ...
+    def stopped(self) -> Task | None: ...
 
 
 class Progress:
@@ -89,6 +91,17 @@ class Progress:
         sign_s = self._last_sign_s(hang.task, now_s=now_s)
         failure = Failure(task=hang.task, cause=hang.cause, exit_code=1, at_s=sign_s)
         return self.dated(failure, now_s=now_s), hang.stuck
+
+    def behind(self, failure: Failure) -> Failure:
+        """Returns that of a stopped task where `failure` is of one that has lost a peer.
+
+        TensorFlow gives up a peer that does not answer, which may be before it counts as hanging.
+        """
+        stopped = self._watchdog.stopped() if is_lost_peer(failure.cause) else None
+        if stopped is None:
+            return failure
+        cause = f"stopped (SIGSTOP), and {failure.task} lost it: {failure.cause}"
+        return dataclasses.replace(failure, task=stopped, cause=cause, kind="stopped")
 
     def dated(self, failure: Failure, *, now_s: float) -> Failure:
         """Returns `failure` with the step it happened at and how long it took to be seen."""

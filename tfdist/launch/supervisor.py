@@ -179,7 +179,7 @@ class Supervisor:
             if failure is None:
                 self._find_hang(now_s)
                 return
-            failure = self._progress.dated(failure, now_s=now_s)
+            failure = self._progress.dated(self._progress.behind(failure), now_s=now_s)
             if not self._returns(failure):
                 # Its process may still have a traceback to print.
                 self._fail(failure, but=(failure.task,))

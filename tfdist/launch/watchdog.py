@@ -126,6 +126,11 @@ class Watchdog:
         self._noticed_s = None
         return None
 
+    def stopped(self) -> Task | None:
+        """Returns a task whose process is stopped at this moment, None where all run."""
+        states = ((task.task, self._state_of(task.pid)) for task in self._tasks())
+        return next((task for task, state in states if state in ("T", "t")), None)
+
     def _tasks(self) -> list[Watched]:
         return list(self._watched.values())
 
