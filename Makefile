@@ -8,7 +8,7 @@ ARGS ?=
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint chaos bench recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -36,6 +36,13 @@ endif
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+chaos: setup  ## do things to jobs at any moment, and compare them with undisturbed ones
+	$(CPU_ONLY) $(PY) -m tests.chaos $(ARGS)
+
+recovery: setup  ## kill jobs beside torchrun, and write benchmarks/RECOVERY.md
+	benchmarks/setup.sh
+	$(CPU_ONLY) $(PY) -m benchmarks.recovery $(ARGS)
 
 bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
 	benchmarks/run.sh $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,5 +104,5 @@ def test_steps_that_two_workers_did_are_listed(tmp_path: Path) -> None:
     assert done.returncode == 0, logs(tmp_path / "run", done)
     proof = run("tfdist.ledger", str(tmp_path / "ledger"))
     assert proof.returncode == 1, proof.stdout
-    assert "steps 0 to 3: handed out 2 times" in proof.stdout
+    assert re.search(r"steps? 0\b.*: handed out 2 times", proof.stdout)
     assert "passes: 1 of 1 proved" in proof.stdout

@@ -185,7 +185,7 @@ def _parameter_server(
         )
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-    members = Members(config, min_workers=min_workers)
+    members = Members(config.cluster, min_workers=min_workers)
     with rendezvous.answering(config):  # as the workers ask for this task meanwhile
         workers = members.wait(timeout_s=timeout_s)
     with rendezvous.last_resort(timeout_s=timeout_s):

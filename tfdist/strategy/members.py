@@ -22,7 +22,7 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import remote
 from tensorflow.python.training import server_lib
 
-from tfdist.cluster import Task, TaskConfig
+from tfdist.cluster import ClusterSpec, Task
 from tfdist.errors import StartupTimeout
 from tfdist.strategy.rendezvous import answers, missing_peers, named
 
@@ -34,9 +34,9 @@ _SAY_EVERY_S = 10.0
 class Members:
     """The workers that the chief of a ps job is connected to. Safe to use from any thread."""
 
-    def __init__(self, config: TaskConfig, *, min_workers: int | None = None) -> None:
-        self._cluster = config.cluster
-        self._workers = [task for task in config.cluster.tasks() if task.type == "worker"]
+    def __init__(self, cluster: ClusterSpec, *, min_workers: int | None = None) -> None:
+        self._cluster = cluster
+        self._workers = [task for task in cluster.tasks() if task.type == "worker"]
         self._min_workers = min(min_workers or len(self._workers), len(self._workers))
         self._connected: frozenset[int] = frozenset()
         self._updating = threading.Lock()
@@ -114,6 +114,19 @@ class Members:
         )
         tf_context.ensure_initialized()
         self._connected = frozenset(workers)
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.Strategy) -> Members:
+        """The members of a ps job, also of a strategy that TensorFlow connected to all at once."""
+        members = getattr(strategy, "members", None)
+        if isinstance(members, cls):
+            return members
+        tasks = strategy.cluster_resolver.cluster_spec().as_dict()
+        members = cls(ClusterSpec(**{kind: tuple(at) for kind, at in tasks.items()}))
+        members._connected = frozenset(range(members.num_workers))
+        strategy.extended._allow_run_without_coordinator = True
+        strategy.members = members
+        return members
 
     def admit(self, worker: int) -> bool:
         """Connects to a worker that has come or come back; False while it does not answer."""

@@ -7,7 +7,7 @@ import time
 import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines.crew import Crew
+from tfdist.training.engines.crew import crew_of
 
 LENGTH = 10
 
@@ -16,7 +16,7 @@ def main() -> None:
     strategy = tfdist.make_strategy()
     with strategy.scope():
         total = tf.Variable(0, dtype=tf.int64)
-    crew = Crew(strategy.members, patience_s=20)
+    crew = crew_of(strategy, patience_s=20)
 
     @tf.function
     def work(first, last):
@@ -39,13 +39,12 @@ def main() -> None:
             waiting.append(crew.submit(functools.partial(piece, asked)))
             asked += LENGTH
             if len(waiting) > 4:
-                assert waiting.pop(0).result(timeout=60) == LENGTH
-        assert all(future.result(timeout=60) == LENGTH for future in waiting)
+                assert waiting.pop(0).result(timeout=60).value == LENGTH
+        assert all(future.result(timeout=60).value == LENGTH for future in waiting)
         done = {i: share.pieces - before[i] for i, share in crew.shares.items()}
         losses = sum(share.losses for share in crew.shares.values())
         print("did", asked, int(total), losses, *done.values(), flush=True)
         total.assign(0)
-    crew.close()
 
 
 main()

@@ -1,4 +1,4 @@
-"""A ps job in which one piece of work is handed out twice, as after a worker's death."""
+"""A ps job in which one piece of work is begun again, as after the death of its worker."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines.parameter_server import ParameterServerEngine
+from tfdist.training.engines import parameter_server
 from tfdist.training.ledger import Ledger
 
 strategy = tfdist.make_strategy()
-hand_out = ParameterServerEngine._hand_out
+run = parameter_server._Work.__call__
+lost = []
 
 
-def hand_out_twice(self, work, first, last, *, number=0):
-    if first == 0:
-        hand_out(self, work, first, last, number=number)
-    return hand_out(self, work, first, last, number=number)
+def run_and_lose_the_first(self, first, last, place):
+    result = run(self, first, last, place)
+    if first == 0 and not lost:
+        lost.append(place)
+        raise tf.errors.UnavailableError(None, None, "Socket closed")
+    return result
 
 
-ParameterServerEngine._hand_out = hand_out_twice
+parameter_server._Work.__call__ = run_and_lose_the_first
 with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -43,7 +44,7 @@ class _Piece:
     """A piece of work, and who waits for its result."""
 
     function: Callable[[Place], Any]
-    future: Future[Any]
+    future: Future[Done]
     losses: int = 0
 
 
@@ -59,6 +60,21 @@ class Place:
 
     worker_index: int
     life: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A piece of work that is done.
+
+    Attributes:
+      value: what its function returned.
+      worker_index: of the worker that did it.
+      times: how often it was begun: 1, and 1 more for each worker that died over it.
+    """
+
+    value: Any
+    worker_index: int
+    times: int
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -93,19 +109,19 @@ class Crew:
         self._changed = threading.Condition()
         self._fatal: BaseException | None = None
         self._nobody_since: float | None = None
-        self._closed = False
         self.shares = {i: Share() for i in range(members.num_workers)}
         for worker in self.shares:
             threading.Thread(
                 target=self._serve, args=(worker,), name=f"tfdist-worker-{worker}", daemon=True
             ).start()
 
-    def submit(self, function: Callable[[Place], Any]) -> Future[Any]:
+    def submit(self, function: Callable[[Place], Any]) -> Future[Done]:
         """Has `function` called for whichever worker is free, with its devices as the default.
 
         The result, or what it raised, comes by the future. It is called again if its worker dies.
+        Raises PeerLost once a ps or all workers have gone.
         """
-        future: Future[Any] = Future()
+        future: Future[Done] = Future()
         with self._changed:
             if self._fatal is not None:
                 raise self._fatal
@@ -113,19 +129,17 @@ class Crew:
             self._changed.notify()
         return future
 
-    def close(self) -> None:
-        """Ends the threads that have nothing under way; what waits is cancelled."""
+    def drop(self) -> None:
+        """Forgets what no worker has begun."""
         with self._changed:
-            self._closed = True
             for piece in self._waiting:
                 piece.future.cancel()
             self._waiting.clear()
-            self._changed.notify_all()
 
     def _serve(self, worker: int) -> None:
         life = 1 if worker in self._members.connected else 0
         executor = tf_executor.new_executor(enable_async=False)
-        while not self._closed:
+        while self._fatal is None:
             if worker not in self._members.connected:
                 if not self._admitted(worker):
                     continue
@@ -134,8 +148,9 @@ class Crew:
             piece = self._next()
             if piece is None:
                 return
-            if not self._run(piece, Place(worker_index=worker, life=life), executor):
-                executor.clear_error()
+            place = Place(worker_index=worker, life=life)
+            if not self._run(piece, place, executor):
+                executor.clear_error()  # which it would raise again at its end
 
     def _admitted(self, worker: int) -> bool:
         if self._members.admit(worker):
@@ -161,9 +176,9 @@ class Crew:
 
     def _next(self) -> _Piece | None:
         with self._changed:
-            while not self._waiting and not self._closed:
+            while not self._waiting and self._fatal is None:
                 self._changed.wait()
-            return None if self._closed else self._waiting.popleft()
+            return None if self._fatal is not None else self._waiting.popleft()
 
     def _run(self, piece: _Piece, place: Place, executor: Any) -> bool:
         """Runs a piece; returns whether the worker is still there."""
@@ -179,7 +194,8 @@ class Crew:
         share = self.shares[place.worker_index]
         share.pieces += 1
         share.seconds += self._clock() - start_s
-        piece.future.set_result(result)
+        times = piece.losses + 1
+        piece.future.set_result(Done(value=result, worker_index=place.worker_index, times=times))
         return True
 
     def _has_lost(self, piece: _Piece, place: Place, error: tf.errors.OpError) -> bool:
@@ -208,6 +224,16 @@ class Crew:
             while self._waiting:
                 self._waiting.popleft().future.set_exception(error)
             self._changed.notify_all()
+
+
+_crews: weakref.WeakKeyDictionary[tf.distribute.Strategy, Crew] = weakref.WeakKeyDictionary()
+
+
+def crew_of(strategy: tf.distribute.Strategy, *, patience_s: float) -> Crew:
+    """The one crew of a strategy's workers."""
+    if strategy not in _crews:
+        _crews[strategy] = Crew(Members.of(strategy), patience_s=patience_s)
+    return _crews[strategy]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The coordinator hands ranges of steps to workers, which update the variables on the ps.
+"""The chief hands ranges of steps to workers, which update the variables on the ps.
 
 A step is one update by one worker. Each worker keeps the arrays it was sent once, and the metrics
 of its range; it returns them with the range, and the chief adds them up. Nothing that many workers
@@ -9,76 +9,91 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.source import lean_options
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
+from tfdist.training.engines.crew import Done, Place, crew_of
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
-from tfdist.training.ledger import Recorder
 from tfdist.training.program import StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
 _CLOSURES_PER_WORKER = 2
-_COUNTED_CLOSURES = 4096
+_PATIENCE_S = 60.0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Work:
     """A program, ready to be handed out.
 
-    `begun` counts on the ps how often workers have begun each closure of a range, so that one
-    that was handed out again after its worker died is seen; only where a program is recorded.
+    `data` are the workers' iterators, each with the life of the worker in which it was made.
     """
 
     closure: Callable[..., Any]
-    data: Any
+    dataset: Callable[[], tf.data.Dataset]
     log_names: list[str]
+    data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
     totals: np.ndarray | None = None
-    begun: Any = None
+
+    def __call__(self, first: int, last: int, place: Place) -> Any:
+        """Runs the steps ``[first, last)`` on a worker; returns arrays."""
+        life, given = self.data.get(place.worker_index, (0, None))
+        if life != place.life:
+            given = iter(self.dataset())
+            self.data[place.worker_index] = place.life, given
+        bounds = tf.constant(first, tf.int64), tf.constant(last, tf.int64)
+        return keras.tree.map_structure(np.asarray, self.closure(given, *bounds))
 
 
 class ParameterServerEngine:
-    """Runs a range of steps as closures of some steps each. Called by the chief alone."""
+    """Runs a range of steps as pieces of some steps each. Called by the chief alone."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(job.strategy)
-        self._workers = len(job.config.cluster.worker) if job.config else 1
+        patience_s = job.config.options.startup_timeout_s if job.config else _PATIENCE_S
+        self._crew = crew_of(job.strategy, patience_s=patience_s)
+        self._workers = len(self._crew.shares)
         self._work: weakref.WeakKeyDictionary[StepProgram, _Work] = weakref.WeakKeyDictionary()
 
     def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
         """Runs the steps ``[first, last)`` on whatever workers there are; waits for all."""
-        work = self._prepared(program, self._closure)
+        work = self._prepared(program, self._range_of)
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
         each = min(max(each, 1), _CLOSURE_STEPS)
         spans = [(start, min(start + each, last)) for start in range(first, last, each)]
-        results = [self._hand_out(work, *span, number=i) for i, span in enumerate(spans)]
-        self._coordinator.join()
-        fetched = self._coordinator.fetch(results)
-        totals = np.sum([np.asarray(t) for t, *_ in fetched], axis=0)
+        waiting = [self._hand_out(work, *span) for span in spans]
+        try:
+            done = [piece.result() for piece in waiting]
+        except BaseException:
+            self._crew.drop()
+            raise
+        totals = np.sum([piece.value[0] for piece in done], axis=0)
         work.totals = totals if work.totals is None else work.totals + totals
         if program.recorder is not None:
-            self._record(program.recorder, work, spans, [rows for *_, rows in fetched])
-        return dict(zip(work.log_names, map(float, fetched[-1][1]), strict=True))
+            for span, piece in zip(spans, done, strict=True):
+                rows, worker = piece.value[2], piece.worker_index
+                program.recorder.write(*span, rows, worker=worker, begun=piece.times)
+        return dict(zip(work.log_names, map(float, done[-1].value[1]), strict=True))
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yields each step's outputs, in order; a few steps a worker are under way at a time."""
         work = self._prepared(program, self._output_closure)
-        waiting: collections.deque[Any] = collections.deque()
+        waiting: collections.deque[Future[Done]] = collections.deque()
         for step in range(first, last):
             waiting.append(self._hand_out(work, step, step + 1))
             if len(waiting) > 2 * self._workers:
-                yield self._fetched(waiting.popleft())
+                yield waiting.popleft().result().value
         while waiting:
-            yield self._fetched(waiting.popleft())
+            yield waiting.popleft().result().value
 
     def reset_metrics(self) -> None:
         """Forgets the totals that workers have returned."""
@@ -100,63 +115,26 @@ class ParameterServerEngine:
     def take_metrics(self, program: StepProgram) -> None:
         """Starts from the totals that are in the model's metrics."""
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
-        self._prepared(program, self._closure).totals = np.concatenate([*flat, np.zeros(0)])
+        self._prepared(program, self._range_of).totals = np.concatenate([*flat, np.zeros(0)])
 
-    def _hand_out(self, work: _Work, first: int, last: int, *, number: int = 0) -> Any:
-        bounds = tf.constant(first, tf.int64), tf.constant(last, tf.int64)
-        slot = [] if work.begun is None else [tf.constant(number % _COUNTED_CLOSURES)]
-        return self._coordinator.schedule(work.closure, args=(work.data, *bounds, *slot))
-
-    def _record(
-        self, recorder: Recorder, work: _Work, spans: Sequence[tuple[int, int]], rows: Sequence[Any]
-    ) -> None:
-        """Records each closure of a range that is done."""
-        begun = np.asarray(work.begun.numpy())
-        work.begun.assign(np.zeros_like(begun))
-        slots = np.arange(len(spans)) % _COUNTED_CLOSURES
-        shared = np.bincount(slots, minlength=_COUNTED_CLOSURES)
-        for (first, last), slot, (worker, *arrays) in zip(spans, slots, rows, strict=True):
-            times = int(begun[slot] - shared[slot] + 1)
-            recorder.write(
-                first, last, [np.asarray(a) for a in arrays], worker=int(worker), begun=times
-            )
-
-    def _fetched(self, result: Any) -> Any:
-        return keras.tree.map_structure(np.asarray, result.fetch())
+    def _hand_out(self, work: _Work, first: int, last: int) -> Future[Done]:
+        return self._crew.submit(functools.partial(work, first, last))
 
     def _prepared(self, program: StepProgram, make: Callable[..., Any]) -> _Work:
         work = self._work.get(program)
         if work is None:
             _require_sums(program)
             names: list[str] = []
-            dataset, begun = program.feed.worker_dataset, None
-            if program.recorder is not None:
-                dataset = _numbered(dataset)
-                with self._job.strategy.scope():
-                    begun = tf.Variable(tf.zeros([_COUNTED_CLOSURES], tf.int32), trainable=False)
-            per_worker = self._coordinator.create_per_worker_dataset(compiled(dataset))
-            closure = make(program, names, begun)
-            work = _Work(closure=closure, data=iter(per_worker), log_names=names, begun=begun)
+            with self._job.strategy.scope():
+                dataset = compiled(program.feed.worker_dataset).get_concrete_function()
+                iterator = tf.data.IteratorSpec(dataset.structured_outputs.element_spec)
+                bound = tf.TensorSpec([], tf.int64)
+                # Traced here once: called by many threads at once it might be traced by each.
+                closure = compiled(make(program, names))
+                closure = closure.get_concrete_function(iterator, bound, bound)
+            work = _Work(closure=closure, dataset=dataset, log_names=names)
             self._work[program] = work
         return work
-
-    def _closure(self, program: StepProgram, names: list[str], begun: Any) -> Callable[..., Any]:
-        if begun is None:
-            return compiled(self._range_of(program, names))
-        run_range = self._range_of(program, names)
-
-        @compiled
-        def run_counted(data: Any, first: tf.Tensor, last: tf.Tensor, slot: tf.Tensor) -> Any:
-            # Before any update: a worker that dies has been counted.
-            with tf.control_dependencies(
-                [begun.assign_add(tf.one_hot(slot, *begun.shape, dtype=tf.int32))]
-            ):
-                first = tf.identity(first)
-            given = _WithoutNumber(data)
-            totals, kept, rows = run_range(given, first, last)
-            return totals, kept, [given.number, *rows]
-
-        return run_counted
 
     def _range_of(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
         shapes = [tuple(v.shape) for v in program.metrics]
@@ -197,10 +175,7 @@ class ParameterServerEngine:
 
         return run_range
 
-    def _output_closure(
-        self, program: StepProgram, names: list[str], begun: Any
-    ) -> Callable[..., Any]:
-        @compiled
+    def _output_closure(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
         def run_step(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
             batches = program.feed.worker_batches(data, first, last)
             return self._step(program, first, Part(*batches.get_next()[0]), ())[0]
@@ -218,30 +193,6 @@ class ParameterServerEngine:
 
         self._job.strategy.run(in_replica)
         return returned[0], [local[id(v)] for v in program.metrics] if totals else ()
-
-
-def _numbered(dataset: Callable[[], tf.data.Dataset]) -> Callable[[], tf.data.Dataset]:
-    """A worker's dataset, with the worker's number beside each element."""
-
-    def numbered() -> tf.data.Dataset:
-        index = tf.distribute.coordinator.experimental_get_current_worker_index()
-        numbers = tf.data.Dataset.from_tensors(tf.cast(index, tf.int64)).repeat()
-        return tf.data.Dataset.zip((numbers, dataset())).with_options(lean_options())
-
-    return numbered
-
-
-class _WithoutNumber:
-    """An iterator over a numbered dataset, as one over the elements; keeps the number."""
-
-    def __init__(self, numbered: Any) -> None:
-        self._numbered = numbered
-        self.number: Any = tf.constant(-1, tf.int64)
-
-    def get_next(self) -> Any:
-        """The next element."""
-        self.number, element = self._numbered.get_next()
-        return element
 
 
 def _require_sums(program: StepProgram) -> None:
