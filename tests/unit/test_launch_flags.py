@@ -10,7 +10,7 @@ import pytest
 from tfdist.errors import UsageError
 from tfdist.launch.flags import FLAGS, help_text, parse
 from tfdist.launch.options import Program
-from tfdist.launch.target import check_program
+from tfdist.launch.target import check_program, imports_tensorflow
 
 
 def test_flags_are_read_with_a_space_an_equals_sign_and_dashes():
@@ -173,3 +173,36 @@ def test_the_launcher_loads_no_tensorflow_keras_or_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("import keras\n", True),
+        ("from tensorflow import data\n", True),
+        ("if True:\n    import tfdist\n", True),
+        ("import numpy\n", False),
+        ("import kerastuner_of_mine\n", False),
+        ("# import keras\n", False),
+        ("import os\nos.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'\nimport keras\n", False),
+        (
+            "import os\nos.environ.setdefault(\"KERAS_BACKEND\", 'tensorflow')\nimport keras\n",
+            False,
+        ),
+        ("import os\nos.environ['MY_OWN'] = '3'\nimport keras\n", True),
+    ],
+)
+def test_a_program_says_itself_whether_it_imports_tensorflow(tmp_path, source, answer):
+    (tmp_path / "train.py").write_text(source)
+    package = tmp_path / "package" / "inner"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text(source)
+    (package / "module.py").write_text(source)
+    script = Program(target=str(tmp_path / "train.py"), is_module=False)
+    assert imports_tensorflow(script, search=[]) is answer
+    for name in ("package.inner", "package.inner.module"):
+        assert imports_tensorflow(Program(target=name), search=[str(tmp_path)]) is answer
+
+
+def test_the_demo_says_that_it_imports_tensorflow():
+    assert imports_tensorflow(Program(), search=sys.path)

@@ -13,7 +13,6 @@ from tfdist.errors import UsageError
 from tfdist.launch.attempts import replace_taken
 from tfdist.launch.flags import parse
 from tfdist.launch.machine import Machine, visible_gpus
-from tfdist.launch.options import AUTO_START_ON_CPU
 from tfdist.launch.plan import (
     Place,
     decided_strategy,
@@ -211,17 +210,21 @@ def test_a_gpu_that_the_launcher_does_not_know_is_left_to_tensorflow():
 
 
 @pytest.mark.parametrize(
-    ("flag", "machine", "method"),
+    ("flag", "machine", "imports", "method"),
     [
-        ("auto", Machine(cpus=2), AUTO_START_ON_CPU),
-        ("auto", Machine(cpus=2, has_gpu_driver=True), "exec"),
-        ("auto", Machine(cpus=2, gpus=("0",)), "exec"),
-        ("exec", Machine(cpus=2), "exec"),
-        ("fork", Machine(cpus=2, gpus=("0",)), "fork"),
+        ("auto", Machine(cpus=2), True, "fork"),
+        ("auto", Machine(cpus=2), False, "exec"),
+        ("auto", Machine(cpus=2, has_gpu_driver=True), True, "exec"),
+        ("auto", Machine(cpus=2, gpus=("0",)), True, "exec"),
+        ("exec", Machine(cpus=2), True, "exec"),
+        ("fork", Machine(cpus=2, gpus=("0",)), False, "fork"),
     ],
 )
-def test_only_a_machine_without_gpus_forks_unasked(flag, machine, method):
-    assert start_method(parse([f"--start={flag}"]), machine) == method
+def test_what_imports_tensorflow_is_forked_unasked_where_there_is_no_gpu(
+    flag, machine, imports, method
+):
+    options = parse([f"--start={flag}"])
+    assert start_method(options, machine, imports_tensorflow=imports) == method
 
 
 @pytest.mark.parametrize(

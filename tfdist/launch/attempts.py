@@ -20,8 +20,8 @@ from tfdist.launch.forking import ForkStarter, shared_environment
 from tfdist.launch.guard import Guard
 from tfdist.launch.guardian import MARK
 from tfdist.launch.machine import Machine
-from tfdist.launch.options import LaunchOptions
-from tfdist.launch.plan import Place, ProcessSpec, plan, start_method, tasks_with_address
+from tfdist.launch.options import LaunchOptions, StartMethod
+from tfdist.launch.plan import Place, ProcessSpec, plan, tasks_with_address
 from tfdist.launch.process import ExecStarter, Starter
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
@@ -49,6 +49,8 @@ class Job:
     machine: Machine
     environ: Mapping[str, str]
     run_dir: Path
+    start: StartMethod = "exec"
+    """How the tasks are started."""
     is_terminal: bool = False
     """Whether what the tasks print is shown on a terminal."""
 
@@ -191,7 +193,7 @@ class JobRun:
         if self._starter is not None and not self._starter.is_over:
             return self._starter
         self._close_starter()
-        if start_method(self._job.options, self._job.machine) == "exec":
+        if self._job.start == "exec":
             self._starter = ExecStarter(clock=time.monotonic, open_files=self._open_files)
             return self._starter
         server = ForkStarter(

@@ -11,12 +11,12 @@ from tfdist.cluster import HeldPort, hold_ports
 from tfdist.launch.attempts import Job, JobRun
 from tfdist.launch.machine import this_machine
 from tfdist.launch.options import LaunchOptions
-from tfdist.launch.plan import decided_strategy, render
+from tfdist.launch.plan import decided_strategy, render, start_method
 from tfdist.launch.process import raise_file_limit
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
 from tfdist.launch.signals import SignalPipe
-from tfdist.launch.target import check_program
+from tfdist.launch.target import check_program, imports_tensorflow
 
 _FILES_PER_TASK = 5  # port, pipe, log, and two more while it is started
 _OTHER_FILES = 64
@@ -29,7 +29,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     Raises:
         UsageError: it cannot be run as asked; nothing has been started.
     """
-    check_program(options.program, search=[os.getcwd(), *sys.path])
+    search = [os.getcwd(), *sys.path]
+    check_program(options.program, search=search)
     machine = this_machine(environ)
     job = Job(
         options=options,
@@ -37,6 +38,11 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
         machine=machine,
         environ=environ,
         run_dir=chosen_run_dir(options.run_dir),
+        start=start_method(
+            options,
+            machine,
+            imports_tensorflow=imports_tensorflow(options.program, search=search),
+        ),
         is_terminal=shows_in_place(1, environ),
     )
     open_files = raise_file_limit(job.num_ports * _FILES_PER_TASK + _OTHER_FILES)

@@ -11,9 +11,6 @@ from tfdist.errors import UsageError, near
 StartMethod = Literal["exec", "fork"]
 
 STARTS = ("auto", "exec", "fork")
-AUTO_START_ON_CPU: StartMethod = "exec"
-"""How ``--start auto`` starts tasks on a machine without GPUs; elsewhere it is exec."""
-
 DEFAULT_MODULE = "tfdist.train"
 
 _MAX_TASKS = 10_000

@@ -18,7 +18,7 @@ from tfdist.cluster import (
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
-from tfdist.launch.options import AUTO_START_ON_CPU, LaunchOptions, Program, StartMethod
+from tfdist.launch.options import LaunchOptions, Program, StartMethod
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
@@ -64,12 +64,17 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
     return "mirrored" if devices > 1 else "single"
 
 
-def start_method(options: LaunchOptions, machine: Machine) -> StartMethod:
-    """Returns how the tasks are started; ``auto`` never forks where there may be a GPU."""
+def start_method(
+    options: LaunchOptions, machine: Machine, *, imports_tensorflow: bool
+) -> StartMethod:
+    """Returns how the tasks are started.
+
+    ``auto`` forks a program that says it imports TensorFlow, and never where there may be a GPU.
+    """
     if options.start != "auto":
         return "fork" if options.start == "fork" else "exec"
     is_cpu_only = not (machine.gpus or machine.has_gpu_driver)
-    return AUTO_START_ON_CPU if is_cpu_only else "exec"
+    return "fork" if is_cpu_only and imports_tensorflow else "exec"
 
 
 def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tfdist.errors import UsageError, near
 from tfdist.launch.options import DEFAULT_MODULE, Program
+
+_IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:tensorflow|keras|tfdist)\b", re.MULTILINE)
+_SETS = re.compile(r"""(?:environ\b.*|putenv\(|setenv\()["'](?:TF_|KERAS_|XLA_|OMP_|CUDA_|TF2_)""")
 
 
 def check_program(program: Program, *, search: Sequence[str]) -> None:
@@ -22,6 +26,36 @@ def check_program(program: Program, *, search: Sequence[str]) -> None:
             _check_configuration(program)
     else:
         _check_script(program.target)
+
+
+def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
+    """Returns whether a program says that it imports TensorFlow, and leaves its settings alone.
+
+    It looks for an import of tensorflow, keras or tfdist in the program's own file. A program that
+    sets variables which TensorFlow or Keras read at their import wants to do so before.
+    """
+    path = program.target
+    if program.is_module:
+        path = _file_of(program.target, search=search)
+    try:
+        source = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return bool(_IMPORTS.search(source)) and not _SETS.search(source)
+
+
+def _file_of(name: str, *, search: Sequence[str]) -> str:
+    """Returns the file of a module that is there, of a package its ``__main__``."""
+    places: Sequence[str] | None = search
+    origin = ""
+    for part in (*name.split("."), "__main__"):
+        if places is None:
+            break
+        spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            break
+        origin, places = spec.origin or "", spec.submodule_search_locations
+    return origin
 
 
 def _check_configuration(program: Program) -> None:
