@@ -16,13 +16,14 @@ MAY_IMPORT = {
     "cluster": {"errors"},
     "launch": {"errors", "cluster", "configs"},
     "configs": {"errors"},
+    "lint": {"errors", "cluster", "configs"},
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},
     "data": {"errors", "cluster", "strategy"},
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
 }
-WITHOUT_TENSORFLOW = ("errors", "cluster", "launch", "configs", "outputs")
+WITHOUT_TENSORFLOW = ("errors", "cluster", "launch", "configs", "outputs", "lint")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

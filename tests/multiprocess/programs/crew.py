@@ -16,7 +16,7 @@ def main() -> None:
     strategy = tfdist.make_strategy()
     with strategy.scope():
         total = tf.Variable(0, dtype=tf.int64)
-    crew = crew_of(strategy, patience_s=20)
+    crew = crew_of(strategy, patience_s=8)
 
     @tf.function
     def work(first, last):

@@ -1,0 +1,5 @@
+from tfdist.configs import base
+
+
+def config():
+    return base()

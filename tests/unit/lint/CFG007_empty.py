@@ -1,0 +1,7 @@
+from ml_collections import ConfigDict
+
+
+def get_config():
+    config = ConfigDict()
+    config.dataset = "mnist"
+    return config
