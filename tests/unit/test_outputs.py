@@ -161,6 +161,11 @@ def test_a_resumed_run_and_a_loss_that_is_not_finite_are_said() -> None:
     assert "1 worker, 4 replicas" in text
 
 
+def test_under_ps_the_table_says_each_workers_share() -> None:
+    text = shown(terminal=False, worker_steps={"worker-0": 300, "worker-1": 100})
+    assert "steps by        worker-0 75%, worker-1 25%" in text
+
+
 # Progress
 
 

@@ -46,6 +46,10 @@ def result_rows(
     rows += _metric_rows(summary["metrics"])
     if summary.get("examples_per_second"):
         rows.append(("examples/s", f"{summary['examples_per_second']:,.0f}"))
+    if shares := summary.get("worker_steps"):
+        total = max(sum(shares.values()), 1)
+        parts = [f"{worker} {steps / total:.0%}" for worker, steps in shares.items()]
+        rows.append(("steps by", ", ".join(parts)))
     rows += [("weights", f"sha256 {summary['weights_sha256'][:16]}"), ("run directory", run_dir)]
     if plot:
         rows.append(("plot", plot))

@@ -20,9 +20,10 @@ from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.profiler import StepProfiler
 from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
-from tfdist.strategy import barrier, broadcast, current_job, is_chief, make_strategy
+from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
 from tfdist.training import fit, recipe
 from tfdist.training.datasets import Datasets, load_datasets
+from tfdist.training.engines.crew import crew_of
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.ledger import Ledger
 from tfdist.training.reporter import RunReporter
@@ -205,7 +206,14 @@ def _summary(
         "weights_sha256": weights_sha256(model),
         "state_sha256": state_sha256(model),
         "resumed_from_step": reporter.first_step or None,
+        **({"worker_steps": _worker_steps(job)} if job.kind == "ps" else {}),
     }
+
+
+def _worker_steps(job: Job) -> dict[str, int]:
+    """The steps that each worker has done since this process started."""
+    shares = crew_of(job.strategy, patience_s=0).shares
+    return {f"worker-{index}": share.steps for index, share in shares.items()}
 
 
 def _show(config: Any, summary: Mapping[str, Any], directory: RunDirectory) -> None:

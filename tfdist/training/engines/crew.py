@@ -45,6 +45,7 @@ class _Piece:
 
     function: Callable[[Place], Any]
     future: Future[Done]
+    steps: int
     losses: int = 0
 
 
@@ -83,11 +84,13 @@ class Share:
 
     Attributes:
       pieces: that it finished.
+      steps: of training in them.
       seconds: that these took.
       losses: pieces that were under way when it died; each may have been applied in part.
     """
 
     pieces: int = 0
+    steps: int = 0
     seconds: float = 0.0
     losses: int = 0
 
@@ -115,17 +118,18 @@ class Crew:
                 target=self._serve, args=(worker,), name=f"tfdist-worker-{worker}", daemon=True
             ).start()
 
-    def submit(self, function: Callable[[Place], Any]) -> Future[Done]:
+    def submit(self, function: Callable[[Place], Any], *, steps: int = 0) -> Future[Done]:
         """Has `function` called for whichever worker is free, with its devices as the default.
 
         The result, or what it raised, comes by the future. It is called again if its worker dies.
-        Raises PeerLost once a ps or all workers have gone.
+        `steps` are those of training in it, for the account. Raises PeerLost once a ps or all
+        workers have gone.
         """
         future: Future[Done] = Future()
         with self._changed:
             if self._fatal is not None:
                 raise self._fatal
-            self._waiting.append(_Piece(function=function, future=future))
+            self._waiting.append(_Piece(function=function, future=future, steps=steps))
             self._changed.notify()
         return future
 
@@ -193,6 +197,7 @@ class Crew:
             return True
         share = self.shares[place.worker_index]
         share.pieces += 1
+        share.steps += piece.steps
         share.seconds += self._clock() - start_s
         times = piece.losses + 1
         piece.future.set_result(Done(value=result, worker_index=place.worker_index, times=times))

@@ -41,6 +41,7 @@ class _Work:
     closure: Callable[..., Any]
     dataset: Callable[[], tf.data.Dataset]
     log_names: list[str]
+    training: bool
     data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
     totals: np.ndarray | None = None
 
@@ -118,7 +119,8 @@ class ParameterServerEngine:
         self._prepared(program, self._range_of).totals = np.concatenate([*flat, np.zeros(0)])
 
     def _hand_out(self, work: _Work, first: int, last: int) -> Future[Done]:
-        return self._crew.submit(functools.partial(work, first, last))
+        steps = last - first if work.training else 0
+        return self._crew.submit(functools.partial(work, first, last), steps=steps)
 
     def _prepared(self, program: StepProgram, make: Callable[..., Any]) -> _Work:
         work = self._work.get(program)
@@ -132,7 +134,9 @@ class ParameterServerEngine:
                 # Traced here once: called by many threads at once it might be traced by each.
                 closure = compiled(make(program, names))
                 closure = closure.get_concrete_function(iterator, bound, bound)
-            work = _Work(closure=closure, dataset=dataset, log_names=names)
+            work = _Work(
+                closure=closure, dataset=dataset, log_names=names, training=program.training
+            )
             self._work[program] = work
         return work
 
