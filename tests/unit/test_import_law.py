@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "launch": {"errors", "cluster", "configs"},
     "configs": {"errors"},
     "lint": {"errors", "cluster", "configs"},
+    "tuning": {"errors", "configs", "outputs"},
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},
     "data": {"errors", "cluster", "strategy"},

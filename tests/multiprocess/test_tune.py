@@ -1,0 +1,301 @@
+"""Sweeps whose trials are jobs of the launcher: how they end, and a chief that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.tuning.journal import read
+from tfdist.tuning.lock import is_held
+from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
+from tfdist.tuning.runner import LauncherRunner, RunningTrial, TrialJob
+from tfdist.tuning.state import SweepState, fold
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+SWEEP_DEADLINE_S = 400.0
+
+# A trial that trains nothing; `done(n)` writes the line of a virtual epoch.
+PRELUDE = """
+import json, os, pathlib, signal, sys
+run_dir = pathlib.Path(sys.argv[1])
+def done(n):
+    line = {"step": n, "virtual_epoch": n, "val_accuracy": n / 10}
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\\n")
+def finish():
+    (run_dir / "summary.json").write_text('{"status": "done"}')
+"""
+CHIEF = """
+import os, pathlib, signal, sys
+from tfdist.tuning.results import Goal
+from tfdist.tuning.runner import LauncherRunner, TrialJob
+runner = LauncherRunner(program=sys.argv[2:], launch_flags=["--strategy", "single"], gpus=(),
+                        places=1, environ=os.environ, timeout_s=60)
+goal = Goal(objective="val_accuracy", direction="max")
+job = TrialJob(run_dir=pathlib.Path(sys.argv[1]), flags=(), goal=goal, place=0)
+print(runner.start(job)._process.pid, flush=True)
+signal.pause()
+"""
+
+
+class Trial:
+    """A trial of a program of our own."""
+
+    def __init__(self, tmp_path: Path, source: str, *, timeout_s: float = math.inf) -> None:
+        self.run_dir = tmp_path / "trials" / "0"
+        script = tmp_path / "trial.py"
+        script.write_text(PRELUDE + textwrap.dedent(source))
+        self.program = (str(script), str(self.run_dir))
+        self.runner = LauncherRunner(
+            program=self.program,
+            launch_flags=("--strategy", "single", "--grace_s", "5"),
+            gpus=(),
+            places=1,
+            environ={**os.environ, "PYTHONPATH": str(ROOT)},
+            timeout_s=timeout_s,
+        )
+        self.running: RunningTrial | None = None
+        self.outcome: Outcome | None = None
+
+    def run(self, *, budget: int | None = None) -> Outcome:
+        goal = Goal(objective="val_accuracy", direction="max", until=budget)
+        self.running = self.runner.start(
+            TrialJob(run_dir=self.run_dir, flags=(), goal=goal, place=0)
+        )
+        try:
+            until(self._ended, deadline_s=DEADLINE_S)
+        except BaseException:
+            self.running.stop()
+            until(self._ended, deadline_s=DEADLINE_S)
+            raise
+        assert self.outcome is not None
+        return self.outcome
+
+    def _ended(self) -> bool:
+        assert self.running is not None
+        self.runner.wait([self.running], 0.1)
+        self.outcome = self.running.poll()
+        return self.outcome is not None
+
+
+@pytest.fixture(autouse=True)
+def _logs(tmp_path: Path) -> Iterator[None]:
+    yield
+    for path in sorted(tmp_path.rglob("*.log")):
+        print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
+
+
+def test_a_trial_that_finishes_is_completed_with_its_metrics(tmp_path: Path) -> None:
+    outcome = Trial(tmp_path, "done(1); done(2); finish()").run()
+    assert isinstance(outcome, Completed)
+    assert (outcome.score, outcome.best_virtual_epoch) == (0.2, 2)
+
+
+def test_a_trial_that_raises_failed_with_its_error_and_last_lines(tmp_path: Path) -> None:
+    outcome = Trial(tmp_path, "raise ValueError('a layer of -3 units')").run()
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "worker-0: ValueError: a layer of -3 units (exit code 1)"
+    assert any("trial.py" in line for line in outcome.last_lines)
+
+
+def test_what_the_launcher_refuses_is_the_reason(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, "")
+    trial.runner._launch_flags = ("--strategy", "none")
+    outcome = trial.run()
+    assert isinstance(outcome, Failed)
+    assert "--strategy: received 'none'" in outcome.reason
+
+
+def test_a_trial_whose_task_is_killed_is_worth_another_start(tmp_path: Path) -> None:
+    trial = Trial(
+        tmp_path,
+        """
+        if (run_dir / "metrics.jsonl").exists():
+            done(2); finish(); sys.exit()
+        done(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    outcome = trial.run()
+    assert isinstance(outcome, Killed)
+    assert "SIGKILL" in outcome.reason
+    assert isinstance(trial.run(), Completed)
+
+
+def test_a_trial_without_progress_is_ended(tmp_path: Path) -> None:
+    outcome = Trial(tmp_path, "done(1); signal.pause()", timeout_s=3.0).run()
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "no virtual epoch within 3 s (--trial_timeout_s)"
+
+
+def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path: Path) -> None:
+    trial = Trial(
+        tmp_path,
+        """
+        if (run_dir / "metrics.jsonl").exists():
+            done(3); finish(); sys.exit()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        done(1); done(2)
+        signal.pause()
+        """,
+    )
+    outcome = trial.run(budget=1)
+    assert isinstance(outcome, Completed)
+    assert outcome.score == 0.1
+    outcome = trial.run()
+    assert isinstance(outcome, Completed)
+    assert outcome.score == 0.3
+
+
+def test_a_trial_is_told_to_stop_when_its_chief_is_killed(tmp_path: Path) -> None:
+    trial = Trial(
+        tmp_path,
+        """
+        def stop(*_):
+            (run_dir / "saved").touch()
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, stop)
+        (run_dir / "ready").touch()
+        signal.pause()
+        """,
+    )
+    chief = subprocess.Popen(
+        [sys.executable, "-c", CHIEF, str(trial.run_dir), *trial.program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert chief.stdout is not None
+    launcher = int(chief.stdout.readline())
+    try:
+        until(lambda: (trial.run_dir / "ready").exists())
+        chief.kill()
+        until(lambda: not is_held(trial.run_dir / "logs"))
+        assert (trial.run_dir / "saved").exists()
+    finally:
+        chief.kill()
+        chief.communicate()
+        if is_held(trial.run_dir / "logs"):
+            os.kill(launcher, signal.SIGTERM)
+
+
+def until(true: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> None:
+    end_s = time.monotonic() + deadline_s
+    while not true():
+        assert time.monotonic() < end_s, "it did not come about in time"
+        select.select([], [], [], 0.05)
+
+
+class Sweep:
+    """`tfdist.tune` on the digits, three trials of 45 steps and more, a backup at every fifth."""
+
+    FLAGS = (
+        *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--max_trials", "3"),
+        *("--seed", "5", "--config.total_examples=2880", "--config.checkpoints=3"),
+        "--config.backup_every_steps=5",
+    )
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path.with_suffix(".log")
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        with open(self.log, "ab") as log:
+            chief = subprocess.Popen(
+                [sys.executable, "-m", "tfdist.tune", "--sweep_dir", str(self.path), *self.FLAGS],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            )
+        try:
+            yield chief
+        finally:
+            chief.kill()
+            chief.wait()
+
+    def state(self) -> SweepState:
+        return fold(read(self.path / "journal.jsonl"))
+
+    def weights(self, trials: Sequence[str]) -> list[Any]:
+        """Values, score, and digest of all weights of each trial."""
+        found = []
+        for name in trials:
+            trial = self.state().trials[name]
+            summary = RunDirectory(self.path / "trials" / name).read_summary() or {}
+            found.append((dict(trial.values), trial.score, summary["weights_sha256"]))
+        return found
+
+
+@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
+def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+    torn = Sweep(tmp_path / "torn")
+    checkpoints = torn.path / "trials" / "1" / "checkpoints"
+    with torn.started() as chief:
+        until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
+        chief.send_signal(signal.SIGKILL)
+    with torn.started() as chief:
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+    trials = torn.state().trials
+    assert {t.status for t in trials.values()} == {"completed"}
+    assert [t.starts for t in trials.values()] == [1, 2, 1]
+    summary = RunDirectory(torn.path / "trials" / "1").read_summary() or {}
+    assert summary["resumed_from_step"], "it began anew"
+
+    whole = Sweep(tmp_path / "whole")
+    with whole.started() as chief:
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+    assert torn.weights("012") == whole.weights("012")
+
+
+TRAIN = ("-m", "tfdist.train", "--config.total_examples=28800", "--config.checkpoints=10")
+
+
+@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
+def test_a_run_cut_at_a_budget_ends_with_the_weights_of_one_run_through(tmp_path: Path) -> None:
+    runner = LauncherRunner(
+        program=(*TRAIN, "--config.seed=3"),
+        launch_flags=("--strategy", "single"),
+        gpus=(),
+        places=1,
+        environ={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        timeout_s=SWEEP_DEADLINE_S,
+    )
+
+    def run(name: str, *, budget: int | None = None) -> tuple[Completed, dict[str, Any]]:
+        goal = Goal(objective="val_accuracy", direction="max", until=budget)
+        job = TrialJob(run_dir=tmp_path / name, flags=(), goal=goal, place=0)
+        running, outcomes = runner.start(job), list[Outcome]()
+
+        def ended() -> bool:
+            runner.wait([running], 0.1)
+            outcome = running.poll()
+            outcomes.extend([outcome] if outcome else [])
+            return bool(outcomes)
+
+        until(ended, deadline_s=SWEEP_DEADLINE_S)
+        assert isinstance(outcomes[0], Completed)
+        return outcomes[0], RunDirectory(job.run_dir).read_summary() or {}
+
+    first, _ = run("cut", budget=1)
+    last, cut = run("cut")
+    through, whole = run("whole")
+    assert [line["virtual_epoch"] for line in first.history] == [1]
+    assert cut["resumed_from_step"], "it was not cut"
+    assert last.history == through.history
+    assert cut["weights_sha256"] == whole["weights_sha256"]
+    assert cut["state_sha256"] == whole["state_sha256"]

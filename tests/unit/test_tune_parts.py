@@ -1,0 +1,323 @@
+"""The parts of a sweep that load no KerasTuner: options, journal, lock, results, directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tfdist.errors import UsageError
+from tfdist.tuning import directory, plot
+from tfdist.tuning.difference import differences
+from tfdist.tuning.journal import Journal, read
+from tfdist.tuning.lock import FILE_NAME, ChiefLock, is_held
+from tfdist.tuning.options import Show, SweepOptions, parse
+from tfdist.tuning.results import Completed, Failed, Goal, Killed, completed, ended
+from tfdist.tuning.screen import SweepScreen, as_json, change_line
+from tfdist.tuning.show import show
+from tfdist.tuning.state import fold
+
+GOAL = Goal(objective="val_accuracy", direction="max")
+LINES = [
+    {"step": 10, "virtual_epoch": 1, "loss": 0.5, "val_accuracy": 0.7, "learning_rate": 1e-3},
+    {"step": 20, "virtual_epoch": 2, "loss": 0.4, "val_accuracy": 0.9, "learning_rate": 1e-3},
+    {"step": 30, "virtual_epoch": 3, "loss": None, "val_accuracy": 0.8, "learning_rate": 1e-3},
+]
+SPACE = [
+    {
+        "class_name": "Float",
+        "config": {"name": "dropout", "min_value": 0.0, "max_value": 0.5, "conditions": []},
+    }
+]
+
+
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
+
+
+# --- options
+
+
+def test_the_command_line_of_the_page_is_read() -> None:
+    job = ["--strategy", "ps", "--workers", "4", "--ps", "1", "--config.dropout=0.1"]
+    search = ["--tuner", "bayesian", "--max_trials", "30", "--parallel_trials", "2"]
+    options = parse(["--config", "configs/digits_sweep.py", *search, *job])
+    assert isinstance(options, SweepOptions)
+    assert (options.tuner, options.max_trials, options.parallel_trials) == ("bayesian", 30, 2)
+    assert options.config_flags == ("--config.dropout=0.1",)
+    assert options.sweep_dir == Path("runs/digits_sweep-bayesian")
+    assert options.tasks_per_trial == 5
+
+
+def test_show_needs_no_config() -> None:
+    assert parse(["--show", "runs/x"]) == Show(sweep_dir=Path("runs/x"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tuner", "bayes"], "received 'bayes' (did you mean 'bayesian'?)"),
+        (["--objective", "val_acuracy"], "(did you mean 'val_accuracy'?)"),
+        (["--strategy", "auto"], "expected one of single, mirrored, multiworker, ps"),
+        (["--paralel_trials", "2"], "received --paralel_trials (did you mean 'parallel_trials'?)"),
+        (["--parallel_trials", "0"], "--parallel_trials: received 0; expected 1 or more"),
+        (["--max_trials", "many"], "invalid int value: 'many'"),
+        (["--seed", "0"], "KerasTuner draws another one for 0"),
+        (["--trial_timeout_s", "0"], "expected more than 0 seconds"),
+        (["--trial_timeout_s", "nan"], "expected more than 0 seconds"),
+        (["--workers", "2"], "use --strategy multiworker"),
+        (["--config.dropout"], "--config.dropout: received no value"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(["--config", "c.py", *flags])
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_config_is_one_line() -> None:
+    with pytest.raises(UsageError, match="--config: received nothing"):
+        parse(["--tuner", "grid"])
+
+
+# --- journal
+
+
+def test_a_line_that_was_cut_short_is_gone_and_the_next_is_whole(tmp_path: Path) -> None:
+    first = journal(tmp_path)
+    first.add("begun", seed=1)
+    with open(first.path, "a") as file:
+        file.write('{"event": "asked", "tri')
+    assert [line["event"] for line in read(first.path)] == ["begun"]
+    journal(tmp_path).add("finished", reason="r", is_complete=True)
+    assert [line["event"] for line in read(first.path)] == ["begun", "finished"]
+
+
+def test_a_file_that_is_no_journal_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").write_text('{"event": "begun"}\nhello\n')
+    with pytest.raises(UsageError, match=r"journal\.jsonl, line 2: received 'hello'"):
+        journal(tmp_path)
+
+
+# --- lock
+
+
+def test_a_second_chief_is_refused_and_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys; from tfdist.tuning.lock import ChiefLock\n"
+        "with ChiefLock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert is_held(tmp_path / FILE_NAME)
+        with (
+            pytest.raises(UsageError, match=f"while process {holder.pid} runs"),
+            ChiefLock(tmp_path),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not is_held(tmp_path / FILE_NAME)
+    with ChiefLock(tmp_path):
+        assert is_held(tmp_path / FILE_NAME)
+
+
+# --- results
+
+
+def test_the_score_is_the_best_virtual_epochs() -> None:
+    outcome = completed(GOAL, summary={"status": "done"}, metrics=LINES)
+    assert isinstance(outcome, Completed)
+    assert (outcome.score, outcome.best_virtual_epoch) == (0.9, 2)
+    assert outcome.history[2] == {"virtual_epoch": 3, "val_accuracy": 0.8}
+
+
+def test_a_trial_with_a_shorter_goal_is_judged_by_what_it_had_done_by_then() -> None:
+    goal = Goal(objective="val_accuracy", direction="max", until=1)
+    outcome = completed(goal, summary={"status": "stopped"}, metrics=LINES)
+    assert isinstance(outcome, Completed)
+    assert outcome.score == 0.7
+    assert completed(goal, summary=None, metrics=[]) is None
+    assert completed(GOAL, summary={"status": "stopped"}, metrics=LINES) is None
+
+
+def test_an_objective_that_is_not_reported_or_never_finite_fails_the_trial() -> None:
+    goal = Goal(objective="val_f1", direction="max")
+    outcome = completed(goal, summary={"status": "done"}, metrics=LINES)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "it does not report val_f1; it reports loss, val_accuracy"
+    nan = [{"virtual_epoch": 1, "val_accuracy": None}]
+    outcome = completed(GOAL, summary={"status": "done"}, metrics=nan)
+    assert outcome == Failed(reason="val_accuracy was never finite")
+
+
+def report(signal: str | None, *, cause: str = "exit code 1") -> Mapping[str, Any]:
+    failure = {"task": "worker-1", "cause": cause, "last_lines": ["a", "b"]}
+    tasks = [{"task": "worker-0", "signal": None}, {"task": "worker-1", "signal": signal}]
+    return {"attempts": [{"tasks": tasks, "first_failure": failure}]}
+
+
+def test_a_program_that_failed_failed_and_one_that_was_killed_goes_on() -> None:
+    failed = ended(1, report=report(None, cause="ValueError: no"), last_lines=["x"])
+    assert failed == Failed(reason="worker-1: ValueError: no", last_lines=("a", "b"))
+    assert ended(137, report=report("SIGKILL", cause="killed"), last_lines=[]) == Killed(
+        reason="worker-1: killed"
+    )
+    assert isinstance(ended(139, report=report("SIGSEGV"), last_lines=[]), Failed)
+    assert isinstance(ended(75, report=report(None), last_lines=[]), Killed)
+    assert isinstance(ended(143, report=None, last_lines=[]), Killed)
+    assert isinstance(ended(-9, report=None, last_lines=[]), Killed)
+    said = ended(2, report=None, last_lines=["[launch] config.x: received 2"])
+    assert isinstance(said, Failed)
+    assert said.reason == "[launch] config.x: received 2"
+
+
+# --- directory
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"with thesis\.tex and no journal\.jsonl"):
+        directory.prepare(tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_overwrite_moves_the_old_sweep_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        journal(tmp_path).add("begun", seed=1)
+        (tmp_path / "trials").mkdir()
+        directory.prepare(tmp_path, overwrite=False)
+        assert (tmp_path / "trials").exists()
+        directory.prepare(tmp_path, overwrite=True)
+    assert not (tmp_path / "trials").exists()
+    assert (tmp_path / "old-1" / "trials").exists()
+    assert (tmp_path / "old-2" / "journal.jsonl").exists()
+
+
+def begun(**changes: Any) -> dict[str, Any]:
+    return {
+        "tuner": "random",
+        "objective": "val_accuracy",
+        "factor": 3,
+        "strategy": "single",
+        "workers": 1,
+        "ps": 1,
+        "seed": 7,
+        "config": {"dropout": 0.1},
+        "space": SPACE,
+        **changes,
+    }
+
+
+def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path: Path) -> None:
+    directory.require_same(tmp_path, begun(), begun(seed=None))
+    wider = json.loads(json.dumps(SPACE))
+    wider[0]["config"]["max_value"] = 0.9
+    now = begun(space=wider, tuner="grid", config={"dropout": 0.2})
+    with pytest.raises(UsageError) as error:
+        directory.require_same(tmp_path, begun(), now)
+    said = str(error.value)
+    assert "tuner='grid' (there: 'random')" in said
+    assert "config.dropout=0.2 (there: 0.1)" in said
+    assert "search space: dropout.max_value=0.9 (there: 0.5)" in said
+    assert "--overwrite" in said
+
+
+def test_new_and_gone_hyperparameters_are_named() -> None:
+    other = json.loads(json.dumps(SPACE).replace("dropout", "momentum"))
+    assert differences(SPACE, other) == ["momentum is new", "dropout is gone"]
+    assert differences(SPACE, SPACE) == []
+
+
+# --- what a person sees
+
+
+def sweep(tmp_path: Path) -> Journal:
+    book = journal(tmp_path)
+    book.add("begun", tuner="random", objective="loss", direction="min", seed=1, max_trials=3)
+    for number, score in enumerate([0.5, 0.3, None]):
+        name = str(number)
+        values = {"lr": 10.0**-number, "opt": "adam" if number else "sgd"}
+        book.add(
+            "asked", asker="r", status="RUNNING", trial=name, values=values, run=name, until=None
+        )
+        book.add("started", trial=name)
+        book.add(
+            "ended",
+            trial=name,
+            status="FAILED" if score is None else "COMPLETED",
+            score=score,
+            best_virtual_epoch=None if score is None else 1,
+            history=[],
+            reason="chief-0: the loss became nan" if score is None else "",
+            last_lines=[],
+        )
+    return book
+
+
+def test_the_leaderboard_of_a_directory_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    show(tmp_path)
+    said = capsys.readouterr().out
+    assert said.index("0.3000") < said.index("0.5000")
+    assert "trial 2 failed: chief-0: the loss became nan" in said
+    assert "not finished: the same command goes on; best 0.3000, trial 1" in said
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(UsageError, match="where no sweep is"):
+        show(tmp_path / "nowhere")
+
+
+def test_sweep_json_has_every_trial_and_the_best(tmp_path: Path) -> None:
+    state = fold(sweep(tmp_path).lines)
+    content = as_json(state)
+    assert content["best"]["trial"] == "1"
+    assert [trial["status"] for trial in content["trials"]] == ["completed", "completed", "failed"]
+    assert (
+        change_line(state, state.trials["0"]) == "trial 0 completed: 0.5000; best 0.3000 (trial 1)"
+    )
+
+
+def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path: Path) -> None:
+    book = sweep(tmp_path)
+    running = {"trial": "3", "values": {"lr": 0.25}, "run": "3", "until": None}
+    book.add("asked", asker="r", status="RUNNING", **running)
+    book.add("started", trial="3")
+    (tmp_path / "trials" / "3").mkdir(parents=True)
+    (tmp_path / "trials" / "3" / "metrics.jsonl").write_text('{"virtual_epoch": 2}\n')
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    state = fold(book.lines)
+    with SweepScreen(tmp_path, console=console) as screen:
+        screen.begin(state)
+        screen.changed(state, state.trials["3"])
+    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "going on: 3 trials have ended, 1 go on where they stood" in said
+    assert re.search(r"3 +running +2 of \? +lr=0.25", said)
+    assert json.loads((tmp_path / "sweep.json").read_text())["trials"][3]["status"] == "running"
+
+
+def test_the_picture_is_drawn_and_nothing_without_a_trial(tmp_path: Path) -> None:
+    path = plot.draw(fold(sweep(tmp_path).lines), tmp_path / "sweep.png")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert plot.draw(fold([]), tmp_path / "none.png") is None

@@ -1,0 +1,71 @@
+"""``python -m tfdist.tune --config configs/digits_sweep.py --tuner random --max_trials 20``.
+
+Searches for hyperparameters with KerasTuner. Every trial is a job of `tfdist.launch`; the same
+command again goes on with a sweep that was broken off. ``--show DIR`` prints one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from tfdist.configs import command_line
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError
+from tfdist.tuning.options import Show, SweepOptions, parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        if isinstance(options, Show):
+            from tfdist.tuning.show import show
+
+            show(options.sweep_dir)
+            return EXIT_OK
+        return _sweep(options)
+    except TfdistError as error:
+        print(f"tfdist.tune: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _sweep(options: SweepOptions) -> int:
+    config = command_line.parse([f"--config={options.config}", *options.config_flags]).config
+    environ = dict(os.environ)
+    # KerasTuner loads TensorFlow, of which the chief uses nothing: it is to take no GPU's memory
+    # from the trials, and to say nothing.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+    from tfdist.launch.machine import this_machine
+
+    with _silent_standard_error():  # TensorFlow writes four lines there, whatever its log level
+        from tfdist.tuning.sweep import run
+
+    machine = this_machine(environ)
+    return run(options, config, cpus=machine.cpus, gpus=machine.gpus, environ=environ)
+
+
+@contextlib.contextmanager
+def _silent_standard_error() -> Iterator[None]:
+    """Drops what is written to standard error, by C++ too; an exception is printed later."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""The chief of a sweep: asks for trials, runs them, and writes down each change as it happens.
+
+A trial's way through the journal: ``asked`` before anything of it exists, ``started`` before its
+job is, ``killed`` where the job ended from outside and is started again, ``ended`` once. A chief
+that dies in between leaves a trial that the next one finds waiting: its job goes on from its
+checkpoint, or has ended already and is not run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
+from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Asked
+from tfdist.tuning.directory import TRIALS
+from tfdist.tuning.journal import Journal
+from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
+from tfdist.tuning.runner import Runner, RunningTrial, TrialJob
+from tfdist.tuning.state import SweepState, Trial, fold
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_KILLS_AT_MOST = 3
+"""In a row, without a virtual epoch done in between."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the chief needs to know of a sweep."""
+
+    sweep_dir: Path
+    parallel_trials: int
+    objective: str
+    direction: str
+    max_epochs: int
+    max_failed_trials: int | None
+    flags_of: Callable[[Trial], tuple[str, ...]]
+    """The ``--config.field=value`` of a trial; raises UsageError for values that cannot be."""
+
+
+class Observer(Protocol):
+    """Who is told of changes, to show and write them."""
+
+    def changed(self, state: SweepState, trial: Trial) -> None:
+        """A trial has been asked for, started, killed or ended."""
+
+    def tick(self, state: SweepState) -> None:
+        """Some time has passed."""
+
+
+class Chief:
+    """Runs one sweep to its end; `run` once."""
+
+    def __init__(
+        self, plan: Plan, *, search: Asked, journal: Journal, runner: Runner, observer: Observer
+    ) -> None:
+        self._plan = plan
+        self._search = search
+        self._journal = journal
+        self._runner = runner
+        self._observer = observer
+        self.state = fold(journal.lines)
+        self._running: dict[str, tuple[int, RunningTrial]] = {}
+        self._no_more = False
+        self._ask_again = True
+        self._stop_signal = 0
+
+    def stop(self, signum: int) -> None:
+        """Asks for an end that the same command goes on from; a signal handler calls it."""
+        self._stop_signal = signum
+
+    def run(self) -> int:
+        """Runs trials until there are no more; returns the exit code."""
+        try:
+            while not self._stop_signal and not self._too_many_failed():
+                self._fill()
+                if not self._running and (self._no_more or not self._ask_again):
+                    return self._finish("all trials have ended", EXIT_OK)
+                self._step()
+        finally:
+            self._stop_all()
+        if self._stop_signal:
+            was_interrupted = self._stop_signal == signal.SIGINT
+            return EXIT_INTERRUPTED if was_interrupted else EXIT_STOPPED
+        failed = self.state.num_failed
+        return self._finish(f"{failed} failed trials (--max_failed_trials)", EXIT_FAILED)
+
+    def _fill(self) -> None:
+        """Starts trials until as many run as may: first those that a chief before has left."""
+        while len(self._running) < self._plan.parallel_trials and not self._too_many_failed():
+            left = [t for t in self.state.trials.values() if not t.is_over]
+            waiting = next((t for t in left if t.id not in self._running), None)
+            trial = waiting or self._next_trial()
+            if trial is None:
+                return
+            self._begin(trial)
+
+    def _next_trial(self) -> Trial | None:
+        """Asks for another trial; after IDLE not before one has ended."""
+        if self._no_more or not self._ask_again:
+            return None
+        answer = self._search.ask()
+        values = dict(answer.values or {})
+        past = values.get("tuner/trial_id")
+        until = values.get("tuner/epochs")
+        line = self._journal.add(
+            "asked",
+            asker=answer.asker,
+            status=answer.status,
+            trial=answer.trial,
+            values=answer.values,
+            run=self.state.trials[past].run if past else answer.trial,
+            until=until if until is not None and until < self._plan.max_epochs else None,
+        )
+        self.state.apply(line)
+        self._no_more = answer.status == STOPPED
+        self._ask_again = answer.status != IDLE
+        if answer.status != RUNNING or answer.trial is None:
+            return None
+        self._search.publish([answer.trial])
+        return self._changed(answer.trial)
+
+    def _begin(self, trial: Trial) -> None:
+        places = {place for place, _ in self._running.values()}
+        place = min(set(range(self._plan.parallel_trials)) - places)
+        try:
+            job = self._job(trial, place=place)
+        except UsageError as error:
+            self._end(trial, Failed(reason=str(error)))
+            return
+        if outcome := self._runner.outcome(job):
+            self._end(trial, outcome)
+            return
+        self.state.apply(self._journal.add("started", trial=trial.id))
+        self._running[trial.id] = place, self._runner.start(job)
+        self._changed(trial.id)
+
+    def _job(self, trial: Trial, *, place: int) -> TrialJob:
+        goal = Goal(
+            objective=self._plan.objective, direction=self._plan.direction, until=trial.until
+        )
+        run_dir = self._plan.sweep_dir / TRIALS / trial.run
+        return TrialJob(run_dir=run_dir, flags=self._plan.flags_of(trial), goal=goal, place=place)
+
+    def _step(self) -> None:
+        """Waits a moment and takes down what has ended meanwhile."""
+        self._runner.wait([running for _, running in self._running.values()], _POLL_S)
+        for name, (_, running) in list(self._running.items()):
+            if outcome := running.poll():
+                del self._running[name]
+                self._took(self.state.trials[name], outcome)
+        self._observer.tick(self.state)
+
+    def _took(self, trial: Trial, outcome: Outcome) -> None:
+        if not isinstance(outcome, Killed):
+            self._end(trial, outcome)
+            return
+        reached = len(self._runner.metrics(self._plan.sweep_dir / TRIALS / trial.run))
+        kills = trial.kills + 1 if reached <= trial.reached else 1
+        if kills > _KILLS_AT_MOST:
+            reason = f"killed {kills} times without progress; the last time: {outcome.reason}"
+            self._end(trial, Failed(reason=reason))
+            return
+        line = self._journal.add(
+            "killed", trial=trial.id, reason=outcome.reason, kills=kills, reached=reached
+        )
+        self.state.apply(line)
+        self._changed(trial.id)
+
+    def _end(self, trial: Trial, outcome: Completed | Failed) -> None:
+        done = outcome if isinstance(outcome, Completed) else None
+        failed = outcome if isinstance(outcome, Failed) else None
+        line = self._journal.add(
+            "ended",
+            trial=trial.id,
+            status="COMPLETED" if done else "FAILED",
+            score=done.score if done else None,
+            best_virtual_epoch=done.best_virtual_epoch if done else None,
+            history=[dict(metrics) for metrics in done.history] if done else [],
+            reason=failed.reason if failed else "",
+            last_lines=list(failed.last_lines) if failed else [],
+        )
+        self.state.apply(line)
+        self._search.tell(
+            trial.id, status=line["status"], history=line["history"], reason=line["reason"]
+        )
+        self._search.publish([trial.id])
+        self._ask_again = True
+        self._changed(trial.id)
+
+    def _changed(self, name: str) -> Trial:
+        trial = self.state.trials[name]
+        self._observer.changed(self.state, trial)
+        return trial
+
+    def _too_many_failed(self) -> bool:
+        most = self._plan.max_failed_trials
+        return most is not None and self.state.num_failed >= most
+
+    def _stop_all(self) -> None:
+        """Asks all trials to save and end, and waits; one that has come to its goal counts."""
+        for _, running in self._running.values():
+            running.stop()
+        while self._running:
+            self._runner.wait([running for _, running in self._running.values()], _POLL_S)
+            for name, (_, running) in list(self._running.items()):
+                outcome = running.poll()
+                if outcome is None:
+                    continue
+                del self._running[name]
+                if isinstance(outcome, Completed):
+                    self._end(self.state.trials[name], outcome)
+
+    def _finish(self, reason: str, exit_code: int) -> int:
+        is_complete = exit_code == EXIT_OK
+        self.state.apply(self._journal.add("finished", reason=reason, is_complete=is_complete))
+        return exit_code

@@ -1,0 +1,173 @@
+"""The command line of `tfdist.tune`: its own flags, and --config.FIELD for all trials."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tfdist.errors import UsageError, near
+
+TUNERS = ("random", "grid", "bayesian", "hyperband")
+STRATEGIES = ("single", "mirrored", "multiworker", "ps")
+OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
+"""What a trial reports, and which way is better."""
+DEFAULT_MAX_TRIALS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOptions:
+    """What a sweep was asked for.
+
+    Raises:
+      UsageError: a value out of its range, or values that do not go together.
+    """
+
+    config: str
+    config_flags: tuple[str, ...] = ()
+    """``--config.field=value``, of every trial, before the search space sets its own."""
+    sweep_dir: Path
+    tuner: str = "random"
+    objective: str = "val_accuracy"
+    max_trials: int | None = None
+    factor: int = 3
+    """Of hyperband: one in so many trials is continued, for so many times as long."""
+    seed: int | None = None
+    parallel_trials: int = 1
+    strategy: str = "single"
+    workers: int = 1
+    ps: int = 1
+    max_failed_trials: int | None = None
+    trial_timeout_s: float = math.inf
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        _check_name("tuner", self.tuner, TUNERS)
+        _check_name("objective", self.objective, OBJECTIVES)
+        _check_name("strategy", self.strategy, STRATEGIES)
+        for name, least in (
+            ("max_trials", 1),
+            ("factor", 2),
+            ("seed", 1),
+            ("parallel_trials", 1),
+            ("workers", 1),
+            ("ps", 1),
+            ("max_failed_trials", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                fix = f"write --{name} {least}, for example"
+                if name == "seed":
+                    fix = "KerasTuner draws another one for 0; write --seed 1, or leave it out"
+                raise UsageError(f"--{name}", received=value, expected=f"{least} or more", fix=fix)
+        if not self.trial_timeout_s > 0:
+            raise UsageError(
+                "--trial_timeout_s",
+                received=f"{self.trial_timeout_s:g}",
+                expected="more than 0 seconds",
+                fix="leave it out to wait for ever",
+            )
+        if self.workers > 1 and self.strategy in ("single", "mirrored"):
+            raise UsageError(
+                "--workers",
+                received=f"{self.workers} with --strategy {self.strategy}",
+                expected="one process, 1",
+                fix="use --strategy multiworker; --parallel_trials runs several trials at once",
+            )
+
+    @property
+    def direction(self) -> str:
+        return OBJECTIVES[self.objective]
+
+    @property
+    def tasks_per_trial(self) -> int:
+        """Returns how many processes compute in each trial; a ps job's chief only waits."""
+        return self.workers + (self.ps if self.strategy == "ps" else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Show:
+    """To print a sweep that is finished or running."""
+
+    sweep_dir: Path
+
+
+def parse(argv: Sequence[str]) -> SweepOptions | Show:
+    """Returns what the command line asks for; ``--help`` prints and raises SystemExit(0).
+
+    Raises UsageError for anything that cannot be.
+    """
+    config_flags = tuple(word for word in argv if word.startswith("--config."))
+    for word in config_flags:
+        if "=" not in word:
+            fix = f"write {word}=VALUE"
+            raise UsageError(word, received="no value", expected="a value behind =", fix=fix)
+    parser = _parser()
+    values, rest = parser.parse_known_args([w for w in argv if not w.startswith("--config.")])
+    if rest:
+        flags = [action.option_strings[-1].lstrip("-") for action in parser._actions]
+        hint = near(rest[0].lstrip("-").partition("=")[0], flags)
+        raise UsageError(
+            "command line",
+            received=f"{rest[0]}{hint}",
+            expected="a flag of tfdist.tune, or --config.FIELD=VALUE",
+            fix="see --help",
+        )
+    given = {name: value for name, value in vars(values).items() if value is not None}
+    show = given.pop("show", None)
+    if show is not None:
+        return Show(sweep_dir=Path(show))
+    if "config" not in given:
+        fix = "write --config configs/digits_sweep.py, or --show DIR"
+        raise UsageError("--config", received="nothing", expected="a config file", fix=fix)
+    tuner = given.get("tuner", "random")
+    sweep_dir = Path(given.pop("sweep_dir", f"runs/{Path(given['config']).stem}-{tuner}"))
+    if "max_trials" not in given and tuner in ("random", "bayesian"):
+        given["max_trials"] = DEFAULT_MAX_TRIALS
+    return SweepOptions(**given, sweep_dir=sweep_dir, config_flags=config_flags)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError("command line", received=message, expected="flags", fix="see --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m tfdist.tune",
+        description="Searches for hyperparameters; every trial is a job of its own. The same "
+        "command again goes on with a sweep that was broken off.",
+        epilog="--config.FIELD=VALUE changes a field of every trial. "
+        "--show DIR prints a sweep that is finished or running.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="a config file with space(hp, config)")
+    add("--tuner", metavar="|".join(TUNERS), help="who chooses (random)")
+    add("--objective", metavar="|".join(OBJECTIVES), help="what is best (val_accuracy)")
+    add("--max_trials", type=int, metavar="N", help="of random and bayesian 20; others to the end")
+    add("--factor", type=int, metavar="F", help="hyperband: one in F trials is continued (3)")
+    add("--seed", type=int, metavar="S", help="of the search and of every trial (drawn)")
+    add("--parallel_trials", type=int, metavar="K", help="trials at once (1)")
+    add("--strategy", metavar="|".join(STRATEGIES), help="of every trial (single)")
+    add("--workers", type=int, metavar="W", help="of every trial (1)")
+    add("--ps", type=int, metavar="P", help="parameter servers of every trial (1)")
+    add("--sweep_dir", metavar="D", help="where the sweep writes (runs/<config>-<tuner>)")
+    add("--max_failed_trials", type=int, metavar="N", help="end at so many failed trials (never)")
+    add("--trial_timeout_s", type=float, metavar="S", help="end a trial without progress (never)")
+    add("--overwrite", action="store_true", help="move an earlier sweep aside, into old-1, ...")
+    add("--show", metavar="DIR", help="print the sweep in DIR and do nothing else")
+    return parser
+
+
+def _check_name(flag: str, value: str, choices: Sequence[str] | dict[str, str]) -> None:
+    if value not in choices:
+        raise UsageError(
+            f"--{flag}",
+            received=f"{value!r}{near(value, choices)}",
+            expected=f"one of {', '.join(choices)}",
+            fix="name one of them",
+        )

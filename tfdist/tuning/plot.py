@@ -1,0 +1,193 @@
+"""One picture of a sweep: scores, the effect of each hyperparameter, parallel coordinates."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.tuning.state import SweepState, Trial
+
+logger = logging.getLogger(__name__)
+
+_POINTS, _BEST = "#1f5fa8", "#d1661a"
+_COLUMNS = 4
+_MOST_EFFECTS = 8
+
+
+def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
+    """Draws the completed trials as a PNG; returns its path.
+
+    Returns None, and says so in the log, where matplotlib is not installed or no trial is there.
+    """
+    trials = [t for t in state.trials.values() if t.score is not None]
+    if not trials:
+        logger.info("no plot: no trial was completed")
+        return None
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
+        return None
+    names = _names(trials)
+    places = _places(trials, names, space=state.begun.get("space", ()))
+    rows = -(-len(names) // _COLUMNS)
+    # The canvas is made by hand, so that neither pyplot nor a display is touched.
+    figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
+    objective = str(state.begun.get("objective", "score"))
+    is_max = state.begun.get("direction") == "max"
+    _draw_scores(figure.add_subplot(grid[0, :]), trials, objective=objective, is_max=is_max)
+    for number, name in enumerate(names):
+        axes = figure.add_subplot(grid[1 + number // _COLUMNS, number % _COLUMNS])
+        _draw_effect(axes, trials, name, place=places[name], objective=objective)
+    _draw_parallel(figure, grid[rows + 1, :], trials, places, objective=objective, is_max=is_max)
+    figure.suptitle(f"{state.begun.get('tuner')} search, {len(trials)} trials", fontsize=12)
+    figure.savefig(path)
+    return Path(path)
+
+
+def _names(trials: Sequence[Trial]) -> list[str]:
+    """Returns the hyperparameters that differ between trials, in the order of the space."""
+    seen: dict[str, list[Any]] = {}
+    for trial in trials:
+        for name, value in trial.hyperparameters.items():
+            seen.setdefault(name, []).append(value)
+    varied = [name for name, values in seen.items() if len(set(values)) > 1]
+    return (varied or list(seen))[:_MOST_EFFECTS]
+
+
+def _places(
+    trials: Sequence[Trial], names: Sequence[str], *, space: Sequence[Mapping[str, Any]]
+) -> dict[str, _Axis]:
+    """Returns the axis of each hyperparameter, on the scale on which it is sampled."""
+    on_log = {
+        entry["config"]["name"] for entry in space if "log" in str(entry["config"].get("sampling"))
+    }
+    return {
+        name: _Axis(
+            [t.hyperparameters[name] for t in trials if name in t.hyperparameters],
+            is_log=name in on_log,
+        )
+        for name in names
+    }
+
+
+def _draw_scores(axes: Any, trials: Sequence[Trial], *, objective: str, is_max: bool) -> None:
+    scores = [trial.score or 0.0 for trial in trials]
+    best = list(itertools.accumulate(scores, max if is_max else min))
+    numbers = list(range(1, len(scores) + 1))
+    axes.plot(numbers, scores, "o", color=_POINTS, ms=5, label="trial")
+    axes.step(numbers, best, where="post", color=_BEST, label=f"best so far, {best[-1]:.4g}")
+    axes.set_xlabel("completed trials, in the order in which they were asked for")
+    axes.set_ylabel(objective)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=9)
+    _plain(axes)
+
+
+def _draw_effect(
+    axes: Any, trials: Sequence[Trial], name: str, *, place: _Axis, objective: str
+) -> None:
+    points = [(t.hyperparameters[name], t.score) for t in trials if name in t.hyperparameters]
+    axes.plot(
+        [place.raw(value) for value, _ in points],
+        [score for _, score in points],
+        "o",
+        color=_POINTS,
+        ms=4.5,
+        alpha=0.8,
+    )
+    if place.is_log:
+        axes.set_xscale("log")
+    if place.words:
+        axes.set_xticks(range(len(place.words)), place.words)
+        axes.set_xlim(-0.5, len(place.words) - 0.5)
+    axes.set_xlabel(name)
+    axes.set_ylabel(objective)
+    _plain(axes)
+
+
+def _draw_parallel(
+    figure: Any,
+    where: Any,
+    trials: Sequence[Trial],
+    places: Mapping[str, _Axis],
+    *,
+    objective: str,
+    is_max: bool,
+) -> None:
+    """A line for each trial through its values; the better, the darker. Inactive ones are gaps."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    axes, names = figure.add_subplot(where), list(places)
+    scores = [trial.score or 0.0 for trial in trials]
+    norm = Normalize(min(scores), max(scores))
+    colours = colormaps["viridis_r" if is_max else "viridis"]
+    worst_first = sorted(trials, key=lambda t: t.score or 0.0, reverse=not is_max)
+    for trial in worst_first:
+        values = trial.hyperparameters
+        heights = [places[n].share(values[n]) if n in values else math.nan for n in names]
+        colour = colours(norm(trial.score or 0.0))
+        axes.plot(range(len(names)), heights, "-o", color=colour, ms=4, lw=1.3, alpha=0.85)
+    for number, name in enumerate(names):
+        for height, text in places[name].ticks():
+            axes.annotate(
+                text,
+                (number, height),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+                color="#444444",
+            )
+        axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_yticks([])
+    axes.set_xlim(-0.2, len(names) - 0.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.colorbar(ScalarMappable(norm, colours), ax=axes, label=objective, pad=0.01)
+
+
+class _Axis:
+    """Where the values of one hyperparameter stand: numbers by size, others side by side."""
+
+    def __init__(self, values: Sequence[Any], *, is_log: bool) -> None:
+        is_number = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+        self.words = [] if is_number else [str(v) for v in dict.fromkeys(sorted(values, key=str))]
+        self._low: float = min(values) if is_number else 0
+        self._high: float = max(values) if is_number else 0
+        self.is_log = is_log and is_number and self._low > 0
+
+    def raw(self, value: Any) -> float:
+        """Returns its place on an axis of its own."""
+        return self.words.index(str(value)) if self.words else float(value)
+
+    def share(self, value: Any) -> float:
+        """Returns its height between 0 and 1."""
+        if self.words:
+            return self.words.index(str(value)) / max(1, len(self.words) - 1)
+        if self._high == self._low:
+            return 0.5
+        scale = math.log if self.is_log else float
+        low, high = scale(self._low), scale(self._high)
+        return (scale(value) - low) / (high - low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Returns height and text of what is written beside the axis."""
+        if self.words:
+            return [(self.share(word), word) for word in self.words]
+        return [(self.share(v), f"{v:.3g}") for v in sorted({self._low, self._high})]
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,115 @@
+"""What has become of a trial, read from what its job has left: a pure decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED
+from tfdist.outputs.run_directory import COUNTERS, DONE
+
+_NOT_METRICS = COUNTERS | {"learning_rate"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completed:
+    """It has run as long as it was to; the metrics of each virtual epoch, finite ones."""
+
+    history: tuple[Mapping[str, float], ...]
+    score: float
+    best_virtual_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Killed:
+    """Something outside ended it, and not the trial itself: it is worth another start."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """It cannot be completed."""
+
+    reason: str
+    last_lines: tuple[str, ...] = ()
+
+
+Outcome = Completed | Killed | Failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What a trial is for: the metric, which way is better, and how far it is to run."""
+
+    objective: str
+    direction: str
+    until: int | None = None
+
+
+def completed(
+    goal: Goal, *, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
+) -> Completed | Failed | None:
+    """Returns the outcome of a trial that has come to its goal, None of one that has not."""
+    reached = max((line["virtual_epoch"] for line in metrics), default=0)
+    is_done = summary is not None and summary.get("status") == DONE
+    if not is_done and (goal.until is None or reached < goal.until):
+        return None
+    last = goal.until if goal.until is not None else math.inf
+    return _scored(goal, [line for line in metrics if line["virtual_epoch"] <= last])
+
+
+def ended(
+    exit_code: int,
+    *,
+    report: Mapping[str, Any] | None,
+    last_lines: Sequence[str],
+) -> Killed | Failed:
+    """Returns why a job ended short of its goal.
+
+    `exit_code` is the launcher's, minus the signal that ended it; `report` is its report.json,
+    None where this start has not come to write one; `last_lines` are those it has printed.
+    """
+    if exit_code < 0:
+        return Killed(reason=f"the launcher was ended by signal {-exit_code}")
+    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+        return Killed(reason=f"it was asked to stop (exit code {exit_code})")
+    attempts = (report or {}).get("attempts") or [{}]
+    failure = attempts[-1].get("first_failure") or {}
+    cause = failure.get("cause")
+    if not cause:
+        reason = last_lines[-1] if last_lines else f"exit code {exit_code}"
+        return Failed(reason=reason, last_lines=tuple(last_lines))
+    said = f"{failure.get('task')}: {cause}"
+    if exit_code == EXIT_PEER_MISSING or _was_killed(attempts[-1], failure.get("task")):
+        return Killed(reason=said)
+    return Failed(reason=said, last_lines=tuple(failure.get("last_lines") or last_lines))
+
+
+def _scored(goal: Goal, metrics: Sequence[Mapping[str, Any]]) -> Completed | Failed:
+    if metrics and goal.objective not in metrics[-1]:
+        there = ", ".join(sorted(set(metrics[-1]) - _NOT_METRICS))
+        return Failed(reason=f"it does not report {goal.objective}; it reports {there}")
+    history = tuple(_finite(line) for line in metrics)
+    scores = [(line[goal.objective], line) for line in history if goal.objective in line]
+    if not scores:
+        return Failed(reason=f"{goal.objective} was never finite")
+    score, line = (max if goal.direction == "max" else min)(scores, key=lambda pair: pair[0])
+    return Completed(history=history, score=score, best_virtual_epoch=int(line["virtual_epoch"]))
+
+
+def _finite(line: Mapping[str, Any]) -> dict[str, float]:
+    names = [name for name in line if name not in _NOT_METRICS]
+    return {
+        name: line[name]
+        for name in ("virtual_epoch", *names)
+        if isinstance(line[name], (int, float)) and math.isfinite(line[name])
+    }
+
+
+def _was_killed(attempt: Mapping[str, Any], task: object) -> bool:
+    """Whether the first task to fail was killed, as by the kernel for want of memory."""
+    records = [record for record in attempt.get("tasks", ()) if record.get("task") == task]
+    return bool(records) and records[-1].get("signal") == "SIGKILL"

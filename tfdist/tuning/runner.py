@@ -1,0 +1,253 @@
+"""Running trials: each is a job of the launcher, which is a process of its own in its own group."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.tuning import leash
+from tfdist.tuning.lock import is_held
+from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome, completed, ended
+
+_GRACE_S = 20.0  # more than the launcher gives its tasks
+_LOCKED_AT_MOST_S = 60.0
+_LAST_LINES = 20
+_TAIL_BYTES = 16_384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialJob:
+    """What is needed to run a trial, or to go on with it."""
+
+    run_dir: Path
+    flags: tuple[str, ...]
+    """``--config.field=value``."""
+    goal: Goal
+    place: int
+    """Which of the trials at once it is, from 0 on: whose GPUs it takes."""
+
+
+class RunningTrial(Protocol):
+    """A trial that was started."""
+
+    def poll(self) -> Outcome | None:
+        """Returns what became of it, None while it runs."""
+
+    def stop(self) -> None:
+        """Asks it to save and end; `poll` goes on until it has."""
+
+
+class Runner(Protocol):
+    """What the chief runs trials with."""
+
+    def outcome(self, job: TrialJob) -> Completed | Failed | None:
+        """Returns the outcome of a trial that has come to its goal already."""
+
+    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
+        """Returns a line for each virtual epoch that a trial has done."""
+
+    def start(self, job: TrialJob) -> RunningTrial:
+        """Starts a trial, or goes on with it where it stood."""
+
+    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
+        """Returns when a trial may have ended, after `timeout_s` at the latest."""
+
+
+class LauncherRunner:
+    """Runs `python -m tfdist.launch` for every trial.
+
+    Args:
+      program: what comes after the launcher's flags, such as ``-m tfdist.train --config FILE``.
+      launch_flags: strategy, workers, threads.
+      gpus: those of this machine, divided among `places`.
+      environ: of the trials.
+      timeout_s: a trial that does no virtual epoch for so long is ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Sequence[str],
+        launch_flags: Sequence[str],
+        gpus: Sequence[str],
+        places: int,
+        environ: Mapping[str, str],
+        timeout_s: float,
+    ) -> None:
+        self._program = tuple(program)
+        self._launch_flags = tuple(launch_flags)
+        self._gpus = tuple(gpus)
+        self._places = places
+        self._environ = dict(environ)
+        self._timeout_s = timeout_s
+
+    def outcome(self, job: TrialJob) -> Completed | Failed | None:
+        directory = RunDirectory(job.run_dir)
+        return completed(
+            job.goal, summary=directory.read_summary(), metrics=directory.read_metrics()
+        )
+
+    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
+        return RunDirectory(run_dir).read_metrics()
+
+    def start(self, job: TrialJob) -> RunningTrial:
+        return _LaunchedTrial(self, job)
+
+    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
+        fds = [trial.pidfd for trial in running if trial.pidfd is not None]
+        select.select(fds, [], [], timeout_s)
+
+    def command(self, job: TrialJob) -> list[str]:
+        """Returns the launcher's command line for a trial."""
+        launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
+        return [*launcher, *self._launch_flags, *self._program, *job.flags]
+
+    def environ(self, job: TrialJob) -> dict[str, str]:
+        """Returns the environment of a trial, with its share of the GPUs."""
+        if not self._gpus:
+            return self._environ
+        mine = (
+            self._gpus[job.place :: self._places] or self._gpus[job.place % len(self._gpus) :][:1]
+        )
+        return {**self._environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+
+class _LaunchedTrial:
+    """The launcher of one trial: waits for its directory, starts, watches, ends."""
+
+    def __init__(self, runner: LauncherRunner, job: TrialJob) -> None:
+        self._runner = runner
+        self._job = job
+        self._log = job.run_dir / "launch.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_from = 0
+        self._report_before: int | None = None
+        self._since_s = time.monotonic()
+        self._seen = -1
+        self._kill_at_s: float | None = None
+        self._is_unwanted = False
+        self._timed_out = False
+        self.pidfd: int | None = None
+        self._try_to_start()
+
+    def poll(self) -> Outcome | None:
+        if self._process is None:
+            return self._wait_for_directory()
+        status = self._process.poll()
+        if status is None:
+            self._watch()
+            return None
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        return self._outcome(status)
+
+    def stop(self) -> None:
+        self._is_unwanted = True
+        self._end()
+
+    def _outcome(self, status: int) -> Outcome:
+        if outcome := self._runner.outcome(self._job):
+            return outcome
+        last_lines = self._last_lines()
+        if self._timed_out:
+            said = f"no virtual epoch within {self._runner.timeout_s:g} s (--trial_timeout_s)"
+            return Failed(reason=said, last_lines=last_lines)
+        if self._is_unwanted:
+            return Killed(reason="the sweep was asked to stop")
+        return ended(status, report=self._report(), last_lines=last_lines)
+
+    def _wait_for_directory(self) -> Outcome | None:
+        if self._is_unwanted:
+            return Killed(reason="the sweep was asked to stop")
+        self._try_to_start()
+        if self._process is None and time.monotonic() - self._since_s > _LOCKED_AT_MOST_S:
+            return Failed(reason=f"another job runs in {self._job.run_dir}")
+        return None
+
+    def _try_to_start(self) -> None:
+        """Starts the launcher, once what an earlier chief had started has let go."""
+        run_dir = self._job.run_dir
+        if is_held(run_dir / "logs") or is_held(run_dir / "checkpoints" / ".lock"):
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._report_before = self._report_time()
+        with open(self._log, "ab") as log:
+            self._log_from = log.tell()
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", leash.__file__, str(os.getpid())),
+                    *self._runner.command(self._job),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._runner.environ(self._job),
+                process_group=0,
+            )
+        self.pidfd = os.pidfd_open(self._process.pid)
+        self._since_s = time.monotonic()
+
+    def _watch(self) -> None:
+        """Ends a job that has done what was asked, that stands still, or that does not end."""
+        now_s = time.monotonic()
+        if self._kill_at_s is not None:
+            if now_s > self._kill_at_s:
+                self._signal(signal.SIGKILL)
+            return
+        metrics = self._runner.metrics(self._job.run_dir)
+        if len(metrics) != self._seen:
+            self._seen, self._since_s = len(metrics), now_s
+        reached = max((line["virtual_epoch"] for line in metrics), default=0)
+        until = self._job.goal.until
+        if until is not None and reached >= until:
+            self._end()
+        elif now_s - self._since_s > self._runner.timeout_s:
+            self._timed_out = True
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None and self._kill_at_s is None:
+            self._kill_at_s = time.monotonic() + _GRACE_S
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, signum: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, signum)
+
+    def _report_time(self) -> int | None:
+        try:
+            return (self._job.run_dir / "report.json").stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def _report(self) -> dict[str, Any] | None:
+        """Returns report.json, None where this start has not written it."""
+        if self._report_time() == self._report_before:
+            return None
+        try:
+            report = json.loads((self._job.run_dir / "report.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return report if isinstance(report, dict) else None
+
+    def _last_lines(self) -> tuple[str, ...]:
+        with open(self._log, "rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_from, size - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return tuple(line for line in text.splitlines() if line.strip())[-_LAST_LINES:]

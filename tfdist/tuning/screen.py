@@ -1,0 +1,200 @@
+"""What a person sees of a sweep: a live table or a line for each change, and the leaderboard."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.tuning import directory, plot
+from tfdist.tuning.state import COMPLETED, FAILED, WAITING, SweepState, Trial
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 10
+_REFRESH_S = 1.0
+
+
+class SweepScreen:
+    """The chief's observer: shows each change, and keeps `sweep.json` as it is."""
+
+    def __init__(self, sweep_dir: Path, *, console: Console | None = None) -> None:
+        self._sweep_dir = sweep_dir
+        self._console = console or _console()
+        self._live: Live | None = None
+        self._shown_at_s = 0.0
+
+    def __enter__(self) -> SweepScreen:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def begin(self, state: SweepState) -> None:
+        """The sweep starts, or goes on."""
+        done = sum(trial.is_over for trial in state.trials.values())
+        if done or state.trials:
+            left = len(state.trials) - done
+            self._say(f"going on: {done} trials have ended, {left} go on where they stood")
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._write(state)
+
+    def changed(self, state: SweepState, trial: Trial) -> None:
+        """Shows what has become of a trial."""
+        self._write(state)
+        if self._live is not None:
+            self._refresh(state)
+        elif trial.status != WAITING or trial.reason:  # not that it was asked for: it starts next
+            self._say(change_line(state, trial))
+
+    def tick(self, state: SweepState) -> None:
+        """Brings the live table up to date."""
+        if self._live is not None and time.monotonic() - self._shown_at_s >= _REFRESH_S:
+            self._refresh(state)
+
+    def end(self, state: SweepState) -> None:
+        """The sweep has ended or was asked to stop: the leaderboard, and the picture."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._write(state)
+        path = plot.draw(state, self._sweep_dir / directory.PLOT)
+        leaderboard(state, self._sweep_dir, console=self._console)
+        if path is not None:
+            self._say(f"plot: {path}")
+
+    def _write(self, state: SweepState) -> None:
+        directory.write_json(self._sweep_dir / directory.SWEEP, as_json(state))
+
+    def _refresh(self, state: SweepState) -> None:
+        self._shown_at_s = time.monotonic()
+        if self._live is not None:
+            self._live.update(table(state, self._sweep_dir), refresh=True)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, emoji=False)
+
+
+def leaderboard(state: SweepState, sweep_dir: Path, *, console: Console | None = None) -> None:
+    """Prints the best trials, those that failed, and how the sweep ended."""
+    console = console or _console()
+    console.print(table(state, sweep_dir, is_final=True))
+    for trial in state.trials.values():
+        if trial.status == FAILED:
+            text = f"trial {trial.id} failed: {trial.reason}"
+            console.print(text, markup=False, emoji=False)
+    console.print(_verdict(state, sweep_dir), markup=False, emoji=False)
+
+
+def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Table:
+    """Returns the trials that run, and the best of those that have ended."""
+    objective = state.begun.get("objective", "score")
+    drawn = Table(box=box.SIMPLE_HEAD, title=_counts(state), title_justify="left")
+    for heading in ("trial", "state", "virtual epoch", objective, "hyperparameters"):
+        drawn.add_column(heading, overflow="fold")
+    running = [t for t in state.trials.values() if not t.is_over]
+    ranked = state.ranked() if is_final else state.ranked()[:_SHOWN]
+    failed = [t for t in state.trials.values() if t.status == FAILED]
+    for trial in [*running, *ranked, *failed[-_SHOWN:]]:
+        drawn.add_row(
+            trial.id,
+            trial.status,
+            _progress(trial, state, sweep_dir),
+            "" if trial.score is None else f"{trial.score:.4f}",
+            values_text(trial.hyperparameters),
+        )
+    return drawn
+
+
+def change_line(state: SweepState, trial: Trial) -> str:
+    """Returns one line on what has become of a trial."""
+    said = f"trial {trial.id} {trial.status}"
+    if trial.status == COMPLETED and trial.score is not None:
+        best = state.ranked()[0]
+        return f"{said}: {trial.score:.4f}; best {best.score:.4f} (trial {best.id})"
+    if trial.reason and trial.status != COMPLETED:
+        return f"{said}: {trial.reason}"
+    return f"{said}: {values_text(trial.hyperparameters)}"
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    """Returns ``learning_rate=0.001 optimizer=adam``."""
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
+    )
+
+
+def as_json(state: SweepState) -> dict[str, Any]:
+    """Returns the content of `sweep.json`."""
+    ranked = state.ranked()
+    return {
+        "status": "running" if state.finished is None else "finished",
+        "reason": state.finished,
+        **{k: state.begun.get(k) for k in ("tuner", "objective", "direction", "seed")},
+        "max_trials": state.begun.get("max_trials"),
+        "best": _trial_json(ranked[0]) if ranked else None,
+        "trials": [_trial_json(trial) for trial in state.trials.values()],
+    }
+
+
+def _trial_json(trial: Trial) -> dict[str, Any]:
+    return {
+        "trial": trial.id,
+        "status": trial.status,
+        "score": trial.score,
+        "best_virtual_epoch": trial.best_virtual_epoch,
+        "virtual_epochs": trial.until,
+        "hyperparameters": trial.hyperparameters,
+        "run_dir": f"{directory.TRIALS}/{trial.run}",
+        "starts": trial.starts,
+        "reason": trial.reason,
+        "last_lines": list(trial.last_lines),
+        "began_at": trial.began_at,
+        "ended_at": trial.ended_at,
+    }
+
+
+def _progress(trial: Trial, state: SweepState, sweep_dir: Path) -> str:
+    of = trial.until or state.begun.get("config", {}).get("checkpoints", "?")
+    if trial.is_over:
+        return f"{trial.best_virtual_epoch} of {of}" if trial.best_virtual_epoch else ""
+    lines = RunDirectory(sweep_dir / directory.TRIALS / trial.run).read_metrics()
+    return f"{lines[-1]['virtual_epoch'] if lines else 0} of {of}"
+
+
+def _counts(state: SweepState) -> str:
+    trials = state.trials.values()
+    ended, most = sum(t.is_over for t in trials), state.begun.get("max_trials")
+    of = f" of {most}" if most else ""
+    return f"{state.begun.get('tuner')}: {ended}{of} trials ended, {state.num_failed} failed"
+
+
+def _verdict(state: SweepState, sweep_dir: Path) -> str:
+    ranked = state.ranked()
+    best = f"; best {ranked[0].score:.4f}, trial {ranked[0].id}" if ranked else ""
+    if state.finished is None:
+        return f"not finished: the same command goes on{best}; in {sweep_dir}"
+    return f"{state.finished}{best}; in {sweep_dir}"
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)

@@ -1,0 +1,180 @@
+"""The search space of a config file, known whole before the first trial.
+
+A config file says what is searched in one of two functions::
+
+    def space(hp, config):
+        config.optimizer = hp.Choice("optimizer", ["sgd", "adam"])
+        with hp.conditional_scope("optimizer", ["sgd"]):
+            if config.optimizer == "sgd":
+                config.momentum = hp.Float("momentum", 0.5, 0.99)
+
+or ``get_search_space()``, which returns a `keras_tuner.HyperParameters` whose names are fields.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras_tuner
+
+from tfdist.configs import check
+from tfdist.configs.check import unknown
+from tfdist.configs.fields import flat
+from tfdist.errors import TfdistError, UsageError
+
+_Build = Callable[[Any, Any], object]
+
+
+class SearchSpace:
+    """All hyperparameters of a config file, and what a trial's values make of its configuration.
+
+    Raises UsageError where the file has no space, an empty one, or one that does not run.
+    """
+
+    def __init__(self, path: str, config: Any) -> None:
+        self._path = path
+        self._config = config
+        self._build = _load(path)
+        self.hyperparameters = self._explore()
+        if not self.hyperparameters.space:
+            raise UsageError(
+                path,
+                received="a search space without a hyperparameter",
+                expected="one or more",
+                fix='ask hp for a value in space(hp, config): hp.Float("dropout", 0.0, 0.5)',
+            )
+
+    def description(self) -> list[dict[str, Any]]:
+        """Returns the space as JSON has it, to be written down and compared."""
+        plain: list[dict[str, Any]] = json.loads(
+            json.dumps(self.hyperparameters.get_config()["space"])
+        )
+        return plain
+
+    def flags(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the ``--config.field=value`` that make a trial of these values.
+
+        Raises UsageError where they make no configuration that can be run, or where the file asks
+        for a hyperparameter that was not there before the first trial.
+        """
+        hp = self.hyperparameters.copy()
+        hp.values = {k: v for k, v in values.items() if not k.startswith("tuner/")}
+        known = len(hp.space)
+        config = self._built(hp)
+        if len(hp.space) > known:
+            raise UsageError(
+                self._path,
+                received=f"hyperparameter {hp.space[known].name!r}, new in this trial",
+                expected="a space that is known before the first trial",
+                fix="ask for it under hp.conditional_scope(), whatever the values are",
+            )
+        check(config)
+        before, after = flat(self._config), flat(config)
+        return tuple(
+            f"--config.{name}={_text(value)}"
+            for name, value in after.items()
+            if value != before[name]
+        )
+
+    def _explore(self) -> Any:
+        """Returns every hyperparameter, by trying each value of each choice and each condition."""
+        known = keras_tuner.HyperParameters()
+        waiting: list[dict[str, Any]] = [{}]
+        seen: list[dict[str, Any]] = []
+        while waiting:
+            values = waiting.pop(0)
+            seen.append(values)
+            hp = known.copy()
+            _fill(hp, values)
+            self._built(hp)
+            known.merge(hp.space, overwrite=False)
+            scopes = [*hp.active_scopes, *hp.inactive_scopes]
+            found = [{c.name: c.values[0] for c in scope} for scope in scopes]
+            for one in known.space:
+                if isinstance(one.get_config().get("values"), list) or _is_switch(one):
+                    parents = {c.name: c.values[0] for c in one.conditions}
+                    found += [{**parents, one.name: value} for value in one.values]
+            waiting += [new for new in found if new not in seen and new not in waiting]
+        return known
+
+    def _built(self, hp: Any) -> Any:
+        config = copy.deepcopy(self._config)
+        try:
+            self._build(hp, config)
+        except TfdistError:
+            raise
+        except Exception as error:
+            raise _broken(self._path, error) from error
+        return config
+
+
+def _load(path: str) -> _Build:
+    names = runpy.run_path(path)  # it has run before, for its configuration
+    if callable(build := names.get("space")):
+        return build
+    if not callable(search_space := names.get("get_search_space")):
+        raise UsageError(
+            path,
+            received="no search space",
+            expected="a function space(hp, config) or get_search_space()",
+            fix="copy it from configs/digits_sweep.py",
+        )
+    given = search_space()
+    if not isinstance(given, keras_tuner.HyperParameters):
+        raise UsageError(
+            path,
+            received=f"a {type(given).__name__} from get_search_space()",
+            expected="a keras_tuner.HyperParameters",
+            fix="make one, and name its hyperparameters after fields",
+        )
+
+    def build_from(hp: Any, config: Any) -> None:
+        hp.merge(given.space, overwrite=False)
+        for one in given.space:
+            if hp.is_active(one):
+                set_field(config, one.name, hp.values[one.name])
+
+    return build_from
+
+
+def set_field(config: Any, name: str, value: object) -> None:
+    """Sets ``augmentation.random_flip``; raises UsageError for a field that does not exist."""
+    if name not in flat(config):
+        raise unknown(name, where="search space")
+    group, _, field = name.rpartition(".")
+    (config[group] if group else config)[field] = value
+
+
+def _fill(hp: Any, values: Mapping[str, Any]) -> None:
+    """Gives every active hyperparameter its value, those not in `values` their default."""
+    hp.values = {}
+    for one in hp.space:
+        if hp.is_active(one):
+            hp.values[one.name] = values.get(one.name, one.default)
+    for name, value in values.items():
+        hp.values.setdefault(name, value)
+
+
+def _is_switch(one: Any) -> bool:
+    return type(one).__name__ == "Boolean"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _broken(path: str, error: Exception) -> UsageError:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    where = f"{path}, line {frames[-1].lineno}" if frames else path
+    said = " ".join(str(error).split())
+    return UsageError(
+        where,
+        received=(frames[-1].line if frames else "") or "the search space",
+        expected=f"a search space that runs ({type(error).__name__}: {said})",
+        fix="correct the config file; configs/digits_sweep.py is an example",
+    )

@@ -1,0 +1,128 @@
+"""What a sweep's journal says has happened: a fold over its lines, without KerasTuner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Status = Literal["waiting", "running", "completed", "failed"]
+
+COMPLETED: Status = "completed"
+FAILED: Status = "failed"
+RUNNING: Status = "running"
+WAITING: Status = "waiting"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One set of hyperparameters and what became of it."""
+
+    id: str
+    values: Mapping[str, Any]
+    """Of the active hyperparameters, KerasTuner's own (``tuner/epochs``) among them."""
+    run: str
+    """Which directory under `trials/` it runs in: its own, or of the trial that it continues."""
+    until: int | None = None
+    """The virtual epoch after which it is put aside; None: it runs to its end."""
+    status: Status = WAITING
+    starts: int = 0
+    """How often its job was started, by this chief or one before it."""
+    kills: int = 0
+    """How often the job has been killed from outside since the last progress."""
+    reached: int = 0
+    """How many virtual epochs it had done when it was last killed."""
+    score: float | None = None
+    best_virtual_epoch: int | None = None
+    history: tuple[Mapping[str, float], ...] = ()
+    """The metrics of each virtual epoch."""
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+    began_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in (COMPLETED, FAILED)
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Returns the values without those that KerasTuner keeps for itself."""
+        return {k: v for k, v in self.values.items() if not k.startswith("tuner/")}
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepState:
+    """All trials of a sweep, in the order in which they were asked for."""
+
+    begun: Mapping[str, Any] = field(default_factory=dict)
+    trials: dict[str, Trial] = field(default_factory=dict)
+    finished: str | None = None
+    """Why the sweep ended; None while it goes on."""
+    is_complete: bool = False
+    """Whether it ended because there was no trial left."""
+
+    def apply(self, line: Mapping[str, Any]) -> None:
+        """Takes in one line of the journal."""
+        event = line["event"]
+        if event == "begun":
+            self.begun = line
+        elif event == "extended":
+            self.begun = {**self.begun, "max_trials": line["max_trials"]}
+            self.finished, self.is_complete = None, False
+        elif event == "finished":
+            self.finished, self.is_complete = line["reason"], line["is_complete"]
+        elif event == "asked" and line["trial"] is not None:
+            self._asked(line)
+        elif event in ("started", "killed", "ended"):
+            self.finished = None
+            trial = self.trials[line["trial"]]
+            self.trials[trial.id] = _changed(trial, line)
+
+    def _asked(self, line: Mapping[str, Any]) -> None:
+        self.trials[line["trial"]] = Trial(
+            id=line["trial"], values=line["values"], run=line["run"], until=line["until"]
+        )
+        self.finished, self.is_complete = None, False
+
+    @property
+    def num_failed(self) -> int:
+        return sum(trial.status == FAILED for trial in self.trials.values())
+
+    def ranked(self) -> list[Trial]:
+        """Returns the completed trials, the best first."""
+        done = [t for t in self.trials.values() if t.status == COMPLETED and t.score is not None]
+        is_max = self.begun.get("direction") == "max"
+        return sorted(done, key=lambda t: -(t.score or 0.0) if is_max else t.score or 0.0)
+
+
+def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
+    """Returns the state that a journal describes."""
+    state = SweepState()
+    for line in lines:
+        state.apply(line)
+    return state
+
+
+def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
+    if line["event"] == "started":
+        began_at = trial.began_at if trial.began_at is not None else line["at"]
+        return replace(trial, status=RUNNING, starts=trial.starts + 1, began_at=began_at)
+    if line["event"] == "killed":
+        return replace(
+            trial,
+            status=WAITING,
+            kills=line["kills"],
+            reached=line["reached"],
+            reason=line["reason"],
+        )
+    return replace(
+        trial,
+        status=COMPLETED if line["status"] == "COMPLETED" else FAILED,
+        score=line["score"],
+        best_virtual_epoch=line["best_virtual_epoch"],
+        history=tuple(line["history"]),
+        reason=line["reason"],
+        last_lines=tuple(line["last_lines"]),
+        ended_at=line["at"],
+    )
