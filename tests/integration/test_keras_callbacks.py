@@ -356,11 +356,18 @@ def test_tensorboard_writes_what_keras_writes(strategies, tmp_path, update_freq)
         np.testing.assert_allclose(values, their_values, rtol=1e-4, err_msg=str(tag))
 
 
+def assert_long(ranges, steps):
+    """The first ranges are of one step, to learn how long it takes; those after are longer."""
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
+    assert ranges[-1][1] == steps
+    assert max(last - first for first, last in ranges) > 2
+
+
 def test_tensorboard_per_epoch_leaves_ranges_long(strategies, tmp_path, ranges):
     board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
     model = make_model(strategies[1])
     tfdist.fit(model, X, Y, BATCH_SIZE, verbose=0, callbacks=[board])
-    assert ranges == [(0, STEPS)]
+    assert_long(ranges, STEPS)
 
 
 def test_terminate_on_nan_stops(strategies):
@@ -436,7 +443,7 @@ def test_a_callback_without_batch_hooks_leaves_ranges_long(strategies, ranges):
 
     model = make_model(strategies[1])
     history = tfdist.fit(model, X, Y, BATCH_SIZE, EPOCHS, verbose=0, callbacks=[Mine()])
-    assert ranges == [(i * STEPS, (i + 1) * STEPS) for i in range(EPOCHS)]
+    assert_long(ranges, EPOCHS * STEPS)
     assert history.history["mine"] == [0.5, 1.5, 2.5]
 
 
