@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "errors": set[str](),
     "cluster": {"errors"},
     "launch": {"errors", "cluster", "configs"},
+    "schedulers": {"errors", "cluster"},
     "configs": {"errors"},
     "lint": {"errors", "cluster", "configs"},
     "tuning": {"errors", "configs", "outputs"},
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
 }
-WITHOUT_TENSORFLOW = ("errors", "cluster", "launch", "configs", "outputs", "lint")
+WITHOUT_TENSORFLOW = ("errors", "cluster", "launch", "schedulers", "configs", "outputs", "lint")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -74,7 +75,7 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
     # `__main__` runs a program, and so is not imported; it is in the law above.
     names = [dotted(p) for p in MODULES if room_of(p) == room and p.name != "__main__.py"]
     heavy = {"tensorflow", "keras"} | (
-        {"numpy"} if room in ("errors", "cluster", "launch") else set()
+        {"numpy"} if room in ("errors", "cluster", "launch", "schedulers") else set()
     )
     program = (
         f"import importlib, sys; [importlib.import_module(name) for name in {names}];"

@@ -95,7 +95,7 @@ def read_environment(
         return _from_source(named, environ)
     told = tf_config.from_environ(environ)
     if told is not None:
-        told = _with_wishes(told, environ)
+        told = _with_options(_with_wishes(told, environ), environ)
         _check_agreement(told, environ)
         return told
     found = next((config for reader in readers if (config := reader(environ))), None)
@@ -112,15 +112,19 @@ def _check_wishes(environ: Mapping[str, str]) -> None:
 
 def _alone(environ: Mapping[str, str]) -> TaskConfig | None:
     """Returns what a process by itself is told: None, or the strategy of TFDIST_STRATEGY."""
-    wished = environ.get("TFDIST_STRATEGY", "").strip() or "auto"
+    if not any(name.startswith("TFDIST_") for name in environ):
+        return None
+    from tfdist.cluster import wishes
+
+    options = wishes.from_environ(environ).options()
+    wished = options.strategy
     ps = environ.get("TFDIST_PS", "").strip()
     if wished in ("multiworker", "ps"):
         raise _not_several("TFDIST_STRATEGY", wished)
     if ps and int(ps):
         raise _not_several("TFDIST_PS", ps)
-    if wished == "auto":
+    if options == JobOptions():
         return None
-    options = JobOptions(strategy=wished)
     return TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
 
 
@@ -153,7 +157,9 @@ def _from_source(name: str, environ: Mapping[str, str]) -> TaskConfig | None:
             expected=f"a process that {name} started as a task of a job",
             fix="start it so, or unset TFDIST_CLUSTER",
         )
-    return _with_wishes(config, environ) if name == "tf_config" else config
+    if name != "tf_config":
+        return config
+    return _with_options(_with_wishes(config, environ), environ)
 
 
 def _with_wishes(told: TaskConfig, environ: Mapping[str, str]) -> TaskConfig:
@@ -167,6 +173,18 @@ def _with_wishes(told: TaskConfig, environ: Mapping[str, str]) -> TaskConfig:
     if wished == "auto" or has != "auto":
         return told
     return replace(told, options=replace(told.options, strategy=wished))
+
+
+def _with_options(told: TaskConfig, environ: Mapping[str, str]) -> TaskConfig:
+    """Returns `told` with the options of our variables, where TF_CONFIG has none of its own."""
+    if told.options != JobOptions(strategy=told.options.strategy):
+        return told
+    if not any(name.startswith("TFDIST_") for name in environ):
+        return told
+    from tfdist.cluster import wishes
+
+    options = wishes.from_environ(environ).options()
+    return replace(told, options=replace(options, strategy=told.options.strategy))
 
 
 def _disagree(where: str, received: str) -> None:

@@ -21,9 +21,16 @@ CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
 PORT, GROUPS = "TFDIST_PORT", "TFDIST_HET_GROUPS"
 HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
 
-NAMES = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
+RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
+DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
+
+OPTIONS = (RUN_DIR, STARTUP_TIMEOUT_S, DEVICES_PER_WORKER, MIN_WORKERS)
+"""What the launcher has flags for; ``tfdist.submit`` writes them into what it renders."""
+
+NAMES = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK, *OPTIONS)
 
 _MAX = 2**31 - 1
+_STARTUP_TIMEOUT_S = JobOptions().startup_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +42,28 @@ class Wishes:
       ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
       port: of the first task of a host, the others having the next; None for the source's own.
       groups: the task type of each component of a heterogeneous job; empty for none.
+      run_dir, startup_timeout_s, devices_per_worker, min_workers: as in `JobOptions`.
     """
 
     strategy: str = "auto"
     ps: int | None = None
     port: int | None = None
     groups: tuple[str, ...] = ()
+    run_dir: str | None = None
+    startup_timeout_s: float = _STARTUP_TIMEOUT_S
+    devices_per_worker: int | None = None
+    min_workers: int | None = None
 
     def options(self, *, attempt: int = 1) -> JobOptions:
         """Returns the options of the job that follow from the wishes."""
-        return JobOptions(strategy=self.strategy, attempt=attempt)
+        return JobOptions(
+            strategy=self.strategy,
+            attempt=attempt,
+            run_dir=self.run_dir,
+            startup_timeout_s=self.startup_timeout_s,
+            devices_per_worker=self.devices_per_worker,
+            min_workers=self.min_workers,
+        )
 
 
 def from_environ(environ: Mapping[str, str]) -> Wishes:
@@ -58,6 +77,10 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
         ps=integer(environ, PS, least=0),
         port=integer(environ, PORT, least=1, most=65_535),
         groups=_groups(groups) if groups else (),
+        run_dir=text(environ, RUN_DIR) or None,
+        startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),
+        devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),
+        min_workers=integer(environ, MIN_WORKERS, least=1),
     )
 
 
@@ -77,6 +100,19 @@ def integer(
         return int(value)
     expected = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
     fix = "correct it, or unset it" if name in NAMES else f"see who sets {name} in this job"
+    raise UsageError(name, received=shown(value), expected=expected, fix=fix)
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float:
+    """Returns a positive number of seconds, or how long tasks wait where nobody says it."""
+    value = text(environ, name)
+    try:
+        seconds = float(value) if value else _STARTUP_TIMEOUT_S
+    except ValueError:
+        seconds = 0.0
+    if 0 < seconds <= 1e9:
+        return seconds
+    fix, expected = "correct it, or unset it", "a positive number of seconds, at most 1e9"
     raise UsageError(name, received=shown(value), expected=expected, fix=fix)
 
 

@@ -30,6 +30,8 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     SIGTERM.
     """
     stop = threading.Event()
+    # A scheduler's warning goes to all tasks: the chief saves, and needs its servers for that.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     server = _start(config)
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.

@@ -1,0 +1,376 @@
+"""What each scheduler does with our exit codes: its published rules, applied to what we render.
+
+The Slurm script and the pods' script are run for real, by the shells that will run them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tfdist.cluster.environment import read_environment
+from tfdist.submit import main
+
+DOCS = Path(__file__).parents[2] / "docs" / "submit.md"
+PODS = "--to kubernetes --dry_run --image train:1 "
+PS = "--strategy ps --workers 2 --ps 1 "
+
+# Of the table in docs/submit.md, row by row.
+OUTCOMES = {
+    0: ("done", "done", "done", "done"),
+    1: ("counted", "counted", "counted", "failed"),
+    2: ("failed", "failed", "failed", "failed"),
+    75: ("counted", "again", "again", "again"),
+    130: ("again", "again", "again", "again"),
+    143: ("again", "again", "again", "again"),
+    137: ("counted", "counted", "counted", "again"),
+}
+
+
+def rendered(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(shlex.split(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def manifest(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The last of the rendered objects, which is the job."""
+    return list(yaml.safe_load_all(rendered(PODS + arguments, capsys)))[-1]
+
+
+# --- the rules, as published ---
+
+
+def of_pod(policy: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> str:
+    """The action for a failed pod: of the first rule that matches, else Count.
+
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
+    """
+    for rule in policy["rules"]:
+        assert len({"onExitCodes", "onPodConditions"} & set(rule)) == 1
+        if on := rule.get("onExitCodes"):
+            assert 0 not in on["values"]
+            is_in = code in on["values"]
+            if code and is_in == (on["operator"] == "In"):
+                return str(rule["action"])
+        elif any(on["type"] in conditions for on in rule["onPodConditions"]):
+            return str(rule["action"])
+    return "Count"
+
+
+def of_job(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> str:
+    if not code:
+        return "done"
+    action = of_pod(spec["podFailurePolicy"], code=code, conditions=conditions)
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # else there is no such policy
+    if action == "Count":
+        return "counted" if spec["backoffLimit"] else "failed"
+    return {"FailJob": "failed", "Ignore": "again"}[action]
+
+
+def of_job_set(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> str:
+    """The set's action for a failed Job: of the first rule that matches, else RestartJobSet.
+
+    https://jobset.sigs.k8s.io/docs/tasks/failure_policy/
+    """
+    if not code:
+        return "done"
+    child = spec["replicatedJobs"][0]["template"]["spec"]
+    action = of_pod(child["podFailurePolicy"], code=code, conditions=conditions)
+    assert action in ("FailJob", "Count")
+    assert child["backoffLimit"] == 0
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    if action == "FailJob":
+        rule = f"exit code {code} matching FailJob rule at index 0"
+        reason, message = (
+            "PodFailurePolicy",
+            f"Container tfdist for pod ml/x-0-0 failed with {rule}",
+        )
+    return _of_failed_job(spec["failurePolicy"], reason=reason, message=message)
+
+
+def _of_failed_job(policy: Mapping[str, Any], *, reason: str, message: str) -> str:
+    actions = {
+        "FailJobSet": "failed",
+        "RestartJobSet": "counted" if policy["maxRestarts"] else "failed",
+        "RestartJobSetAndIgnoreMaxRestarts": "again",
+    }
+    for rule in policy["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(p, message) for p in patterns):
+            return actions[rule["action"]]
+    return actions["RestartJobSet"]
+
+
+def of_tfjob(replica: Mapping[str, Any], *, code: int) -> str:
+    """https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/tensorflow/"""
+    assert replica["restartPolicy"] == "ExitCode"
+    if not code:
+        return "done"
+    return "again" if code >= 128 else "failed"
+
+
+# --- the scripts, run ---
+
+
+def fakes(folder: Path, **scripts: str) -> dict[str, str]:
+    """An environment in which the commands are these scripts."""
+    for name, text in scripts.items():
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+
+
+def run_batch(
+    folder: Path, script: str, environ: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    path = folder / "job.sbatch"
+    path.write_text(script)
+    return subprocess.run(
+        ["bash", path],
+        env=dict(environ),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def of_slurm(folder: Path, script: str, *, code: int) -> str:
+    environ = fakes(folder, python="", srun=f"exit {code}", scontrol='echo "$@" >>requeued')
+    done = run_batch(folder, script, environ)
+    assert done.returncode == code, done
+    requeued = folder / "requeued"
+    if not requeued.exists():
+        return "failed" if code else "done"
+    assert requeued.read_text() == "requeue 7\n"
+    return "counted" if list(folder.glob("*-7.failures")) else "again"
+
+
+def run_container(
+    folder: Path, container: Mapping[str, Any], **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the container's command, by a shell as in an image."""
+    words = [text.replace("$$", "$") for text in (*container["command"], *container["args"])]
+    env = {**fakes(folder), **environ}
+    return subprocess.run(words, env=env, timeout=30, capture_output=True, text=True)
+
+
+def run_pod(folder: Path, container: Mapping[str, Any], **environ: str) -> int:
+    return run_container(folder, container, **environ).returncode
+
+
+def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
+    return dict(template["spec"]["containers"][0])
+
+
+# --- the table ---
+
+
+@pytest.mark.parametrize("code", OUTCOMES)
+def test_slurm_does_what_the_table_says(
+    code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered("--to slurm --dry_run --workers 2 train.py", capsys)
+    assert of_slurm(tmp_path, script, code=code) == OUTCOMES[code][0]
+
+
+@pytest.mark.parametrize("code", OUTCOMES)
+@pytest.mark.parametrize("arguments", ["--workers 2 train.py", "train.py", PS + "train.py"])
+def test_a_job_does_what_the_table_says(
+    code: int, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert of_job(manifest(arguments, capsys)["spec"], code=code) == OUTCOMES[code][1]
+
+
+@pytest.mark.parametrize("code", OUTCOMES)
+@pytest.mark.parametrize("arguments", ["--workers 2 train.py", PS + "train.py"])
+def test_a_job_set_does_what_the_table_says(
+    code: int, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = manifest("--kind jobset " + arguments, capsys)["spec"]
+    assert of_job_set(spec, code=code) == OUTCOMES[code][2]
+
+
+@pytest.mark.parametrize("code", OUTCOMES)
+@pytest.mark.parametrize(
+    ("arguments", "role"), [("--workers 2 train.py", "Worker"), (PS + "train.py", "Chief")]
+)
+def test_a_tfjob_does_what_the_table_says(
+    code: int, arguments: str, role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = manifest("--kind tfjob " + arguments, capsys)["spec"]
+    replica = spec["tfReplicaSpecs"][role]
+    environ = fakes(tmp_path, python=f'[ "$1" = train.py ] && exit {code}\nexit 0')
+    ended = run_pod(tmp_path, container_of(replica["template"]), **environ)
+    assert of_tfjob(replica, code=ended) == OUTCOMES[code][3]
+
+
+def test_the_table_is_in_the_docs() -> None:
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \|(.+)\|$", DOCS.read_text(), re.MULTILINE)
+    table = {int(code): tuple(cell.strip() for cell in cells.split("|")) for code, cells in rows}
+    assert table == OUTCOMES
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_a_pod_that_is_drained_is_started_again(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = manifest(f"--kind {kind} --workers 2 train.py", capsys)["spec"]
+    evaluate = {"job": of_job, "jobset": of_job_set}[kind]
+    assert evaluate(spec, code=137, conditions=["DisruptionTarget"]) == "again"
+    assert evaluate(spec, code=2, conditions=["DisruptionTarget"]) == "failed"
+
+
+def test_a_job_set_that_is_late_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = manifest("--kind jobset --time 1h --workers 2 train.py", capsys)["spec"]
+    assert spec["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
+    message = "Job was active longer than specified deadline"
+    ended = _of_failed_job(spec["failurePolicy"], reason="DeadlineExceeded", message=message)
+    assert ended == "failed"
+
+
+def test_no_restarts_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--max_restarts 0 --workers 2 train.py"
+    assert of_job(manifest(flags, capsys)["spec"], code=1) == "failed"
+    assert of_job_set(manifest("--kind jobset " + flags, capsys)["spec"], code=1) == "failed"
+    script = rendered("--to slurm --dry_run " + flags, capsys)
+    assert of_slurm(tmp_path, script, code=1) == "failed"
+
+
+# --- servers ---
+
+
+@pytest.mark.parametrize(("index", "ended"), [("0", 0), ("1", 75), ("3", 75)])
+def test_a_server_of_a_job_comes_back_if_its_chief_does(
+    index: str, ended: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = manifest(PS + "train.py", capsys)["spec"]
+    fakes(tmp_path, python="exit 0")
+    container = container_of(spec["template"])
+    assert run_pod(tmp_path, container, JOB_COMPLETION_INDEX=index) == ended
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+
+
+def test_a_server_of_a_tfjob_comes_back_if_its_chief_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas = manifest("--kind tfjob " + PS + "train.py", capsys)["spec"]["tfReplicaSpecs"]
+    fakes(tmp_path, python="exit 0")
+    ended = {n: run_pod(tmp_path, container_of(r["template"])) for n, r in replicas.items()}
+    assert ended == {"Chief": 0, "Worker": 138, "PS": 138}
+
+
+# --- signals, and an image or a Python without tfdist ---
+
+WAITED_FOR = 'until read -r _ _ state _ </proc/$PPID/stat && [ "$state" = S ]; do :; done\n'
+"""In a step or a task: waits until the script that has started it sleeps in its wait."""
+
+
+def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered("--to slurm --dry_run --workers 2 train.py", capsys)
+    # The step warns its parent itself, as Slurm would.
+    step = f"trap 'exit 143' USR1\n{WAITED_FOR}kill -USR1 $PPID\nwhile :; do sleep 0.05; done"
+    environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
+    done = run_batch(tmp_path, script, environ)
+    assert done.returncode == 143, done
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered("--to slurm --dry_run --workers 2 train.py", capsys)
+    step = f"trap 'touch twice' USR1 TERM\n{WAITED_FOR}kill -TERM $PPID\n"
+    step += "[ -e twice ] && exit 1\nexit 143"
+    environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
+    done = run_batch(tmp_path, script, environ)
+    assert done.returncode == 143, done
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_pods_signal_reaches_a_task_whose_code_is_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = manifest(PS + "train.py", capsys)["spec"]
+    task = f"trap 'exit 143' TERM\n{WAITED_FOR}kill -TERM $PPID\nwhile :; do sleep 0.05; done"
+    program = f"[ $1 = train.py ] || exit 0\n{task}"
+    fakes(tmp_path, python=program)
+    assert run_pod(tmp_path, container_of(spec["template"]), JOB_COMPLETION_INDEX="1") == 143
+
+
+def test_without_tfdist_the_first_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
+    batch = rendered("--to slurm --dry_run train.py", capsys)
+    assert_says_so(run_batch(tmp_path, batch, environ))
+    for kind in ("job", "tfjob"):
+        spec = manifest(f"--kind {kind} train.py", capsys)["spec"]
+        pod = spec["template"] if kind == "job" else spec["tfReplicaSpecs"]["Worker"]["template"]
+        assert_says_so(run_container(tmp_path, container_of(pod)))
+
+
+def assert_says_so(done: subprocess.CompletedProcess[str]) -> None:
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (2, "", 1)
+    assert "received no tfdist" in done.stdout
+
+
+# --- every task finds its place ---
+
+
+def environ_of(container: Mapping[str, Any]) -> dict[str, str]:
+    env = {e["name"]: e["value"].replace("$$", "$") for e in container["env"] if "value" in e}
+    return {**env, "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "types"),
+    [
+        ("--workers 3 ", ["worker"] * 3),
+        (PS, ["chief", "worker", "worker", "ps"]),
+        ("--strategy multiworker ", ["worker"]),
+    ],
+)
+def test_the_pods_of_a_job_find_their_places(
+    arguments: str, types: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = manifest(arguments + "train.py", capsys)
+    spec, found = job["spec"], []
+    for index in range(spec["completions"]):
+        name = f"{job['metadata']['name']}-{index}"
+        environ = environ_of(container_of(spec["template"]))
+        config = read_environment({**environ, "HOSTNAME": name, "JOB_COMPLETION_INDEX": str(index)})
+        assert config is not None
+        subdomain = spec["template"]["spec"]["subdomain"]
+        assert config.cluster.address(config.task) == f"{name}.{subdomain}:2222"
+        found.append(config.task.type)
+    assert found == types
+
+
+def test_the_pods_of_a_job_set_find_their_places(capsys: pytest.CaptureFixture[str]) -> None:
+    jobset = manifest("--kind jobset --gpus 1 " + PS + "train.py", capsys)
+    name, found = jobset["metadata"]["name"], []
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        spec = replicated["template"]["spec"]
+        container = container_of(spec["template"])
+        for index in range(spec["completions"]):
+            host = f"{name}-{replicated['name']}-0-{index}"
+            environ = {**environ_of(container), "HOSTNAME": host}
+            config = read_environment({**environ, "JOB_COMPLETION_INDEX": str(index)})
+            assert config is not None
+            assert config.cluster.address(config.task) == f"{host}.{name}:2222"
+            found.append(str(config.task))
+        has_gpu = "nvidia.com/gpu" in container.get("resources", {}).get("limits", {})
+        assert has_gpu == (replicated["name"] == "worker")
+    assert found == ["chief-0", "worker-0", "worker-1", "ps-0"]

@@ -1,0 +1,197 @@
+"""The command line of tfdist.submit: what is refused, in one line and with exit code 2."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+import yaml
+
+from tfdist.launch.flags import FLAGS as LAUNCHER
+from tfdist.schedulers import asked, units
+from tfdist.submit import main
+
+SLURM = "--to slurm --dry_run "
+PODS = "--to kubernetes --dry_run --image train:1 "
+
+
+def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that refuses the arguments."""
+    assert main(shlex.split(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tfdist.submit: ")
+    assert err.count("\n") == 1
+    assert "expected" in err
+    assert "Fix: " in err
+    return err
+
+
+def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(shlex.split(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("", "--to slurm or --to kubernetes"),
+        ("--to slrum train.py", "did you mean 'slurm'"),
+        ("--to", "received no value"),
+        ("--to slurm --to slurm train.py", "twice"),
+        (SLURM + "--wrokers 2 train.py", "did you mean --workers"),
+        (SLURM + "--imag x train.py", "did you mean --image"),
+        (SLURM + "--image x train.py", "expected kubernetes"),
+        (SLURM + "--kind job train.py", "expected kubernetes"),
+        (PODS + "--partition gpu train.py", "expected slurm"),
+        (PODS + "--nodes 2 train.py", "expected slurm"),
+        (SLURM + "--start fork train.py", "leave --start out"),
+        (SLURM + "--restart_window_s 3 train.py", "leave --restart_window_s out"),
+        (SLURM + "--workers two train.py", "an integer"),
+        (SLURM + "--workers 2 --strategy mirrored train.py", "one process"),
+        (SLURM + "--strategy multiworker train.py", "2 or more"),
+        (SLURM + "--cpus 0 train.py", "an integer from 1"),
+        (SLURM + "--memory 16 train.py", "16G"),
+        (SLURM + "--time 4 train.py", "4h"),
+        (SLURM + "--time 0h train.py", "4h"),
+        (SLURM + "--name 'a b' train.py", "--name"),
+        (SLURM + "--name=-x train.py", "--name"),
+        (SLURM + "--partition 'a b' train.py", "--partition"),
+        (SLURM + "--node_selector $'a\\nb' train.py", "--node_selector"),
+        (SLURM + "--nodes 3 --workers 2 train.py", "--nodes 2"),
+        (SLURM + "--nodes 3 --strategy ps --workers 2 --gpus 1 train.py", "no --nodes"),
+        (SLURM + "--grace_s 70000 train.py", "65535"),
+        (SLURM + "--env X train.py", "NAME=VALUE"),
+        (SLURM + "--env 1X=2 train.py", "name of a variable"),
+        (SLURM + "--env X=1 --secret X=/a train.py", "each name once"),
+        ("--to kubernetes --dry_run train.py", "--image"),
+        (PODS + "--image '-x y' train.py", "twice"),
+        ("--to kubernetes --image 'a b' train.py", "--image"),
+        (PODS + "--kind jobs train.py", "did you mean 'job'"),
+        (PODS + "--name My_Run train.py", "small letters"),
+        (PODS + f"--name {'a' * 62} --workers 2 train.py", "at most 61"),
+        (PODS + "--namespace 'A B' train.py", "--namespace"),
+        (PODS + "--volume data train.py", "--volume"),
+        (PODS + "--volume data=/data:rw train.py", "--volume"),
+        (PODS + "--node_selector ssd train.py", "NAME=VALUE"),
+        (PODS + "--strategy ps --gpus 1 train.py", "--kind jobset"),
+        ("--to slurm --status '*'", "--status or --logs"),
+        ("--to slurm --logs=-x", "--status or --logs"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SLURM + "--secret HF_TOKEN=hunter2 train.py",
+        PODS + "--secret HF_TOKEN=hunter2 train.py",
+        PODS + "--secret hunter2 train.py",
+        PODS + "--secret 'HF_TOKEN=hub/to ken hunter2' train.py",
+        PODS + "--env HF_TOKEN=hunter2 train.py",
+        PODS + "--env http_proxy=http://me:hunter2@proxy:3128 train.py",
+        PODS + "--env X=ghp_hunter2hunter2hunter2 train.py",
+        SLURM + "--env DB_PASSWORD=hunter2 train.py",
+        SLURM + "train.py --api_key hunter2",
+        SLURM + "train.py --wandb.api-key=hunter2",
+        SLURM + "train.py --url=https://me:hunter2@example.org/x",
+        SLURM + "train.py hf_hunter2hunter2hunter2",
+        PODS + "-- --password=hunter2",
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused_and_not_shown(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(arguments, capsys)
+    assert "hunter2" not in line
+    assert "--secret" in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train.py --token_file /run/token --max_tokens 512 --tokenizer bert --key_size 5",
+        "train.py --token --lr 0.1",
+        "train.py --url https://example.org/a:b@c",
+        "train.py --risk-free sk-learn",
+    ],
+)
+def test_what_only_resembles_a_secret_passes(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(arguments)
+    assert shlex.join(words) in printed(SLURM + arguments, capsys)
+
+
+def test_secrets_are_references(capsys: pytest.CaptureFixture[str]) -> None:
+    script = printed(SLURM + "--secret HF_TOKEN=/home/me/.hf train.py", capsys)
+    assert "HF_TOKEN=$(cat /home/me/.hf) || exit 2\nexport HF_TOKEN\n" in script
+    text = printed(PODS + "--secret HF_TOKEN=hub/token train.py", capsys)
+    job = list(yaml.safe_load_all(text))[-1]
+    env = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    reference = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert {"name": "HF_TOKEN", "valueFrom": reference} in env
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        ("train.py --to x --dry_run --name y", "train.py --to x --dry_run --name y"),
+        ("-m my.program --image z", "-m my.program --image z"),
+        ("--config=a.py --config.steps=3", "-m tfdist.train --config=a.py --config.steps=3"),
+        ("-- --overwrite", "-m tfdist.train --overwrite"),
+        ("", "-m tfdist.train"),
+    ],
+)
+def test_the_programs_own_flags_reach_the_program(
+    arguments: str, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f'"$python" {program} &\n' in printed(SLURM + arguments, capsys)
+
+
+def test_the_help_has_the_launchers_flags_too(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("--to slurm --help", capsys)
+    for flag in LAUNCHER:
+        left_out = flag.name in ("start", "restart_window_s", "help")
+        assert (f"\n  --{flag.name} {flag.shown}".rstrip() + "\n" in text) != left_out, flag.name
+
+
+@pytest.mark.parametrize(
+    ("text", "total_s"),
+    [("90m", 5400), ("2d", 172_800), ("04:00:00", 14_400), ("1-00:30:00", 88_200), ("45s", 45)],
+)
+def test_times(text: str, total_s: int) -> None:
+    assert units.seconds(text) == total_s
+    assert units.seconds(units.clock_text(total_s)) == total_s
+
+
+@pytest.mark.parametrize(("text", "mib"), [("16G", 16_384), ("512Mi", 512), ("1TB", 1_048_576)])
+def test_memory(text: str, mib: int) -> None:
+    assert units.mebibytes(text[:-1] if text.endswith("TB") else text) == mib
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("train.py", "train"), ("my.pkg.Fit_It", "fit-it"), ("01_run.py", "run"), ("7.py", "tfdist")],
+)
+def test_a_job_is_named_after_its_program(name: str, expected: str) -> None:
+    fields: Mapping[str, object] = dict.fromkeys(asked.Job.__dataclass_fields__)
+    assert asked._name_of(asked.Job(**{**fields, "program_name": name})) == expected  # type: ignore[arg-type]
+
+
+def test_it_loads_no_tensorflow() -> None:
+    program = (
+        "import sys, tfdist.submit; tfdist.submit.main(['--to', 'slurm', '--dry_run', 'a.py']);"
+        "loaded = {'tensorflow', 'keras', 'numpy'} & set(sys.modules); assert not loaded, loaded"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

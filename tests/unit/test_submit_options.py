@@ -1,0 +1,60 @@
+"""The launcher's flags reach the tasks that a scheduler starts, through our variables."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from tfdist.cluster.environment import read_environment
+from tfdist.cluster.options import JobOptions
+from tfdist.submit import main
+
+FLAGS = "--run_dir /runs/x --startup_timeout_s 90 --devices_per_worker 2 --min_workers 1 "
+SAID = {"run_dir": "/runs/x", "startup_timeout_s": 90.0, "devices_per_worker": 2}
+
+
+def environ_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The variables of the first container of a job, as far as they are in the manifest."""
+    assert main(["--to", "kubernetes", "--dry_run", "--image", "x", *shlex.split(arguments)]) == 0
+    spec: Any = list(yaml.safe_load_all(capsys.readouterr().out))[-1]["spec"]
+    replicas = spec.get("tfReplicaSpecs")
+    template = next(iter(replicas.values()))["template"] if replicas else spec["template"]
+    env = template["spec"]["containers"][0]["env"]
+    return {"KUBERNETES_SERVICE_HOST": "10.96.0.1"} | {e["name"]: e["value"] for e in env}
+
+
+def test_those_of_a_job_of_several_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = FLAGS + "--strategy ps --workers 2 train.py"
+    config = read_environment({**environ_of(flags, capsys), "HOSTNAME": "train-1"})
+    assert config is not None
+    assert config.options == JobOptions(strategy="ps", min_workers=1, **SAID)  # type: ignore[arg-type]
+
+
+def test_those_of_a_process_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = FLAGS.replace("--min_workers 1 ", "") + "train.py"
+    config = read_environment(environ_of(flags, capsys))
+    assert config is not None
+    assert config.options == JobOptions(**SAID)  # type: ignore[arg-type]
+    assert config.cluster.tasks() == ()
+
+
+def test_those_of_a_task_whose_tf_config_the_operator_sets(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environ = environ_of("--kind tfjob --run_dir /runs/x --workers 2 train.py", capsys)
+    cluster = {"worker": ["train-worker-0.ml.svc:2222", "train-worker-1.ml.svc:2222"]}
+    told = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "environment": "cloud"}
+    config = read_environment({**environ, "TF_CONFIG": json.dumps(told)})
+    assert config is not None
+    assert (config.options.run_dir, config.options.strategy) == ("/runs/x", "multiworker")
+    assert config.options.startup_timeout_s == 300
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan"])
+def test_a_time_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="TFDIST_STARTUP_TIMEOUT_S: received"):
+        read_environment({"TFDIST_STARTUP_TIMEOUT_S": value})

@@ -1,0 +1,165 @@
+"""Manifests against what Kubernetes, JobSet and the training operator publish.
+
+Core kinds are validated strictly, the pods in the other two as well. Of their own fields the names
+and types are here, as in their CustomResourceDefinitions: JobSet v0.10.0
+(config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml in kubernetes-sigs/jobset) and TFJob
+v1.9.0 (manifests/base/crds/kubeflow.org_tfjobs.yaml in kubeflow/training-operator).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FILES = [*(ROOT / "tests" / "golden").glob("*.yaml"), *ROOT.glob("launch/kubernetes/*.yaml")]
+VERSIONS = ("1.31", "1.33", "1.37")
+"""From the first that has all we use without a feature gate."""
+
+STRINGS = [str]
+ACTIONS = (
+    "FailJobSet RestartJobSet RestartJobSetAndIgnoreMaxRestarts RestartJob "
+    "RestartJobAndIgnoreMaxRestarts"
+)
+JOB_SET = {
+    "network": {"enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool},
+    "successPolicy": {"operator!": {"All", "Any"}, "targetReplicatedJobs": STRINGS},
+    "failurePolicy": {
+        "maxRestarts": int,
+        "restartStrategy": {"Recreate", "BlockingRecreate", "InPlaceRestart"},
+        "rules": [
+            {
+                "name!": str,
+                "action!": set(ACTIONS.split()),
+                "onJobFailureReasons": STRINGS,
+                "onJobFailureMessagePatterns": STRINGS,
+                "targetReplicatedJobs": STRINGS,
+            }
+        ],
+    },
+    "suspend": bool,
+    "ttlSecondsAfterFinished": int,
+    "managedBy": str,
+    "replicatedJobs": [{"name!": str, "groupName": str, "replicas": int, "template!": dict}],
+}
+REPLICA = {
+    "replicas": int,
+    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
+    "template": dict,
+}
+TF_JOB = {
+    "enableDynamicWorker": bool,
+    "successPolicy": str,
+    "runPolicy": {
+        "activeDeadlineSeconds": int,
+        "backoffLimit": int,
+        "cleanPodPolicy": {"All", "Running", "None"},
+        "managedBy": str,
+        "suspend": bool,
+        "ttlSecondsAfterFinished": int,
+    },
+    "tfReplicaSpecs!": {"Chief": REPLICA, "Worker": REPLICA, "PS": REPLICA, "Evaluator": REPLICA},
+}
+
+
+def documents() -> list[Any]:
+    made = []
+    for path in FILES:
+        for document in yaml.safe_load_all(path.read_text()):
+            made.append(pytest.param(document, id=f"{path.stem}-{document['kind']}"))
+    return made
+
+
+def faults(value: Any, shape: Any, *, at: str = "spec") -> Iterator[str]:
+    """What in `value` is not of the shape: a type, a set of words, a list or fields of shapes."""
+    if isinstance(shape, set):
+        if value not in shape:
+            yield f"{at}: {value!r}"
+    elif isinstance(shape, list):
+        for i, item in enumerate(value):
+            yield from faults(item, shape[0], at=f"{at}[{i}]")
+    elif isinstance(shape, Mapping):
+        fields = {name.rstrip("!"): inner for name, inner in shape.items()}
+        yield from (f"{at}.{name}: unknown" for name in value if name not in fields)
+        needed = (name.rstrip("!") for name in shape if name.endswith("!"))
+        yield from (f"{at}.{name}: missing" for name in needed if name not in value)
+        for name in set(value) & set(fields):
+            yield from faults(value[name], fields[name], at=f"{at}.{name}")
+    elif type(value) is not shape:
+        yield f"{at}: {value!r}"
+
+
+def core_parts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The objects of core kinds that the document is or that its operator makes of it."""
+    spec = document["spec"]
+    if document["kind"] == "JobSet":
+        job = {"apiVersion": "batch/v1", "kind": "Job"}
+        return [{**job, **replicated["template"]} for replicated in spec["replicatedJobs"]]
+    if document["kind"] == "TFJob":
+        pod = {"apiVersion": "v1", "kind": "PodTemplate"}
+        return [{**pod, "template": r["template"]} for r in spec["tfReplicaSpecs"].values()]
+    return [dict(document)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("document", documents())
+def test_core_kinds_are_valid(document: dict[str, Any], version: str) -> None:
+    for part in core_parts(document):
+        kubernetes_validate.validate(copy.deepcopy(part), version, strict=True)
+
+
+@pytest.mark.parametrize("document", documents())
+def test_the_other_kinds_have_the_published_shape(document: dict[str, Any]) -> None:
+    shapes = {
+        "JobSet": ("jobset.x-k8s.io/v1alpha2", JOB_SET),
+        "TFJob": ("kubeflow.org/v1", TF_JOB),
+    }
+    if document["kind"] in shapes:
+        version, shape = shapes[document["kind"]]
+        assert document["apiVersion"] == version
+        assert list(faults(document["spec"], shape)) == []
+    else:
+        assert document["apiVersion"] in ("v1", "batch/v1", "networking.k8s.io/v1")
+
+
+def test_a_shape_that_is_wrong_is_found() -> None:
+    wrong = {"network": {"dns": True}, "failurePolicy": {"maxRestarts": "3", "rules": [{}]}}
+    assert sorted(faults(wrong, JOB_SET)) == [
+        "spec.failurePolicy.maxRestarts: '3'",
+        "spec.failurePolicy.rules[0].action: missing",
+        "spec.failurePolicy.rules[0].name: missing",
+        "spec.network.dns: unknown",
+    ]
+
+
+@pytest.mark.parametrize("document", documents())
+def test_names_that_the_operator_looks_for(document: dict[str, Any]) -> None:
+    if document["kind"] == "TFJob":
+        for replica in document["spec"]["tfReplicaSpecs"].values():
+            (container,) = replica["template"]["spec"]["containers"]
+            assert container["name"] == "tensorflow"
+            assert container["ports"][0]["name"] == "tfjob-port"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_only_the_jobs_own_pods_are_let_in(path: Path) -> None:
+    made = list(yaml.safe_load_all(path.read_text()))
+    (policy,) = [d["spec"] for d in made if d["kind"] == "NetworkPolicy"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+    chosen = policy["podSelector"]["matchLabels"].items()
+    templates = [p.get("template") or p["spec"]["template"] for d in made for p in jobs(d)]
+    assert templates
+    for template in templates:
+        assert chosen <= template["metadata"]["labels"].items()
+
+
+def jobs(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    has_pods = document["kind"] in ("Job", "JobSet", "TFJob")
+    return core_parts(document) if has_pods else []

@@ -1,0 +1,151 @@
+"""What is asked of sbatch and kubectl, and what their answers become."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tfdist.errors import TfdistError, UsageError
+from tfdist.schedulers import tools
+from tfdist.schedulers.tools import Answer
+from tfdist.submit import main
+
+
+class Recorded:
+    """Answers each command by the first of the given answers that its words begin."""
+
+    def __init__(self, **answers: Answer) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+        self.texts: list[str] = []
+
+    def __call__(self, argv: Sequence[str], text: str) -> Answer:
+        self.asked.append(shlex.join(argv))
+        self.texts.append(text)
+        names = [word.replace("-", "_").strip("_").partition("=")[0] for word in argv]
+        found = [self.answers[name] for name in reversed(names) if name in self.answers]
+        return found[0] if found else says("")
+
+
+def says(text: str) -> Answer:
+    return Answer(exit_code=0, output=text, errors="")
+
+
+def fails(text: str) -> Answer:
+    return Answer(exit_code=1, output="", errors=text)
+
+
+def test_a_script_is_given_to_sbatch() -> None:
+    ask = Recorded(sbatch=says("42;cluster\n"))
+    assert tools.sbatch("#!/bin/bash\n", name="x", ask=ask) == "job 42 (x); output: x-42.out"
+    assert (ask.asked, ask.texts) == (["sbatch --parsable"], ["#!/bin/bash\n"])
+
+
+def test_what_sbatch_says_is_one_line() -> None:
+    words = "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job failed\n"
+    with pytest.raises(UsageError, match="invalid partition specified: nope; expected") as caught:
+        tools.sbatch("", name="x", ask=Recorded(sbatch=fails(words)))
+    assert "\n" not in str(caught.value)
+
+
+def test_manifests_are_created_only_if_all_would_be() -> None:
+    ask = Recorded(apply=says("job.batch/x created\n"))
+    shown = tools.apply("kind: Job\n", name="x", kind="job", namespace="ml", ask=ask)
+    assert shown == "job.batch/x created\n"
+    assert ask.asked == [
+        "kubectl --namespace=ml get job/x --ignore-not-found --output=name",
+        "kubectl --namespace=ml apply --dry-run=server --filename=-",
+        "kubectl --namespace=ml apply --filename=-",
+    ]
+    assert ask.texts == ["", "kind: Job\n", "kind: Job\n"]
+
+
+def test_a_namespace_that_is_not_there_is_one_line_and_nothing_is_created() -> None:
+    line = 'Error from server (NotFound): error when creating "STDIN": namespaces "ml" not found'
+    ask = Recorded(dry_run=fails(f"{line}\n{line}\n"))
+    with pytest.raises(UsageError, match='namespaces "ml" not found') as caught:
+        tools.apply("", name="x", kind="job", namespace="ml", ask=ask)
+    assert "\n" not in str(caught.value)
+    assert "kubectl create namespace" in str(caught.value)
+    assert all("--dry-run=server" in asked for asked in ask.asked if " apply " in asked)
+
+
+def test_the_log_of_kubectl_itself_is_passed_over() -> None:
+    log = 'E1120 14:51:30.399739   31516 memcache.go:265] "Unhandled Error"'
+    ask = Recorded(get=fails(f"{log}\n{log}\nThe connection to the server was refused\n"))
+    with pytest.raises(UsageError, match="exit code 1: The connection to the server was refused;"):
+        tools.apply("", name="x", kind="job", namespace=None, ask=ask)
+
+
+def test_a_job_that_is_there_is_left_alone() -> None:
+    ask = Recorded(get=says("job.batch/x\n"))
+    with pytest.raises(UsageError, match=r"kubectl delete job\.batch/x"):
+        tools.apply("", name="x", kind="job", namespace=None, ask=ask)
+    assert len(ask.asked) == 1
+
+
+def test_the_state_of_a_job() -> None:
+    ask = Recorded(squeue=says("JOBID NAME\n 7 x\n"))
+    assert tools.squeue("x", ask=ask) == "JOBID NAME\n 7 x\n"
+    with pytest.raises(UsageError, match="a job that squeue still knows"):
+        tools.squeue("x", ask=Recorded(squeue=says("JOBID NAME\n")))
+    ask = Recorded(pods=says("x-0 Running\n"), get=says("x 0/2\n"))
+    shown = tools.pods("x", kind="jobset", namespace=None, label="a/b", ask=ask)
+    assert shown == "x 0/2\n\nx-0 Running\n"
+    assert ask.asked == ["kubectl get jobset/x", "kubectl get pods --selector=a/b=x"]
+
+
+def test_the_output_of_the_latest_job_is_found() -> None:
+    job = "JobId=9 Command=x StdErr=/a/x-9.out StdIn=/dev/null StdOut=/a b/x-9.out Power= \n"
+    ask = Recorded(squeue=says("9\n7\n"), scontrol=says(job))
+    assert tools.slurm_output("x", ask=ask) == "/a b/x-9.out"
+    assert ask.asked[-1] == "scontrol show job --oneliner 9"
+    with pytest.raises(UsageError, match="a job that squeue still knows"):
+        tools.slurm_output("x", ask=Recorded())
+
+
+def test_the_output_of_pods() -> None:
+    ask = Recorded(logs=says("[pod/x-0/tfdist] step 1\n"))
+    assert tools.pod_logs("x", namespace="ml", label="a/b", ask=ask).endswith("step 1\n")
+    assert ask.asked[0].startswith(
+        "kubectl --namespace=ml logs --selector=a/b=x --prefix --tail=-1"
+    )
+    with pytest.raises(UsageError, match="kubectl still knows"):
+        tools.pod_logs("x", namespace=None, label="a/b", ask=Recorded())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("--to slurm train.py", "sbatch"),
+        ("--to kubernetes --image x train.py", "kubectl"),
+        ("--to slurm --status x", "squeue"),
+        ("--to kubernetes --logs x", "kubectl"),
+    ],
+)
+def test_without_the_schedulers_commands_it_is_one_line_and_exit_code_2(
+    arguments: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(shlex.split(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"received no {command}; expected the command {command} on PATH" in err
+
+
+def test_a_command_that_does_not_answer_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "sbatch"
+    command.write_text("#!/bin/sh\nexec sleep 600\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(tools, "_DEADLINE_S", 0.2)
+    with pytest.raises(TfdistError, match="sbatch: no answer"):
+        tools.ask([str(command)])

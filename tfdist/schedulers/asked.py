@@ -1,0 +1,204 @@
+"""From the flags of a command line to one text for a scheduler. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfdist.errors import UsageError, near
+from tfdist.schedulers import kubernetes, secrets, slurm, units
+from tfdist.schedulers.flags import Given
+from tfdist.schedulers.pods import PodOptions
+from tfdist.schedulers.request import JobRequest, Resources, Volume
+from tfdist.schedulers.yaml_text import text_of
+
+_FORMS = {
+    "slurm": (slurm.SECRET_FORM, slurm.SECRET_PATTERN),
+    "kubernetes": (kubernetes.SECRET_FORM, kubernetes.SECRET_PATTERN),
+}
+_NOT_A_NAME = re.compile("[^a-z0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The launcher's flags, as the launcher has checked them."""
+
+    strategy: str
+    workers: int
+    ps: int | None
+    min_workers: int | None
+    devices_per_worker: int | None
+    threads_per_task: int | None
+    startup_timeout_s: float
+    grace_s: float
+    max_restarts: int
+    hang_timeout_s: float
+    run_dir: str | None
+    program: tuple[str, ...]
+    program_name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """What a scheduler is given, the job's name, and what the user should know of it."""
+
+    name: str
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def render(given: Given, *, to: str, job: Job) -> Rendered:
+    """Returns the script or the manifests of a job.
+
+    Raises:
+        UsageError: flags that are wrong, or a job that the scheduler cannot have.
+    """
+    request = request_of(given, to=to, job=job)
+    if to == "slurm":
+        options = slurm.SlurmOptions(
+            partition=given.one("partition"),
+            account=given.one("account"),
+            qos=given.one("qos"),
+            nodes=_count(given, "nodes"),
+            features=given.all("node_selector"),
+        )
+        return Rendered(name=request.name, text=slurm.render(request, options))
+    pods = _pod_options(given)
+    made = kubernetes.render(request, pods, kind=kind(given))
+    text = text_of(made, comments=kubernetes.comments(request, pods, kind=kind(given)))
+    return Rendered(name=request.name, text=text, notes=_notes(request, pods))
+
+
+def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
+    """Returns the job, whatever its scheduler."""
+    form, pattern = _FORMS[to]
+    env = dict(_pair(text, "env") for text in given.all("env"))
+    secrets.refuse_values(job.program, env=env, form=form)
+    references = (secrets.reference(t, pattern=pattern, form=form) for t in given.all("secret"))
+    name = given.one("name") or _name_of(job)
+    time, memory = given.one("time"), given.one("memory")
+    return JobRequest(
+        name=name,
+        strategy=_strategy(job),
+        program=job.program,
+        run_dir=job.run_dir or _run_dir(given, name),
+        workers=job.workers,
+        ps=(job.ps or 1) if _strategy(job) == "ps" else 0,
+        python=given.one("python") or "python",
+        resources=Resources(
+            cpus=_count(given, "cpus"),
+            memory_mib=units.mebibytes(memory) if memory else None,
+            gpus=_count(given, "gpus", least=0) or 0,
+        ),
+        env=env,
+        secrets=dict(references),
+        time_s=units.seconds(time) if time else None,
+        grace_s=math.ceil(job.grace_s),
+        max_restarts=job.max_restarts,
+        hang_timeout_s=math.ceil(job.hang_timeout_s),
+        options=_options(job),
+        threads_per_task=job.threads_per_task,
+    )
+
+
+def kind(given: Given) -> str:
+    """Returns which kind of object the job is to be under Kubernetes."""
+    named = given.one("kind") or "job"
+    if named not in kubernetes.KINDS:
+        expected = "one of " + ", ".join(kubernetes.KINDS)
+        fix = f"use one of these{near(named, kubernetes.KINDS)}"
+        raise UsageError("--kind", received=repr(named), expected=expected, fix=fix)
+    return named
+
+
+def check_name(name: str) -> None:
+    """Refuses what is no job's name, and would be read as a flag or a pattern."""
+    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        fix = "give the name of the job, as in --status mnist"
+        expected = "letters, digits, '.', '_' and '-'"
+        raise UsageError("--status or --logs", received=repr(name), expected=expected, fix=fix)
+
+
+def _strategy(job: Job) -> str:
+    if job.strategy != "auto":
+        return job.strategy
+    if job.ps is not None:
+        return "ps"
+    return "multiworker" if job.workers > 1 else "auto"
+
+
+def _options(job: Job) -> Mapping[str, str]:
+    """Returns the variables that stand for the launcher's own flags."""
+    values = {
+        "TFDIST_STARTUP_TIMEOUT_S": f"{job.startup_timeout_s:g}",
+        "TFDIST_DEVICES_PER_WORKER": job.devices_per_worker,
+        "TFDIST_MIN_WORKERS": job.min_workers,
+    }
+    return {name: f"{value}" for name, value in values.items() if value is not None}
+
+
+def _name_of(job: Job) -> str:
+    stem = job.program_name.removesuffix(".py").rpartition(".")[2].lower()
+    return _NOT_A_NAME.sub("-", stem).strip("-0123456789") or "tfdist"
+
+
+def _run_dir(given: Given, name: str) -> str:
+    """Returns a directory with a name of its own, by which a job that is started again goes on."""
+    writable = [volume for volume in map(_volume, given.all("volume")) if not volume.read_only]
+    return f"{writable[0].mount.rstrip('/')}/{name}" if writable else f"runs/{name}"
+
+
+def _pod_options(given: Given) -> PodOptions:
+    image = given.one("image")
+    if not image:
+        fix = "write --image registry/name:tag"
+        expected = "the image of the pods, with tfdist in it"
+        raise UsageError("--image", received="nothing", expected=expected, fix=fix)
+    return PodOptions(
+        image=image,
+        namespace=given.one("namespace"),
+        node_selector=dict(_pair(text, "node_selector") for text in given.all("node_selector")),
+        volumes=tuple(_volume(text) for text in given.all("volume")),
+        service_account=given.one("service_account"),
+        image_pull_secret=given.one("image_pull_secret"),
+    )
+
+
+def _notes(request: JobRequest, pods: PodOptions) -> tuple[str, ...]:
+    is_kept = any(
+        f"{request.run_dir}/".startswith(f"{volume.mount.rstrip('/')}/")
+        for volume in pods.volumes
+        if not volume.read_only
+    )
+    if is_kept:
+        return ()
+    return (
+        f"note: the run directory {request.run_dir} is on no --volume: what the job writes is lost "
+        "with its pods, and it cannot go on after a restart",
+    )
+
+
+def _count(given: Given, flag: str, *, least: int = 1) -> int | None:
+    text = given.one(flag)
+    return None if text is None else units.count(text, flag=flag, least=least, most=100_000)
+
+
+def _pair(text: str, flag: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        fix, expected = f"write --{flag} NAME=VALUE", "a name, = and a value"
+        raise UsageError(f"--{flag}", received=repr(name), expected=expected, fix=fix)
+    return name, value
+
+
+def _volume(text: str) -> Volume:
+    source, _, rest = text.partition("=")
+    mount, _, mode = rest.partition(":")
+    is_source = re.fullmatch(r"/[^\0:]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?", source)
+    if not is_source or not re.fullmatch("/[^:]+", mount) or mode not in ("", "ro"):
+        fix = "write --volume data=/data, or --volume data=/data:ro"
+        expected = "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only"
+        raise UsageError("--volume", received=repr(text), expected=expected, fix=fix)
+    return Volume(source=source, mount=mount, read_only=mode == "ro")

@@ -1,0 +1,265 @@
+"""Kubernetes: the manifests of a job, by kind. Pure.
+
+The pods find each other by the rules of `tfdist.cluster.kubernetes`: TFDIST_HOSTS names them.
+
+* ``job``: an indexed Job and a headless Service. A pod that fails is started again by itself, and
+  the others, whose peer is missing then, with it.
+* ``jobset``: a replicated job for each role; whatever fails, all are started again together. Needs
+  JobSet 0.10 or newer, which can tell failures by their message.
+* ``tfjob``: for clusters with Kubeflow's training operator, which sets TF_CONFIG.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from tfdist.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PEER_MISSING,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    UsageError,
+)
+from tfdist.schedulers.pods import (
+    SERVER_CODES,
+    Manifest,
+    PodOptions,
+    Role,
+    admission,
+    labels,
+    metadata,
+    template,
+)
+from tfdist.schedulers.request import JobRequest
+
+SECRET_FORM = "secret/key"
+SECRET_PATTERN = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"
+
+AGAIN = (EXIT_PEER_MISSING, EXIT_INTERRUPTED, EXIT_STOPPED)
+"""Codes of tasks that did nothing wrong, and are started again however often."""
+
+TFJOB_AGAIN = 138
+"""What Kubeflow's operator retries as the user's own choice; it takes 75 for final."""
+
+_DISRUPTED = {"type": "DisruptionTarget", "status": "True"}  # drained, preempted, evicted
+_MAX_LABEL = 63
+_LABEL = re.compile("[a-z]([a-z0-9-]*[a-z0-9])?")
+_SELECTOR = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
+
+
+def render(request: JobRequest, options: PodOptions, *, kind: str) -> list[Manifest]:
+    """Returns the job's objects in the order in which they are to be created.
+
+    Raises:
+        UsageError: a job that this kind cannot be.
+    """
+    _check(request, options, kind=kind)
+    return [admission(request, options), *KINDS[kind](request, options)]
+
+
+def comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str]:
+    """Returns the lines that stand above the manifests."""
+    namespace = f" --namespace {options.namespace}" if options.namespace else ""
+    kinds = "networkpolicy,service,job" if kind == "job" else f"networkpolicy,{kind}"
+    return [
+        f"{request.title}; rendered by python -m tfdist.submit.",
+        f"To remove it: kubectl{namespace} delete {kinds} {request.name} --ignore-not-found",
+    ]
+
+
+def _job(request: JobRequest, options: PodOptions) -> list[Manifest]:
+    is_ps = request.strategy == "ps"
+    if is_ps and request.resources.gpus:
+        fix = "use --kind jobset or tfjob"
+        expected = "no --gpus: all pods of a Job are alike, the ps and the chief too"
+        received = f"{request.resources.gpus} in a ps job"
+        raise UsageError("--gpus", received=received, expected=expected, fix=fix)
+    variables, subdomain = {}, None
+    if request.has_several_tasks:
+        subdomain = request.name
+        variables["TFDIST_HOSTS"] = f"{request.name}-{_range(request.num_tasks)}.{subdomain}"
+    if is_ps:
+        variables["TFDIST_PS"] = f"{request.ps}"
+    role = Role(
+        gpus=request.resources.gpus,
+        variables=variables,
+        codes=SERVER_CODES if is_ps else {},
+        servers_from_index=1 if is_ps else None,
+        subdomain=subdomain,
+    )
+    spec = _indexed(request, request.num_tasks)
+    spec["backoffLimit"] = request.max_restarts
+    if is_ps:
+        spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
+    spec["podFailurePolicy"] = {
+        "rules": [
+            _on_codes("FailJob", [EXIT_USAGE], role.container),
+            _on_codes("Ignore", AGAIN, role.container),
+            {"action": "Ignore", "onPodConditions": [_DISRUPTED]},
+        ]
+    }
+    spec["template"] = template(request, options, role)
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(request, options),
+        "spec": spec,
+    }
+    return [*([_service(request, options)] if subdomain else []), job]
+
+
+def _service(request: JobRequest, options: PodOptions) -> Manifest:
+    """Returns the headless Service by which pods have names, before they are ready too."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(request, options),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels(request),
+        },
+    }
+
+
+def _jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
+    name, is_ps = request.name, request.strategy == "ps"
+    roles = {"worker": request.workers}
+    if is_ps:
+        roles = {"chief": 1, **roles, "ps": request.ps}
+    variables = {}
+    if request.has_several_tasks:
+        hosts = [f"{name}-{role}-0-{_range(count)}.{name}" for role, count in roles.items()]
+        variables["TFDIST_HOSTS"] = ",".join(hosts)
+    if is_ps:
+        variables["TFDIST_PS"] = f"{request.ps}"
+    spec: Manifest = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [next(iter(roles))]},
+        "failurePolicy": _failure_policy(request),
+        "replicatedJobs": [
+            {
+                "name": role,
+                "replicas": 1,
+                "template": _child(request, options, role, count, variables),
+            }
+            for role, count in roles.items()
+        ],
+    }
+    kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+    return [{**kind, "metadata": metadata(request, options), "spec": spec}]
+
+
+def _failure_policy(request: JobRequest) -> Manifest:
+    """Returns what a failed child does to the set; what no rule has restarts it, and counts."""
+    message = f"failed with exit code {EXIT_USAGE} matching"
+    return {
+        "maxRestarts": request.max_restarts,
+        "rules": [
+            {
+                "name": "mistake",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": [message],
+            },
+            {
+                "name": "late",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["DeadlineExceeded"],
+            },
+            {
+                "name": "again",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            },
+        ],
+    }
+
+
+def _child(
+    request: JobRequest, options: PodOptions, name: str, count: int, variables: Mapping[str, str]
+) -> Manifest:
+    """Returns the Job of a role, which any failure of a pod ends."""
+    gpus = request.resources.gpus if name == "worker" else 0
+    role = Role(gpus=gpus, variables=variables, codes={})
+    spec = _indexed(request, count)
+    spec["backoffLimit"] = 0
+    spec["podFailurePolicy"] = {
+        "rules": [
+            _on_codes("FailJob", [EXIT_USAGE], role.container),
+            _on_codes("FailJob", AGAIN, role.container),
+            {"action": "FailJob", "onPodConditions": [_DISRUPTED]},
+        ]
+    }
+    spec["template"] = template(request, options, role)
+    return {"metadata": {"labels": labels(request)}, "spec": spec}
+
+
+def _tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
+    is_ps = request.strategy == "ps"
+    roles = {"Worker": request.workers}
+    if is_ps:
+        roles = {"Chief": 1, **roles, "PS": request.ps}
+    replicas = {}
+    for name, count in roles.items():
+        codes = {EXIT_PEER_MISSING: TFJOB_AGAIN}
+        if is_ps and name != "Chief":
+            codes = dict.fromkeys([*SERVER_CODES, EXIT_PEER_MISSING], TFJOB_AGAIN)
+        gpus = request.resources.gpus if name == "Worker" else 0
+        # By these names the operator finds the container and the port.
+        role = Role(container="tensorflow", port="tfjob-port", gpus=gpus, variables={}, codes=codes)
+        made = template(request, options, role)
+        del made["spec"]["restartPolicy"]  # the operator's own
+        replicas[name] = {"replicas": count, "restartPolicy": "ExitCode", "template": made}
+    policy: Manifest = {"cleanPodPolicy": "Running"}
+    if request.time_s:
+        policy["activeDeadlineSeconds"] = request.time_s
+    spec = {"runPolicy": policy, "tfReplicaSpecs": replicas}
+    kind = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob"}
+    return [{**kind, "metadata": metadata(request, options), "spec": spec}]
+
+
+KINDS: Mapping[str, Callable[[JobRequest, PodOptions], list[Manifest]]] = {
+    "job": _job,
+    "jobset": _jobset,
+    "tfjob": _tfjob,
+}
+
+
+def _indexed(request: JobRequest, count: int) -> Manifest:
+    made: Manifest = {"completionMode": "Indexed", "completions": count, "parallelism": count}
+    if request.time_s:
+        made["activeDeadlineSeconds"] = request.time_s
+    return made
+
+
+def _on_codes(action: str, values: tuple[int, ...] | list[int], container: str) -> Manifest:
+    on_codes = {"containerName": container, "operator": "In", "values": list(values)}
+    return {"action": action, "onExitCodes": on_codes}
+
+
+def _range(count: int) -> str:
+    return "0" if count == 1 else f"[0-{count - 1}]"
+
+
+def _check(request: JobRequest, options: PodOptions, *, kind: str) -> None:
+    ends = {"job": "", "jobset": "-worker-0", "tfjob": "-worker"}[kind]
+    longest = _MAX_LABEL - len(f"{ends}-{request.num_tasks}")
+    if not _LABEL.fullmatch(request.name) or len(request.name) > longest:
+        expected = f"at most {longest} small letters, digits and '-', the first a letter"
+        fix = "write --name mnist, for example"
+        raise UsageError("--name", received=repr(request.name), expected=expected, fix=fix)
+    if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", options.image, re.ASCII):
+        fix = "write --image registry/name:tag"
+        expected = "the name of an image that has tfdist"
+        raise UsageError("--image", received=repr(options.image), expected=expected, fix=fix)
+    for flag in ("namespace", "service_account", "image_pull_secret"):
+        value = getattr(options, flag)
+        if value is not None and not _LABEL.fullmatch(value.replace(".", "-")):
+            fix, expected = "correct it", "the name of an object of Kubernetes"
+            raise UsageError(f"--{flag}", received=repr(value), expected=expected, fix=fix)
+    for part in (part for pair in options.node_selector.items() for part in pair if part):
+        if not _SELECTOR.fullmatch(part):
+            fix, expected = "write --node_selector disk=ssd", "a label and its value"
+            raise UsageError("--node_selector", received=repr(part), expected=expected, fix=fix)

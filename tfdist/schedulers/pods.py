@@ -1,0 +1,204 @@
+"""Kubernetes: the pod that runs one task. Pure.
+
+TensorFlow's servers run what anyone sends to their ports, so the pod has no account of the cluster
+unless one is asked for, and `admission` lets the job's own pods in and nobody else.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.cluster.hosts import DEFAULT_PORT
+from tfdist.errors import EXIT_PEER_MISSING
+from tfdist.schedulers.request import JobRequest, Volume
+
+Manifest = dict[str, Any]
+
+GPU = "nvidia.com/gpu"
+INSTANCE = "app.kubernetes.io/instance"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+
+_TFDIST = """\
+if ! "$1" -c 'import tfdist' 2>/dev/null; then
+  echo {message}
+  exit 2
+fi
+"""
+# The shell is process 1, to which alone Kubernetes sends SIGTERM; the wait that it ends is begun
+# again until the task has ended.
+_CODE_OF_TASK = """\
+trap 'again=yes; kill -TERM "$!"' TERM
+"$@" &
+code=
+again=yes
+while [ "$again" ]; do
+  again=
+  wait "$!"
+  now=$?
+  case "$now" in
+    127 | -1) code=${code:-$now} ;;
+    *) code=$now ;;
+  esac
+done
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodOptions:
+    """What only pods have."""
+
+    image: str
+    namespace: str | None = None
+    node_selector: Mapping[str, str]
+    volumes: tuple[Volume, ...] = ()
+    service_account: str | None = None
+    image_pull_secret: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """What a pod is for: names of its container and port, GPUs, variables, exit codes."""
+
+    container: str = "tfdist"
+    port: str = "tensorflow"
+    gpus: int = 0
+    variables: Mapping[str, str]
+    codes: Mapping[int, int]
+    """From a task's exit code to what the pod ends with, where another says it better."""
+    servers_from_index: int | None = None
+    """In an indexed Job, `codes` counts from this index on; None: in every pod."""
+    subdomain: str | None = None
+
+
+def labels(request: JobRequest) -> dict[str, str]:
+    """Returns what marks everything that belongs to the job."""
+    return {"app.kubernetes.io/name": "tfdist", INSTANCE: request.name, MANAGED_BY: "tfdist.submit"}
+
+
+def metadata(request: JobRequest, options: PodOptions) -> Manifest:
+    """Returns the metadata of an object of the job."""
+    namespace = {"namespace": options.namespace} if options.namespace else {}
+    return {"name": request.name, **namespace, "labels": labels(request)}
+
+
+def admission(request: JobRequest, options: PodOptions) -> Manifest:
+    """Returns the NetworkPolicy by which the job's pods hear each other, and nobody else."""
+    selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(request, options),
+        "spec": {
+            "podSelector": selector,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": selector}]}],
+        },
+    }
+
+
+def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
+    """Returns the template of the pods of a role."""
+    spec: Manifest = {"restartPolicy": "Never"}
+    if role.subdomain:
+        spec["subdomain"] = role.subdomain
+    spec |= {
+        "terminationGracePeriodSeconds": request.grace_s,
+        "automountServiceAccountToken": options.service_account is not None,
+        "enableServiceLinks": False,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+    }
+    if options.service_account:
+        spec["serviceAccountName"] = options.service_account
+    if options.image_pull_secret:
+        spec["imagePullSecrets"] = [{"name": options.image_pull_secret}]
+    if options.node_selector:
+        spec["nodeSelector"] = dict(options.node_selector)
+    spec["containers"] = [_container(request, options, role)]
+    if options.volumes:
+        spec["volumes"] = [_volume(i, volume) for i, volume in enumerate(options.volumes)]
+    return {"metadata": {"labels": labels(request)}, "spec": spec}
+
+
+def literal(text: str) -> str:
+    """Returns what Kubernetes turns into `text`: it replaces $(NAME), and $$ by one dollar."""
+    return text.replace("$", "$$") if "$(" in text or "$$" in text else text
+
+
+def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
+    made: Manifest = {
+        "name": role.container,
+        "image": options.image,
+        "command": ["/bin/sh", "-c", literal(script(options.image, request, role)), "tfdist"],
+        "args": [literal(word) for word in (request.python, *request.program)],
+        "env": [
+            *(
+                {"name": name, "value": literal(value)}
+                for name, value in {**request.variables(), **role.variables}.items()
+            ),
+            *(_secret(name, where) for name, where in request.secrets.items()),
+        ],
+    }
+    if request.has_several_tasks:
+        made["ports"] = [{"name": role.port, "containerPort": DEFAULT_PORT}]
+    if amounts := _amounts(request, role):
+        made["resources"] = {"requests": amounts, "limits": amounts}
+    made["securityContext"] = {"allowPrivilegeEscalation": False}
+    if options.volumes:
+        made["volumeMounts"] = [
+            {
+                "name": f"volume-{i}",
+                "mountPath": volume.mount,
+                **({"readOnly": True} if volume.read_only else {}),
+            }
+            for i, volume in enumerate(options.volumes)
+        ]
+    return made
+
+
+def script(image: str, request: JobRequest, role: Role) -> str:
+    """Returns what the pod's shell runs, with the program and its arguments as ``$@``."""
+    message = shlex.quote(
+        f"image {image}: received no tfdist for {request.python}; expected it installed. "
+        "Fix: build it into the image, or name the Python that has it with --python"
+    )
+    begin = _TFDIST.format(message=message)
+    if not role.codes:
+        return begin + 'exec "$@"\n'
+    when = ""
+    if role.servers_from_index is not None:
+        when = f'[ "$JOB_COMPLETION_INDEX" -ge {role.servers_from_index} ] && '
+    changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in role.codes.items()]
+    return "".join([begin, _CODE_OF_TASK, *changes, 'exit "$code"\n'])
+
+
+SERVER_CODES = {0: EXIT_PEER_MISSING}
+"""A server of a ps job ends with 0 when its chief has gone, also if the chief is to come back: as
+a pod that is done it would not be there then. The job ends with its chief."""
+
+
+def _secret(name: str, where: str) -> Manifest:
+    secret, _, key = where.partition("/")
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
+def _amounts(request: JobRequest, role: Role) -> dict[str, str]:
+    has = request.resources
+    made = {}
+    if has.cpus:
+        made["cpu"] = f"{has.cpus}"
+    if has.memory_mib:
+        whole = has.memory_mib % 1024 == 0
+        made["memory"] = f"{has.memory_mib // 1024}Gi" if whole else f"{has.memory_mib}Mi"
+    if role.gpus:
+        made[GPU] = f"{role.gpus}"
+    return made
+
+
+def _volume(number: int, volume: Volume) -> Manifest:
+    if volume.source.startswith("/"):
+        return {"name": f"volume-{number}", "hostPath": {"path": volume.source}}
+    claim = {"claimName": volume.source, **({"readOnly": True} if volume.read_only else {})}
+    return {"name": f"volume-{number}", "persistentVolumeClaim": claim}

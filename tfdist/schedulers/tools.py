@@ -1,0 +1,141 @@
+"""Talking to a scheduler through its own commands: submit, state, output."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tfdist.errors import TfdistError, UsageError
+
+_DEADLINE_S = 60.0
+_MAX_PODS_OF_LOGS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a command said and how it ended."""
+
+    exit_code: int
+    output: str
+    errors: str
+
+
+Ask = Callable[[Sequence[str], str], Answer]
+"""Runs a command with a text as its input."""
+
+
+def ask(argv: Sequence[str], text: str = "") -> Answer:
+    """Runs a command and returns its answer.
+
+    Raises:
+        UsageError: there is no such command.
+        TfdistError: it did not answer within a minute.
+    """
+    try:
+        done = subprocess.run(
+            argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
+        )
+    except FileNotFoundError:
+        fix = f"run it where {argv[0]} is, or see what would be submitted with --dry_run"
+        expected = f"the command {argv[0]} on PATH"
+        raise UsageError("--to", received=f"no {argv[0]}", expected=expected, fix=fix) from None
+    except subprocess.TimeoutExpired:
+        raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
+    return Answer(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
+
+
+def sbatch(script: str, *, name: str, ask: Ask = ask) -> str:
+    """Submits a batch script; returns a line for the user."""
+    job = _told(ask(["sbatch", "--parsable"], script), "sbatch").strip().partition(";")[0]
+    return f"job {job} ({name}); output: {name}-{job}.out"
+
+
+def squeue(name: str, *, ask: Ask = ask) -> str:
+    """Returns the state of the user's jobs of this name, those that ended lately too."""
+    columns = "%.12i %.20j %.10T %.12M %.6D %R"
+    shown = _told(
+        ask(["squeue", "--me", f"--name={name}", "--states=all", f"--format={columns}"], ""),
+        "squeue",
+    )
+    if len(shown.splitlines()) < 2:
+        raise _nothing("--status", name, "squeue")
+    return shown
+
+
+def slurm_output(name: str, *, ask: Ask = ask) -> str:
+    """Returns the path of the output of the latest job of this name."""
+    listed = ["squeue", "--me", f"--name={name}", "--states=all", "--noheader", "--format=%A"]
+    jobs = [int(word) for word in _told(ask(listed, ""), "squeue").split() if word.isdigit()]
+    if not jobs:
+        raise _nothing("--logs", name, "squeue")
+    latest = ["scontrol", "show", "job", "--oneliner", str(max(jobs))]
+    shown = _told(ask(latest, ""), "scontrol")
+    return shown.partition(" StdOut=")[2].partition(" Power=")[0].strip()
+
+
+def apply(manifests: str, *, name: str, kind: str, namespace: str | None, ask: Ask = ask) -> str:
+    """Creates the objects of a job, all or none; returns what kubectl says.
+
+    The server is first asked whether it would take them.
+
+    Raises:
+        UsageError: it would not, or a job of this name is there, which would stay as it is.
+    """
+    kubectl = _kubectl(namespace)
+    is_there = [*kubectl, "get", f"{kind}/{name}", "--ignore-not-found", "--output=name"]
+    if found := _told(ask(is_there, ""), "kubectl").strip():
+        fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found}"
+        expected = "a name that no job has"
+        raise UsageError("--name", received=f"{name}: {found} is there", expected=expected, fix=fix)
+    _told(ask([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests), "kubectl")
+    return _told(ask([*kubectl, "apply", "--filename=-"], manifests), "kubectl")
+
+
+def pods(name: str, *, kind: str, namespace: str | None, label: str, ask: Ask = ask) -> str:
+    """Returns the state of a job and of its pods."""
+    kubectl = _kubectl(namespace)
+    job = _told(ask([*kubectl, "get", f"{kind}/{name}"], ""), "kubectl")
+    selector = f"--selector={label}={name}"
+    return job + "\n" + _told(ask([*kubectl, "get", "pods", selector], ""), "kubectl")
+
+
+def pod_logs(name: str, *, namespace: str | None, label: str, ask: Ask = ask) -> str:
+    """Returns what the pods of a job have printed, each line with its pod's name."""
+    selector = f"--selector={label}={name}"
+    many = f"--max-log-requests={_MAX_PODS_OF_LOGS}"
+    argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
+    shown = _told(ask(argv, ""), "kubectl")
+    if not shown:
+        raise _nothing("--logs", name, "kubectl")
+    return shown
+
+
+def _kubectl(namespace: str | None) -> list[str]:
+    return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
+
+
+def _told(answer: Answer, command: str) -> str:
+    """Returns what a command printed; raises its own words, in one line, if it failed."""
+    if not answer.exit_code:
+        return answer.output
+    said = _said(answer)
+    fix = "correct what it names"
+    if re.search('namespaces "[^"]*" not found', said):
+        fix = "correct --namespace, or make it with kubectl create namespace"
+    received = f"exit code {answer.exit_code}: {said}"
+    raise UsageError(command, received=received, expected="it to do as asked", fix=fix)
+
+
+def _said(answer: Answer) -> str:
+    """Returns the line that says most: the first with an error, past the lines of a log."""
+    lines = [line.strip() for line in (answer.errors or answer.output).splitlines()]
+    lines = [line for line in lines if line and not re.match(r"[EWIF]\d{4} ", line)]
+    return next((line for line in lines if "error" in line.lower()), (lines or ["nothing"])[-1])
+
+
+def _nothing(flag: str, name: str, command: str) -> UsageError:
+    expected = f"the name of a job that {command} still knows"
+    fix = "correct the name" + (", or give its --namespace" if command == "kubectl" else "")
+    return UsageError(flag, received=repr(name), expected=expected, fix=fix)
