@@ -24,6 +24,7 @@ import ps_cnn
 import report
 import results
 import row
+import save_overhead
 import single_cnn
 import single_dense
 
@@ -35,6 +36,7 @@ ROWS = tuple(
         multiworker_cnn,
         multiworker_overhead,
         ps_cnn,
+        save_overhead,
         input_by_index,
         demo_start,
         launcher_help,

@@ -204,17 +204,21 @@ class ChaosRun:
         for line in lines:
             text = line.decode(errors="replace")
             if self._launcher.named.search(text):
+                self._take_marks()  # a task that killed itself has said so before
                 self._faults.named(text.removeprefix("[launch] "), now_s)
 
     def _look(self, launcher_pid: int) -> None:
         """Takes the new marks, and lets the next fault happen if it is time."""
+        self._take_marks()
+        self._faults.tick(launcher_pid)
+
+    def _take_marks(self) -> None:
         for mark in self._tail.read():
             self._heard_s = time.monotonic()
             self._marks.append(mark)
             self._faults.saw(mark)
             if mark["event"] == "program":
                 self._watched.add([mark["pid"]])
-        self._faults.tick(launcher_pid)
 
     def _await_tasks(self) -> None:
         ours = self._launcher.ends_its_tasks
