@@ -107,7 +107,9 @@ class Job:
 
 
 def default_signals():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell without job control ignores it
+    """Undoes what nohup, or a shell without job control, has this process ignore."""
+    for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def take_terminal():
