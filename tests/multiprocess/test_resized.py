@@ -1,0 +1,70 @@
+"""A run that goes on with another number of workers: the same examples, and the same loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "resized.py"
+DEADLINE_S = 120
+KILLED = 128 + 9
+# Workers, and the step at which the chief is killed.
+RESIZED = ((1, 50), (3, 110), (4, 150), (2, 0))
+
+
+def run(*arguments: str) -> Any:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment,
+    )
+
+
+def train(out: Path, *, workers: int, kill_at: int) -> None:
+    run_dir = out / f"job-{workers}-{kill_at}"
+    flags = ["--strategy", "multiworker" if workers > 1 else "single", f"--workers={workers}"]
+    program = [str(PROGRAM), str(out), str(kill_at)]
+    done = run("tfdist.launch", *flags, f"--run_dir={run_dir}", *program)
+    logs = "\n".join(f"== {f}\n{f.read_text()}" for f in sorted(run_dir.glob("logs/**/*.log")))
+    expected = KILLED if kill_at else 0
+    assert done.returncode == expected, f"{done.stdout}\n{done.stderr}\n{logs}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The directories of a run on one device, and of one that was resized three times."""
+    whole, resized = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("resized")
+    train(whole, workers=1, kill_at=0)
+    for workers, kill_at in RESIZED:
+        train(resized, workers=workers, kill_at=kill_at)
+    return whole, resized
+
+
+def test_each_step_sees_the_same_examples_augmented_alike(runs: tuple[Path, Path]) -> None:
+    whole, resized = (str(directory / "ledger") for directory in runs)
+    done = run("tfdist.ledger", resized, "--same_as", whole)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "steps with other examples: none" in done.stdout
+    assert "steps with other bits after augmentation: none" in done.stdout
+    proof = run("tfdist.ledger", resized, "--json")
+    told = json.loads(proof.stdout)
+    assert told["proved"] is True
+    assert [len(attempt["tasks"]) for attempt in told["attempts"]] == [1, 3, 4, 2]
+
+
+def test_the_loss_is_the_same_over_two_hundred_steps(runs: tuple[Path, Path]) -> None:
+    whole, resized = (json.loads((directory / "found.json").read_text()) for directory in runs)
+    assert len(whole["loss"]) == 40
+    assert whole["loss"][-1] < 0.5 * whole["loss"][0]
+    np.testing.assert_allclose(resized["loss"], whole["loss"], rtol=1e-4)
+    np.testing.assert_allclose(resized["weights"], whole["weights"], rtol=1e-4)
