@@ -303,6 +303,19 @@ def test_exact_refuses_another_number_of_replicas(strategies, tmp_path, caplog):
     assert "replicas 3 -> 1: the same run, not the same bits" in caplog.text
 
 
+def test_exact_refuses_another_number_of_threads(strategies, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="tfdist")
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "3")
+    fit(make(strategies[1]), tmp_path, epochs=1)
+    fit(make(strategies[1]), tmp_path, exact=True)
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "1")
+    with pytest.raises(UsageError, match="exact=True and threads 3 -> 1"):
+        fit(make(strategies[1]), tmp_path, epochs=3, exact=True)
+    assert "not the same bits" not in caplog.text
+    fit(make(strategies[1]), tmp_path, epochs=3)
+    assert "threads 3 -> 1: the same run, not the same bits" in caplog.text
+
+
 def prepared(strategy, data):
     job = job_of(strategy)
     length = inputs.Length(batch_size=6, epochs=1)

@@ -18,6 +18,7 @@ from tfdist.checkpoint.best import Best
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast, is_chief
+from tfdist.strategy.devices import threads_of_an_operation
 
 _LOG = logging.getLogger(__name__)
 
@@ -243,6 +244,7 @@ def _place(job: Job) -> dict[str, Any]:
     return {
         "strategy": job.kind,
         "replicas": job.num_replicas,
+        "threads": threads_of_an_operation(),
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
     }

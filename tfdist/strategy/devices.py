@@ -35,6 +35,14 @@ def set_threads(threads: int | None) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
 
 
+def threads_of_an_operation() -> int:
+    """How many threads TensorFlow gives one operation: on a CPU sums are rounded accordingly."""
+    told = tf.config.threading.get_intra_op_parallelism_threads()
+    if not told and os.environ.get("TF_NUM_INTRAOP_THREADS", "").isdecimal():
+        told = int(os.environ["TF_NUM_INTRAOP_THREADS"])
+    return told or usable_cores()
+
+
 def usable_cores() -> int:
     """The processors this process may run on."""
     return len(os.sched_getaffinity(0))
