@@ -89,7 +89,7 @@ def test_before_its_training_a_task_says_only_that_it_lives(pipe, run):
     run(FAST + "sys.stdin.read()")
     first, second = pipe.beats(2)
     assert first["task"] == "worker-0"
-    beat = {"phase": "import", "step": None, "first_step": None}
+    beat = {"phase": "import", "step": None, "first_step": None, "awaited": None}
     assert first["beat"] == beat | {"since": first["beat"]["since"]}
     assert before_s <= first["beat"]["since"] <= first["at"] < second["at"] <= time.monotonic()
 
@@ -97,6 +97,7 @@ def test_before_its_training_a_task_says_only_that_it_lives(pipe, run):
 def test_a_task_says_what_it_is_doing(pipe, run):
     source = """
     from tfdist.cluster import phases
+    phases.say_awaited(phases.Awaited(task="worker-1", since_s=2.5, is_first=True))
     phases.enter("step", step=4); phases.enter("validate", step=8)
     state = phases.current()
     print(state.since_s, state.first_step_s, flush=True)
@@ -110,6 +111,7 @@ def test_a_task_says_what_it_is_doing(pipe, run):
         "step": 8,
         "since": pytest.approx(since_s, abs=0.001),
         "first_step": pytest.approx(first_step_s, abs=0.001),
+        "awaited": {"task": "worker-1", "since": 2.5, "first": True},
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
+from tfdist.launch.events import Asked, Awaited, Beat, Ended, Raised, Started
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
@@ -157,12 +157,15 @@ def test_a_start_that_was_not_begun_is_taken_back_when_the_task_is_to_end(proces
 
 def test_a_sign_of_life_is_an_event(processes):
     beat = {"phase": "step", "step": 7, "since": 4.0, "first_step": None}
+    beat["awaited"] = {"task": "worker-0", "since": 3.0, "first": False}
     note = {"task": "worker-0", "beat": beat, "at": 4.5}
     stray = {**note, "task": "worker-9"}
     bad = {**note, "beat": {"phase": "step"}}
     write_note(processes, *[json.dumps(one) for one in (stray, bad, note)])
     (event,) = processes.wait(1)
-    assert event == Beat(task=W0, phase="step", step=7, since_s=4.0, first_step_s=None, at_s=4.5)
+    awaited = Awaited(task=W0, since_s=3.0, is_first=False)
+    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None}
+    assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 
 def test_a_program_that_failed_tells_its_step(processes):

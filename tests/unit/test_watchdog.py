@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat
+from tfdist.launch.events import Awaited, Beat
 from tfdist.launch.watchdog import CHECK_EVERY_S, LATE_S, Watchdog, holds_pipe, proc_state
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
@@ -32,6 +33,7 @@ class Job:
         self.held_up = False
         self.doing = {task: ("import", None, self.now_s) for task in tasks}
         self.silent = set()
+        self.awaited = None
         self.watchdog = Watchdog(
             hang_timeout_s=hang_timeout_s,
             startup_timeout_s=startup_timeout_s,
@@ -64,6 +66,7 @@ class Job:
                     since_s=since_s,
                     first_step_s=None,
                     at_s=self.now_s,
+                    awaited=self.awaited if task == CHIEF else None,
                 )
             )
 
@@ -290,6 +293,38 @@ def test_a_stopped_server_is_found_by_its_silence(frozen):
     job.stop(frozen)
     hang = job.run(HANG_S + 2, work=lambda: job.enter("step", CHIEF, step=next(steps)))
     assert hang.task == frozen
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_worker_that_does_not_do_its_piece_is_blamed_while_the_others_go_on(is_first):
+    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    steps = iter(range(10_000))
+    job.run(5)
+    job.awaited = Awaited(task=W1, since_s=job.now_s, is_first=is_first)
+    limit_s = HANG_S * (3 if is_first else 1)
+    assert job.run(limit_s - 2, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
+    hang = job.run(4, work=lambda: job.enter("step", CHIEF, step=next(steps)))
+    assert hang.task == W1
+    assert re.fullmatch(r"hangs: its piece of work is not done after (2|6)[01] s", hang.cause)
+
+
+def test_a_chief_that_waits_for_a_piece_is_not_blamed_for_it():
+    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    job.enter("step", CHIEF, step=7)
+    job.run(1)
+    job.awaited = Awaited(task=W0, since_s=job.now_s, is_first=False)
+    assert job.run(HANG_S + 2).task == W0
+
+
+def test_pieces_that_are_done_in_time_blame_nobody():
+    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+
+    def work():
+        job.enter("step", CHIEF, step=1)
+        if job.now_s % 10 == 0:
+            job.awaited = Awaited(task=W1, since_s=job.now_s, is_first=False)
+
+    assert job.run(10 * HANG_S, work=work) is None
 
 
 def test_a_launcher_that_was_stopped_itself_blames_nobody():

@@ -37,12 +37,39 @@ class PhaseState:
     first_step_s: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Awaited:
+    """The oldest piece of work that this process has given to another and that is not done.
+
+    Attributes:
+      task: who has it, as ``worker-1``.
+      since_s: `time.monotonic` when it was given.
+      is_first: whether it is the first that this task has been given, which takes longer.
+    """
+
+    task: str
+    since_s: float
+    is_first: bool
+
+
 _state = PhaseState(since_s=time.monotonic())
+_awaited: Awaited | None = None
 
 
 def current() -> PhaseState:
     """Returns where this process stands; safe in any thread."""
     return _state
+
+
+def awaited() -> Awaited | None:
+    """Returns what this process waits for; safe in any thread."""
+    return _awaited
+
+
+def say_awaited(oldest: Awaited | None) -> None:
+    """Says what this process waits for, None for nothing; for whoever hands out the work."""
+    global _awaited
+    _awaited = oldest
 
 
 def enter(phase: str, *, step: int | None = None) -> None:

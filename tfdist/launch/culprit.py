@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
+from tfdist.launch.events import Awaited
 
 WAITING = ("save", "validate", "step", "rendezvous")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
@@ -47,6 +48,7 @@ class Watched:
     step: int | None = None
     has_spoken: bool = False
     state: str | None = "R"
+    awaited: Awaited | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -68,6 +70,7 @@ class Watched:
 def find(
     *,
     silent: Sequence[Watched],
+    owing: Sequence[tuple[Watched, float]],
     busy: Sequence[Watched],
     waiting: Sequence[Watched],
     chief: Task,
@@ -75,12 +78,16 @@ def find(
 ) -> tuple[Watched, str] | None:
     """Returns whom to blame and why, None if there is nobody.
 
-    First a silent task: a stopped one before others. Then one that is busy while others wait for
-    it. Then, of those that wait, the one with the fewest steps. Where all are alike, the chief.
+    First a silent task: a stopped one before others. Then one that owes work, given with the
+    moment since when. Then one that is busy while others wait for it. Then, of those that wait, the
+    one with the fewest steps. Where all are alike, the chief.
     """
     if silent:
         blamed = min(silent, key=lambda task: (not task.is_stopped, task.heard_s))
         return blamed, _silence(blamed, now_s) + _waits(waiting, but=blamed)
+    if owing:
+        blamed, since_s = min(owing, key=lambda owed: owed[1])
+        return blamed, f"its piece of work is not done after {now_s - since_s:.0f} s"
     if busy:
         blamed = min(busy, key=lambda task: (task.steps, task.since_s))
         return blamed, f"{blamed.doing} for {_age(blamed, now_s)}" + _waits(waiting, but=blamed)

@@ -29,6 +29,16 @@ class Raised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Awaited:
+    """The oldest piece of work that a task has given to another and that is not done."""
+
+    task: Task
+    since_s: float
+    is_first: bool
+    """Whether it is this task's first, which takes longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
     """A sign of life: what a task is doing, by its own word. Moments are those of one clock."""
 
@@ -41,6 +51,7 @@ class Beat:
     first_step_s: float | None
     """When this process had done its first steps."""
     at_s: float
+    awaited: Awaited | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

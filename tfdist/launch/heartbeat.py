@@ -15,9 +15,9 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from types import ModuleType
 
-    from tfdist.cluster.phases import PhaseState
+    from tfdist.cluster.phases import Awaited
 
 STACK_SIGNAL: int = _signal.SIGQUIT
 """Makes a task print the Python stacks of all its threads, unless its program handles it."""
@@ -55,14 +55,15 @@ def print_stacks_when_asked() -> None:
 
 def steps_done() -> int | None:
     """Returns the steps that this process says it has done, None before its training."""
-    current = _current_phase()
-    step = None if current is None else current().step
+    phases = _phases()
+    step = None if phases is None else phases.current().step
     return None if step is None else int(step)
 
 
-def _current_phase() -> Callable[[], PhaseState] | None:
-    """Only if the program has imported it: until then there is nothing to say."""
-    return getattr(sys.modules.get("tfdist.cluster.phases"), "current", None)
+def _phases() -> ModuleType | None:
+    """Only if the program has imported it whole: until then there is nothing to say."""
+    module = sys.modules.get("tfdist.cluster.phases")
+    return module if hasattr(module, "entered") else None
 
 
 def _beat(fd: int, pipe: tuple[int, int] | None, task: str, every_s: float) -> None:
@@ -97,15 +98,24 @@ def _identity(fd: int) -> tuple[int, int] | None:
 def _line(task: str, started_s: float) -> bytes:
     """Returns a beat as JSON, without `json`: a program may have a module of that name."""
     phase, step, since_s, first_s = "import", None, started_s, None
-    current = _current_phase()
-    if current is not None:
-        state = current()
+    awaited = None
+    phases = _phases()
+    if phases is not None:
+        state, awaited = phases.current(), phases.awaited()
         phase, step, first_s = state.phase, state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # it may have been imported before the fork
     name = phase if phase.isidentifier() and phase.isascii() else "other"
     return (
         f'{{"task": "{task}", "beat": {{"phase": "{name[:_MAX_PHASE_CHARS]}", '
         f'"step": {"null" if step is None else int(step)}, "since": {since_s:.3f}, '
-        f'"first_step": {"null" if first_s is None else f"{first_s:.3f}"}}}, '
+        f'"first_step": {"null" if first_s is None else f"{first_s:.3f}"}, '
+        f'"awaited": {_awaited(awaited)}}}, '
         f'"at": {time.monotonic():.3f}}}\n'
     ).encode()
+
+
+def _awaited(awaited: Awaited | None) -> str:
+    if awaited is None:
+        return "null"
+    first = "true" if awaited.is_first else "false"
+    return f'{{"task": "{awaited.task}", "since": {awaited.since_s:.3f}, "first": {first}}}'

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.events import Asked, Beat, Ended, Event, Raised, Started
+from tfdist.launch.events import Asked, Awaited, Beat, Ended, Event, Raised, Started
 from tfdist.launch.evidence import KillEvidence
 from tfdist.launch.guard import Guard
 from tfdist.launch.guardian import MARK
@@ -273,6 +273,7 @@ def _note(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
             since_s=beat["since"],
             first_step_s=beat["first_step"],
             at_s=at_s,
+            awaited=_awaited(beat["awaited"], tasks),
         )
     return Raised(
         task=task,
@@ -281,3 +282,9 @@ def _note(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
         at_s=at_s,
         step=note.get("step"),
     )
+
+
+def _awaited(told: dict[str, Any] | None, tasks: Mapping[str, Task]) -> Awaited | None:
+    if told is None or told["task"] not in tasks:
+        return None
+    return Awaited(task=tasks[told["task"]], since_s=told["since"], is_first=told["first"])

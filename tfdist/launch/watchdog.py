@@ -99,6 +99,7 @@ class Watchdog:
             return
         task.heard_s, task.has_spoken = beat.at_s, True
         task.phase, task.step, task.since_s = beat.phase, beat.step, beat.since_s
+        task.awaited = beat.awaited
 
     def next_check_s(self) -> float:
         """Returns when `verdict` is to be asked for again; infinity when nothing is watched."""
@@ -120,7 +121,8 @@ class Watchdog:
         self._checked_s = now_s
         self._look_at_silent(now_s)
         tasks = self._tasks()
-        if any(self._is_mute(task, now_s) or self._is_over(task, now_s) for task in tasks):
+        owing = self._owing(now_s)
+        if owing or any(self._is_mute(task, now_s) or self._is_over(task, now_s) for task in tasks):
             self._noticed_s = now_s if self._noticed_s is None else self._noticed_s
             return self._hang(now_s, noticed_s=self._noticed_s)
         self._noticed_s = None
@@ -167,6 +169,17 @@ class Watchdog:
             timeout_s += max((_TRACE_TIMEOUTS - 1) * timeout_s, self._startup_timeout_s)
         return age_s >= timeout_s
 
+    def _owing(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
+        """Returns the tasks that have had a piece of work for too long, and since when."""
+        found = []
+        for awaited in (task.awaited for task in self._tasks()):
+            if awaited is None or awaited.task not in self._watched:
+                continue
+            limit_s = self._hang_timeout_s * (_TRACE_TIMEOUTS if awaited.is_first else 1)
+            if now_s - max(awaited.since_s, self._excused_s) >= limit_s - early_s:
+                found.append((self._watched[awaited.task], awaited.since_s))
+        return found
+
     def _busy(self, task: Watched) -> bool:
         """Whether others may wait for a task that does not wait for them."""
         return task.phase in _BUSY and not self._serves(task)
@@ -187,6 +200,7 @@ class Watchdog:
             return None  # one of them may have stopped just now: its next beat tells
         found = culprit.find(
             silent=silent,
+            owing=self._owing(now_s, early_s=LATE_S),  # the chief may have been late first
             busy=[task for task in tasks if self._busy(task) and self._is_late(task, now_s)],
             waiting=[task for task in tasks if self._waits(task)],
             chief=self._chief,

@@ -23,6 +23,7 @@ from tensorflow.python.distribute.coordinator import coordinator_context
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import executor as tf_executor
 
+from tfdist.cluster import phases
 from tfdist.errors import PeerLost
 from tfdist.strategy.members import Members
 
@@ -112,6 +113,8 @@ class Crew:
         self._changed = threading.Condition()
         self._fatal: BaseException | None = None
         self._nobody_since: float | None = None
+        self._under_way: dict[int, phases.Awaited] = {}
+        self._begun: set[Place] = set()
         self.shares = {i: Share() for i in range(members.num_workers)}
         for worker in self.shares:
             threading.Thread(
@@ -188,7 +191,7 @@ class Crew:
         """Runs a piece; returns whether the worker is still there."""
         start_s = self._clock()
         try:
-            with _at(place, executor):
+            with self._awaited(place), _at(place, executor):
                 result = piece.function(place)
         except BaseException as error:
             if isinstance(error, tf.errors.OpError) and self._has_lost(piece, place, error):
@@ -202,6 +205,27 @@ class Crew:
         times = piece.losses + 1
         piece.future.set_result(Done(value=result, worker_index=place.worker_index, times=times))
         return True
+
+    @contextlib.contextmanager
+    def _awaited(self, place: Place) -> Iterator[None]:
+        """Says how old the oldest piece under way is, and who has it."""
+        worker = place.worker_index
+        task, is_first = f"worker-{worker}", place not in self._begun
+        self._begun.add(place)
+        now_s = time.monotonic()
+        self._say(worker, phases.Awaited(task=task, since_s=now_s, is_first=is_first))
+        try:
+            yield
+        finally:
+            self._say(worker, None)
+
+    def _say(self, worker: int, piece: phases.Awaited | None) -> None:
+        with self._changed:
+            self._under_way.pop(worker, None)
+            if piece is not None:
+                self._under_way[worker] = piece
+            pieces = self._under_way.values()
+            phases.say_awaited(min(pieces, key=lambda piece: piece.since_s, default=None))
 
     def _has_lost(self, piece: _Piece, place: Place, error: tf.errors.OpError) -> bool:
         """Whether `error` is the end of a worker or a ps, and not a mistake in the work."""
