@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -57,6 +58,31 @@ def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
     )
     assert done.returncode == 1
     assert 'File "<string>", line 3' in done.stderr
+
+
+def test_a_peer_that_dies_between_the_meeting_and_tensorflows_start_is_given_up_on(monkeypatch):
+    port, dying = hold_ports(1)[0], socket.create_server(("127.0.0.1", 0))
+    peer = f"127.0.0.1:{dying.getsockname()[1]}"
+    cluster = ClusterSpec(worker=(port.address, peer))
+    options = JobOptions(startup_timeout_s=5.0)
+    config = TaskConfig(cluster=cluster, task=Task("worker", 0), options=options)
+    monkeypatch.setenv("TF_CONFIG", encode(config))
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import tfdist; tfdist.make_strategy()"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    dying.settimeout(DEADLINE_S)
+    dying.accept()[0].close()  # worker 0 has seen its peer
+    dying.close()
+    try:
+        _, told = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"still waiting after {DEADLINE_S} s\n{process.communicate()[1]}")
+    assert process.returncode == 1, told
+    assert "Timeout" in told
+    assert "in make_strategy" in told
 
 
 def test_a_mistake_ends_a_program_without_the_launcher_in_one_line(monkeypatch):
