@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Container, Sequence
 
 from tfdist.cluster import Task
+from tfdist.launch.alone import Alone
 from tfdist.launch.blame import Blame
 from tfdist.launch.ending import Ending
 from tfdist.launch.events import Asked, Beat, Ended, Event, Raised, Started
@@ -20,7 +21,6 @@ from tfdist.launch.progress import Progress, Watcher
 from tfdist.launch.records import Records
 from tfdist.launch.report import Attempt, Failure, signal_name
 from tfdist.launch.restarts import RestartPolicy, Verdict
-from tfdist.launch.rundir import restart_log
 from tfdist.launch.signals import exit_code_for
 from tfdist.launch.supervised import Processes, Screen, named
 
@@ -58,7 +58,6 @@ class Supervisor:
         self._chief = chief
         self._is_ps = is_ps
         self._grace_s = grace_s
-        self._policy = policy
         self._processes = processes
         self._screen = screen
         self._clock = clock
@@ -67,13 +66,22 @@ class Supervisor:
         self._blame = Blame(patience_s=grace_s)
         self._running: dict[Task, None] = {}  # in the order of their start
         self._hang: tuple[Failure, tuple[Task, ...]] | None = None
-        self._returning: dict[Task, Failure] = {}  # to be started again alone once it has ended
-        self._restarts: list[Failure] = []
         self._failure: Failure | None = None
         self._verdict = Verdict()
         self._asked: int | None = None
         self._ending = Ending(
             self._running, processes=processes, records=self._records, clock=clock
+        )
+        self._alone = Alone(
+            self._specs,
+            is_ps=is_ps,
+            policy=policy,
+            blame=self._blame,
+            running=self._running,
+            processes=processes,
+            records=self._records,
+            screen=screen,
+            start=self._start,
         )
         self._straggler_deadline_s = self._stacks_deadline_s = math.inf
         self._started_s = self._woken_s = clock()
@@ -131,9 +139,7 @@ class Supervisor:
             self._ending.stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
         if self._ending.has_begun:
             return
-        if task in self._returning:
-            self._blame.forget(task)
-            self._start_again(self._returning.pop(task))
+        if self._alone.has_left(task):
             return
         if not ended.status:
             self._blame.forget(task)
@@ -180,50 +186,16 @@ class Supervisor:
                 self._find_hang(now_s)
                 return
             failure = self._progress.dated(self._progress.behind(failure), now_s=now_s)
-            if not self._returns(failure):
+            if not self._alone.take(failure):
                 # Its process may still have a traceback to print.
                 self._fail(failure, but=(failure.task,))
 
-    def _may_return(self, failure: Failure) -> bool:
-        """Whether a task can be started again alone: in a ps job of which only workers failed."""
-        failed = (failure.task, *self._blame.tasks)
-        return all(map(self._is_alone, failed)) and self._verdict_on(failure).restart
-
-    def _is_alone(self, task: Task) -> bool:
-        return self._is_ps and task.type == "worker"
-
-    def _verdict_on(self, failure: Failure) -> Verdict:
-        return self._policy.verdict(failure, alone=self._is_alone(failure.task))
-
-    def _returns(self, failure: Failure) -> bool:
-        """Has the failed task started again alone if that can be."""
-        if not self._may_return(failure):
-            return False
-        self._blame.forget(failure.task)
-        if failure.task in self._running:
-            self._returning[failure.task] = failure
-            self._processes.kill_alone(failure.task)
-        else:
-            self._start_again(failure)
-        return True
-
-    def _start_again(self, failure: Failure) -> None:
-        task = failure.task
-        reason = self._verdict_on(failure).reason
-        self._policy.restarted(failure)
-        self._restarts.append(failure)
-        self._processes.kill_alone(task)  # what it has left behind
-        spec = self._specs[task]
-        log = restart_log(spec.log_path, self._records.restarted(task))
-        self._screen.say(f"{task} failed: {failure.cause}; started again alone, {reason}: {log}")
-        self._start(dataclasses.replace(spec, log_path=log))
-
     def _find_hang(self, now_s: float) -> None:
-        self._hang = self._progress.hang(now_s, among=self._running.keys() - self._returning)
+        self._hang = self._progress.hang(now_s, among=self._running.keys() - self._alone.leaving)
         if self._hang is None:
             return
         failure, stuck = self._hang
-        if self._may_return(failure):  # the others go on, and are not disturbed
+        if self._alone.can_take(failure):  # the others go on, and are not disturbed
             stuck = tuple(task for task in stuck if task == failure.task)
         self._hang = failure, stuck
         self._stacks_deadline_s = now_s + (STACKS_S if stuck else 0.0)
@@ -240,11 +212,11 @@ class Supervisor:
         self._hang, self._stacks_deadline_s = None, math.inf
         stacks = tuple((task, self._screen.last_lines(task)) for task in stuck)
         failure = dataclasses.replace(failure, stacks=stacks)
-        if not self._returns(failure):
+        if not self._alone.take(failure):
             self._fail(failure)
 
     def _fail(self, failure: Failure, *, but: Container[Task] = ()) -> None:
-        self._verdict = self._verdict_on(failure)
+        self._verdict = self._alone.verdict_on(failure)
         self._failure = failure
         self._screen.show_failure(failure.task, failure.cause)
         within_s = self._grace_s
@@ -297,7 +269,7 @@ class Supervisor:
             exit_code=code,
             tasks=self._records.all(),
             first_failure=failure,
-            restarts=tuple(self._restarts),
+            restarts=tuple(self._alone.restarts),
             restart=self._verdict.reason if is_worth_it else "",
             started_at_s=self._started_s,
             first_step_at_s=self._progress.first_step_s,
