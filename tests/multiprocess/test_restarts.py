@@ -303,7 +303,7 @@ def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
     assert 0 < restart["restart_s"] < 2
 
 
-def test_a_worker_that_fails_when_the_restarts_are_used_up_ends_a_ps_job(launch):
+def test_a_ps_job_that_tells_no_step_ends_with_a_worker_that_does_not_return(launch):
     os.mkfifo("fifo")
     flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--run_dir=run", "--grace_s=0.5")
     job = launch(program(PS_JOB), *flags)

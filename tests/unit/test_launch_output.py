@@ -280,6 +280,7 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
             last_lines=("x",),
             stacks=((W1, ("File x.py, line 3",)),),
         ),
+        lost=(Failure(task=W1, cause="gone", exit_code=1, at_s=2, last_lines=("y",)),),
         started_at_s=0.5,
         first_step_at_s=1.75,
     )
@@ -305,6 +306,9 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
         "last_lines": ["x"],
         "stacks": {"worker-1": ["File x.py, line 3"]},
     }
+    assert [(f["task"], f["cause"], f["last_lines"]) for f in entry["lost"]] == [
+        ("worker-1", "gone", ["y"])
+    ]
     assert entry["detect_s"] == 0.021
     assert entry["first_step_s"] == 1.25
     assert entry["restart_s"] is None

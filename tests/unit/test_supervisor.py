@@ -93,12 +93,13 @@ class History:
         """Has the watchdog find a task that stands still, at `at_s`."""
         self.hang = (at_s, Hang(task=task, cause="hangs: silent", stuck=stuck))
 
-    def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0):
+    def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
         supervisor = Supervisor(
             [spec(task) for task in tasks],
             chief=tasks[0],
             is_ps=is_ps,
             grace_s=grace_s,
+            min_workers=min_workers,
             policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
             watchdog=self,
             processes=self,
@@ -702,6 +703,127 @@ def test_after_a_request_to_stop_no_worker_returns(history):
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
     assert attempt.exit_code == 143
     assert not attempt.restarts
+
+
+# a ps job that goes on without a worker
+
+
+def test_a_ps_job_that_trains_goes_on_without_a_worker_and_says_so(history):
+    history.beats(CHIEF, 4, step=7)
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.ends(CHIEF, 30)
+    attempt = history.run(PS_JOB, is_ps=True)
+    assert attempt.exit_code == 0
+    assert attempt.first_failure is None
+    assert history.sent(W0) == [(30, signal.SIGTERM)]
+    (lost,) = attempt.lost
+    assert (lost.task, lost.at_s, lost.step) == (W1, 5, 7)
+    assert lost.last_lines == ("last line of worker-1",)
+    assert history.killed_alone == [(5, W1)]  # what it has left behind
+    assert history.said == [
+        "worker-1 failed: killed by SIGKILL, not by the launcher; going on with worker-0",
+        "done without worker-1",
+    ]
+
+
+def test_the_end_of_the_last_worker_ends_the_job_by_the_name_of_the_first(history):
+    history.beats(CHIEF, 4, step=7)
+    history.ends(W1, 5, status=-signal.SIGSEGV)
+    history.ends(W0, 25, status=-signal.SIGKILL)
+    attempt = history.run(PS_JOB, is_ps=True)
+    assert attempt.first_failure.task == W1
+    assert attempt.exit_code == 128 + signal.SIGSEGV
+    assert history.failure_shown == (W1, "killed by SIGSEGV")
+    assert "worker-0 failed: killed by SIGKILL, not by the launcher; no worker is left" in (
+        history.said
+    )
+    assert history.sent(CHIEF) == [(25, signal.SIGTERM)]
+
+
+def test_all_workers_that_die_at_once_end_the_job(history):
+    history.beats(CHIEF, 4, step=7)
+    history.at(5, *(Ended(task=task, status=-signal.SIGKILL, at_s=5) for task in (W0, W1)))
+    attempt = history.run(PS_JOB, is_ps=True)
+    assert attempt.exit_code == 137
+    assert not attempt.lost
+
+
+@pytest.mark.parametrize(("min_workers", "code"), [(None, 1), (2, 1), (1, 0)])
+def test_before_the_first_step_enough_workers_must_be_left(history, min_workers, code):
+    history.ends(W1, 5, status=1)
+    history.ends(CHIEF, 30)
+    attempt = history.run(PS_JOB, is_ps=True, min_workers=min_workers)
+    assert attempt.exit_code == code
+    assert len(attempt.lost) == 1 - code
+
+
+@pytest.mark.parametrize("min_workers", [None, 1])
+def test_an_error_that_every_worker_raises_at_the_start_ends_the_job_at_once(history, min_workers):
+    for at_s, task in ((5.0, W0), (5.2, W1)):
+        history.at(at_s, Raised(task=task, exit_code=1, cause="ValueError: boom", at_s=at_s))
+        history.ends(task, at_s + 0.1, status=1)
+    attempt = history.run(PS_JOB, is_ps=True, min_workers=min_workers)
+    assert attempt.exit_code == 1
+    assert attempt.first_failure.task == W0
+    assert attempt.first_failure.cause == "ValueError: boom (exit code 1)"
+    assert history.sent(CHIEF)[0][0] <= 5.3
+
+
+def test_a_mistake_of_a_worker_ends_the_job_whenever_it_is_made(history):
+    history.beats(CHIEF, 4, step=7)
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.ends(W0, 6, status=2)
+    attempt = history.run((CHIEF, W0, W1, W2, PS), is_ps=True)
+    assert attempt.exit_code == 2
+    assert attempt.first_failure.task == W0
+
+
+def test_a_worker_that_stands_still_is_killed_and_done_without(history):
+    history.beats(CHIEF, 4, step=7)
+    history.hangs(20, W1, CHIEF, W1)
+    history.ends(CHIEF, 40)
+    attempt = history.run(PS_JOB, is_ps=True)
+    assert attempt.exit_code == 0
+    assert history.stacks_asked == [(20, W1)]
+    assert history.killed_alone[0] == (20 + STACKS_S, W1)
+    assert attempt.lost[0].cause == "hangs: silent"
+
+
+def test_a_worker_that_is_being_killed_counts_for_nobody(history):
+    history.beats(CHIEF, 4, step=7)
+    history.kill_alone = lambda task: None  # it takes its time
+    history.hangs(20, W1, W1)
+    history.ends(W0, 21, status=-signal.SIGKILL)
+    assert history.run(PS_JOB, is_ps=True).exit_code == 137
+
+
+@pytest.mark.parametrize("task", [CHIEF, PS])
+def test_without_restarts_a_chief_or_a_ps_still_ends_the_job(history, task):
+    history.beats(CHIEF, 4, step=7)
+    history.ends(task, 5, status=-signal.SIGKILL)
+    attempt = history.run(PS_JOB, is_ps=True)
+    assert attempt.exit_code == 137
+    assert attempt.first_failure.task == task
+
+
+def test_a_worker_of_a_multiworker_job_is_not_done_without(history):
+    history.beats(W0, 4, step=7)
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    assert history.run([W0, W1, W2]).exit_code == 137
+
+
+def test_workers_return_while_they_may_and_are_done_without_after_that(history):
+    history.beats(CHIEF, 4, step=7)
+    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.ends(W0, 6, status=1)
+    history.ends(CHIEF, 30)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert attempt.exit_code == 0
+    assert ([f.task for f in attempt.restarts], [f.task for f in attempt.lost]) == ([W1], [W0])
+    assert history.said[1] == (
+        "worker-0 failed: exit code 1; going on with worker-1"
+        " (not started again: the one restart within 3600 s used up)"
+    )
 
 
 # standing still

@@ -1,24 +1,27 @@
-"""Workers of a ps job that fail alone: the others go on while each is started again."""
+"""Workers of a ps job that fail alone: each is started again, or the others go on without it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from tfdist.cluster import Task
+from tfdist.errors import EXIT_USAGE
 from tfdist.launch.blame import Blame
 from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.progress import Progress
 from tfdist.launch.records import Records
 from tfdist.launch.report import Failure
 from tfdist.launch.restarts import RestartPolicy, Verdict
 from tfdist.launch.rundir import restart_log
-from tfdist.launch.supervised import Processes, Screen
+from tfdist.launch.supervised import Processes, Screen, named
 
 
 class Alone:
     """Deals with failures that need not end the attempt.
 
-    `running` is kept up to date by the supervisor, whose `start` starts a task again.
+    `running` is kept up to date by the supervisor, whose `start` starts a task again. Before the
+    first step the job needs `min_workers`, None for all; from then on it needs one.
     """
 
     def __init__(
@@ -26,8 +29,10 @@ class Alone:
         specs: Mapping[Task, ProcessSpec],
         *,
         is_ps: bool,
+        min_workers: int | None,
         policy: RestartPolicy,
         blame: Blame,
+        progress: Progress,
         running: Mapping[Task, None],
         processes: Processes,
         records: Records,
@@ -36,8 +41,10 @@ class Alone:
     ) -> None:
         self._specs = specs
         self._is_ps = is_ps
+        self._min_workers = min_workers or sum(task.type == "worker" for task in specs)
         self._policy = policy
         self._blame = blame
+        self._progress = progress
         self._running = running
         self._processes = processes
         self._records = records
@@ -46,6 +53,8 @@ class Alone:
         self._leaving: dict[Task, Failure] = {}  # to be dealt with once it has ended
         self.restarts: list[Failure] = []
         """Failures after which a task was started again alone."""
+        self.lost: list[Failure] = []
+        """Failures after which the others went on without the task."""
 
     @property
     def leaving(self) -> frozenset[Task]:
@@ -58,11 +67,13 @@ class Alone:
 
     def can_take(self, failure: Failure) -> bool:
         """Returns whether the others can go on: in a ps job of which only workers failed."""
-        failed = (failure.task, *self._blame.tasks)
-        return all(map(self._is_worker, failed)) and self.verdict_on(failure).restart
+        failed = {failure.task, *self._blame.tasks}
+        if not all(map(self._is_worker, failed)):
+            return False
+        return self.verdict_on(failure).restart or self._is_dispensable(failure, failed=failed)
 
     def take(self, failure: Failure) -> bool:
-        """Has the failed task started again alone if that can be; returns whether it can."""
+        """Has the others go on, with the failed task or without; returns whether they can."""
         if not self.can_take(failure):
             return False
         self._blame.forget(failure.task)
@@ -70,8 +81,14 @@ class Alone:
             self._leaving[failure.task] = failure
             self._processes.kill_alone(failure.task)
         else:
-            self._start_again(failure)
+            self._settle(failure)
         return True
+
+    def first(self, failure: Failure) -> Failure:
+        """Returns the first of the failures that have left a job without workers."""
+        is_last = self._is_worker(failure.task) and not self._others({failure.task})
+        is_cause = not self.lost or failure.exit_code == EXIT_USAGE
+        return failure if is_cause or not is_last else self.lost[0]
 
     def has_left(self, task: Task) -> bool:
         """Deals with the end of a task; returns whether it was one that had failed alone."""
@@ -79,18 +96,42 @@ class Alone:
         if failure is None:
             return False
         self._blame.forget(task)
-        self._start_again(failure)
+        self._settle(failure)
         return True
 
     def _is_worker(self, task: Task) -> bool:
         return self._is_ps and task.type == "worker"
+
+    def _others(self, failed: Container[Task]) -> list[Task]:
+        """Returns the workers that go on."""
+        workers = filter(self._is_worker, self._running)
+        return [task for task in workers if task not in failed and task not in self._leaving]
+
+    def _is_dispensable(self, failure: Failure, *, failed: Container[Task]) -> bool:
+        """Whether enough workers are left. A mistake in the program would be made by all."""
+        needed = 1 if self._progress.step is not None else self._min_workers
+        return failure.exit_code != EXIT_USAGE and len(self._others(failed)) >= needed
+
+    def _settle(self, failure: Failure) -> None:
+        self._processes.kill_alone(failure.task)  # what it has left behind
+        if self.verdict_on(failure).restart:
+            self._start_again(failure)
+        else:
+            self._lose(failure)
+
+    def _lose(self, failure: Failure) -> None:
+        task, verdict = failure.task, self.verdict_on(failure)
+        lines = self._screen.last_lines(task)
+        self.lost.append(dataclasses.replace(failure, last_lines=lines))
+        others = self._others({task})
+        why = f" (not started again: {verdict.reason})" if verdict.reason else ""
+        self._screen.say(f"{task} failed: {failure.cause}; going on with {named(others)}{why}")
 
     def _start_again(self, failure: Failure) -> None:
         task = failure.task
         reason = self.verdict_on(failure).reason
         self._policy.restarted(failure)
         self.restarts.append(failure)
-        self._processes.kill_alone(task)  # what it has left behind
         spec = self._specs[task]
         log = restart_log(spec.log_path, self._records.restarted(task))
         self._screen.say(f"{task} failed: {failure.cause}; started again alone, {reason}: {log}")

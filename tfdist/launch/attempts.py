@@ -173,6 +173,7 @@ class JobRun:
             chief=chief,
             is_ps=is_ps,
             grace_s=options.grace_s,
+            min_workers=options.min_workers,
             policy=self._policy,
             watchdog=watchdog,
             processes=processes,

@@ -51,6 +51,11 @@ class Progress:
         """Returns when the first step of this attempt was done, None if that is not known."""
         return self._first_step_s
 
+    @property
+    def step(self) -> int | None:
+        """Returns the last step that any task has told; None before the training."""
+        return self._step
+
     def started(self, event: Started) -> None:
         """Takes down that a task has a process, which has said nothing yet."""
         self._beats.pop(event.task, None)

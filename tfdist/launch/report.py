@@ -64,6 +64,8 @@ class Attempt:
     first_failure: Failure | None = None
     restarts: tuple[Failure, ...] = ()
     """Failures after which one task was started again alone."""
+    lost: tuple[Failure, ...] = ()
+    """Failures of workers without which the others went on to the end of the attempt."""
     restart: str = ""
     """Why the whole job is to be started again; empty if it is not."""
     started_at_s: float | None = None
@@ -122,7 +124,7 @@ def attempt_entry(attempt: Attempt, *, number: int, epoch_s: float) -> dict[str,
             "detect_s": _rounded(failure.detect_s),
         }
 
-    failure, restarts = attempt.first_failure, attempt.restarts
+    failure, restarts, lost = attempt.first_failure, attempt.restarts, attempt.lost
     return {
         "attempt": number,
         "exit_code": attempt.exit_code,
@@ -133,6 +135,7 @@ def attempt_entry(attempt: Attempt, *, number: int, epoch_s: float) -> dict[str,
         "restarts": [
             {**failure_entry(past), "restart_s": _restart_s(attempt, past)} for past in restarts
         ],
+        "lost": [{**failure_entry(past), "last_lines": list(past.last_lines)} for past in lost],
         "first_failure": failure
         and {
             **failure_entry(failure),

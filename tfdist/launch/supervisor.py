@@ -48,6 +48,7 @@ class Supervisor:
         chief: Task,
         is_ps: bool,
         grace_s: float,
+        min_workers: int | None,
         policy: RestartPolicy,
         watchdog: Watcher,
         processes: Processes,
@@ -75,8 +76,10 @@ class Supervisor:
         self._alone = Alone(
             self._specs,
             is_ps=is_ps,
+            min_workers=min_workers,
             policy=policy,
             blame=self._blame,
+            progress=self._progress,
             running=self._running,
             processes=processes,
             records=self._records,
@@ -217,8 +220,10 @@ class Supervisor:
 
     def _fail(self, failure: Failure, *, but: Container[Task] = ()) -> None:
         self._verdict = self._alone.verdict_on(failure)
-        self._failure = failure
-        self._screen.show_failure(failure.task, failure.cause)
+        self._failure = first = self._alone.first(failure)
+        if first is not failure:
+            self._screen.say(f"{failure.task} failed: {failure.cause}; no worker is left")
+        self._screen.show_failure(first.task, first.cause)
         within_s = self._grace_s
         if self._verdict.restart:
             within_s = min(within_s, RESTART_GRACE_S)
@@ -264,12 +269,15 @@ class Supervisor:
             code = failure.exit_code
         if self._asked is not None:
             code = exit_code_for(self._asked)
+        if not code and self._alone.lost:
+            self._screen.say(f"done without {named(lost.task for lost in self._alone.lost)}")
         is_worth_it = self._verdict.restart and self._asked is None and not self._running
         return Attempt(
             exit_code=code,
             tasks=self._records.all(),
             first_failure=failure,
             restarts=tuple(self._alone.restarts),
+            lost=tuple(self._alone.lost),
             restart=self._verdict.reason if is_worth_it else "",
             started_at_s=self._started_s,
             first_step_at_s=self._progress.first_step_s,
