@@ -30,7 +30,7 @@ _HELP = {
     "run_dir": "where the job writes (runs/NAME, in the first --volume)",
     "dry_run": "print what would be submitted",
 }
-_NOT_HERE = ("start", "restart_window_s")
+_NOT_HERE = ("start", "restart_window_s", "isolate")
 _EXIT_SIGPIPE = 141
 
 

@@ -30,7 +30,8 @@ def test_restarts_are_to_be_asked_for_and_a_hang_timeout_can_be_turned_off():
 
 @pytest.mark.parametrize("flag", [flag.name for flag in FLAGS if flag.name != "help"])
 def test_every_flag_in_the_help_is_read(flag):
-    example = {"strategy": "ps", "start": "fork", "run_dir": "x", "dry_run": ""}.get(flag, "2")
+    examples = {"strategy": "ps", "start": "fork", "run_dir": "x", "isolate": "", "dry_run": ""}
+    example = examples.get(flag, "2")
     words = [f"--{flag}", example] if example else [f"--{flag}"]
     assert f"--{flag}" in help_text()
     others = ["--ps", "1", "--workers", "2"] if flag == "min_workers" else []

@@ -50,6 +50,7 @@ def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (PODS + "--nodes 2 train.py", "expected slurm"),
         (SLURM + "--start fork train.py", "leave --start out"),
         (SLURM + "--restart_window_s 3 train.py", "leave --restart_window_s out"),
+        (SLURM + "--isolate train.py", "leave --isolate out"),
         (SLURM + "--workers two train.py", "an integer"),
         (SLURM + "--workers 2 --strategy mirrored train.py", "one process"),
         (SLURM + "--strategy multiworker train.py", "2 or more"),
@@ -159,7 +160,7 @@ def test_the_programs_own_flags_reach_the_program(
 def test_the_help_has_the_launchers_flags_too(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("--to slurm --help", capsys)
     for flag in LAUNCHER:
-        left_out = flag.name in ("start", "restart_window_s", "help")
+        left_out = flag.name in ("start", "restart_window_s", "isolate", "help")
         assert (f"\n  --{flag.name} {flag.shown}".rstrip() + "\n" in text) != left_out, flag.name
 
 

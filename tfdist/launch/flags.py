@@ -115,6 +115,12 @@ FLAGS = (
         help="a new Python for each task, or TensorFlow imported once and forked",
     ),
     _Flag(
+        name="isolate",
+        read=None,
+        shown="",
+        help="run the job in a network of its own, with nothing but loopback in it",
+    ),
+    _Flag(
         name="dry_run",
         read=None,
         shown="",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.launch.attempts import Job, JobRun
+from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import decided_strategy, render, start_method
@@ -45,6 +46,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
         ),
         is_terminal=shows_in_place(1, environ),
     )
+    if options.isolate and not options.dry_run:
+        isolate()
     open_files = raise_file_limit(job.num_ports * _FILES_PER_TASK + _OTHER_FILES)
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(port) for port in hold_ports(job.num_ports)]

@@ -57,6 +57,7 @@ class LaunchOptions:
     restart_window_s: float = 3600.0
     hang_timeout_s: float = 300.0
     run_dir: str | None = None
+    isolate: bool = False
     dry_run: bool = False
     start: str = "auto"
     program: Program = Program()
