@@ -8,10 +8,10 @@ ARGS ?=
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test lint chaos bench recovery clean
+.PHONY: help setup demo test test-mpi lint chaos bench recovery clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(READY)  ## a virtual environment in .venv with the pinned versions, once
 
@@ -32,6 +32,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
 endif
+
+test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debian
+	tests/mpi/setup.sh
+	$(CPU_ONLY) $(PY) -m pytest tests/mpi $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .

@@ -1,0 +1,56 @@
+"""Two ranks of a real mpirun are a job by their environment alone; `make test-mpi`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tfdist.errors import EXIT_OK, EXIT_USAGE
+from tfdist.outputs.run_directory import RunDirectory
+
+DEADLINE_S = 120
+# Open MPI wants to be told so, where root or a machine with one core starts it.
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+LAUNCH = (sys.executable, "-m", "tfdist.launch", "--workers=2", "--threads_per_task=1")
+DIGITS = ("--config.total_examples=3200", "--config.checkpoints=2", "--config.seed=1")
+ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+
+
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environ | variables,
+        check=False,
+    )
+
+
+def test_two_ranks_train_what_two_tasks_of_the_launcher_train(tmp_path: Path) -> None:
+    ranks, tasks = tmp_path / "mpirun", tmp_path / "launch"
+    program = [sys.executable, "-m", "tfdist.train", f"--config.run_dir={ranks}", *DIGITS]
+    done = run([*MPIRUN, *program], **ONE_THREAD)
+    assert done.returncode == EXIT_OK, done.stdout + done.stderr
+    made = RunDirectory(ranks).read_summary()
+    assert made is not None
+    assert (made["status"], made["strategy"], made["workers"]) == ("done", "multiworker", 2)
+
+    done = run([*LAUNCH, f"--run_dir={tasks}", "--", *DIGITS])
+    assert done.returncode == EXIT_OK, done.stdout + done.stderr
+    same = RunDirectory(tasks).read_summary()
+    assert same is not None
+    assert made["weights_sha256"] == same["weights_sha256"]
+
+
+def test_hosts_that_mpirun_did_not_use_are_refused_by_each_rank() -> None:
+    program = "import os; from tfdist.strategy import make_strategy; make_strategy()"
+    done = run([*MPIRUN, sys.executable, "-c", program], TFDIST_HOSTS="a,b")
+    assert done.returncode == EXIT_USAGE, done.stderr
+    assert "Traceback" not in done.stderr
+    said = re.findall(r"OMPI_COMM_WORLD_LOCAL_SIZE: received 2 for rank (\d)", done.stderr)
+    assert said  # mpirun ends the others at the first that fails
