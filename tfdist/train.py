@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tfdist.cluster import read_environment
 from tfdist.configs.command_line import Command, help_text, parse
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError
 
@@ -44,7 +45,9 @@ def _set_up_logging() -> None:
 
 
 def _train(command: Command) -> int:
-    # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
+    read_environment(os.environ)
+    # Only now: a wrong flag or variable is answered without the seconds that TensorFlow takes to
+    # load, and the lines that it prints.
     from tfdist.training.run import run
 
     run(command.config, overwrite=command.overwrite, environ=os.environ)

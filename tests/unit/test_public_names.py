@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,27 @@ def test_errors_are_there_without_tensorflow() -> None:
         "assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [(["--no_such_flag"], {}), ([], {"TFDIST_STRATEGY": "ps"}), ([], {"TF_CONFIG": "{"})],
+)
+def test_the_program_refuses_flags_and_variables_without_tensorflow(
+    flags: list[str], variables: dict[str, str]
+) -> None:
+    program = (
+        "import sys; from tfdist import train; code = train.main(sys.argv[1:]);"
+        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *flags],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    named = [*flags, *variables][0].strip("-")
+    assert done.stderr.startswith("tfdist.train: "), done.stderr
+    assert named in done.stderr, done.stderr
