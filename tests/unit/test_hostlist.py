@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,6 +149,35 @@ def test_the_nodes_of_the_largest_machines_are_expanded() -> None:
     assert len(names) == 9_856 + 160_000
     assert (names[0], names[9_855], names[-1]) == ("frontier00001", "frontier09856", "n160000")
     assert compress(names) == "frontier[00001-09856],n[1-160000]"
+
+
+HOLES = ",".join(f"{first}-{first + 1}" for first in range(1, 158_976, 3))
+LARGE = {
+    "one range": ("n[1-158976]", 158_976),
+    "zeros": ("n[000001-158976]", 158_976),
+    "racks": ("rack[1-432]node[001-368]", 158_976),
+    "every third one missing": (f"n[{HOLES}]", 105_984),
+    "that with zeros": (f"n[{re.sub('[0-9]+', lambda found: found[0].zfill(6), HOLES)}]", 105_984),
+    "racks with holes": (
+        ",".join(f"r{rack}n[1-90,92-181,183,184]" for rack in range(864)),
+        157_248,
+    ),
+    "no ranges": (",".join(f"n{number}" for number in range(158_976)), 158_976),
+}
+
+
+@pytest.mark.parametrize("form", LARGE)
+def test_a_list_of_the_nodes_of_the_largest_machine_takes_less_than_50_ms(form: str) -> None:
+    text, count = LARGE[form]  # Fugaku has 158,976 nodes, the most of the TOP500
+    assert any(timed(text, count) < 0.05 for _ in range(20))
+
+
+def timed(text: str, count: int) -> float:
+    start_s = time.process_time()  # of this process alone, however busy the machine is
+    names = expand(text, where="X")
+    elapsed_s = time.process_time() - start_s
+    assert len(names) == count
+    return elapsed_s
 
 
 def test_counts_are_repeated_as_often_as_they_say() -> None:

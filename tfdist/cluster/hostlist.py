@@ -20,6 +20,7 @@ _MAX_DIGITS = 18
 _ELEMENT = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _STRAY = re.compile(r"[\s()]")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _DIGITS = "0123456789"
 _NUMBERS = "numbers and ranges, as in [1-3,7]"
@@ -125,27 +126,26 @@ def _combined(pieces: Sequence[str], values: Sequence[Sequence[str]]) -> list[st
 
 def _numbers(inside: str, where: str) -> list[str]:
     """Returns the numbers of one bracket, such as ``1-3,07``, as they are written."""
+    if not _RANGES.fullmatch(inside):
+        raise _mistake(f"[{inside}]", where, _NUMBERS)
     parts = inside.split(",")
-    if "-" not in inside and _are_numbers(parts):
+    if "-" not in inside:
         return parts
     made: list[str] = []
     for part in parts:
         low, dash, high = part.partition("-")
+        made.append(low)
         if not dash:
-            high = low
-        if not (_is_number(low) and _is_number(high)):
-            raise _mistake(f"[{inside}]", where, _NUMBERS)
+            continue
         first, last = int(low), int(high)
         if first > last:
             raise _mistake(f"[{inside}]", where, _NUMBERS)
-        if last - first >= MAX_HOSTS - len(made):
+        if last - first > MAX_HOSTS - len(made):
             raise _mistake(f"[{inside}]", where, f"at most {MAX_HOSTS} names in all")
-        if not dash:
-            made.append(low)
-        elif len(low) == len(high) and low[0] != "0":
-            made += map(str, range(first, last + 1))
-        else:
-            _add_range(made, first, last, len(low))
+        if last - first > 1:
+            _add_range(made, first + 1, last - 1, len(low))
+        if last > first:
+            made.append(str(last).zfill(len(low)))
     return made
 
 
@@ -158,17 +158,6 @@ def _add_range(made: list[str], low: int, high: int, width: int) -> None:
         numbers = map(str, range(low, until + 1))
         made += [zeros + number for number in numbers] if zeros else numbers
         low = until + 1
-
-
-def _are_numbers(parts: Sequence[str]) -> bool:
-    """Does for all at once what `_is_number` does for one."""
-    joined = "".join(parts)
-    short = "" not in parts and len(max(parts, key=len)) <= _MAX_DIGITS
-    return short and joined.isascii() and joined.isdecimal()
-
-
-def _is_number(text: str) -> bool:
-    return len(text) <= _MAX_DIGITS and text.isascii() and text.isdecimal()
 
 
 def _compressed(prefix: str, numbers: Iterable[str]) -> str:
