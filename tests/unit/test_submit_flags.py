@@ -65,6 +65,7 @@ def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (SLURM + "--nodes 3 --workers 2 train.py", "--nodes 2"),
         (SLURM + "--nodes 3 --strategy ps --workers 2 --gpus 1 train.py", "no --nodes"),
         (SLURM + "--grace_s 70000 train.py", "65535"),
+        (SLURM + "--time 1m train.py", "a longer --time"),
         (SLURM + "--env X train.py", "NAME=VALUE"),
         (SLURM + "--env 1X=2 train.py", "name of a variable"),
         (SLURM + "--env X=1 --secret X=/a train.py", "each name once"),

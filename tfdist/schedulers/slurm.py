@@ -140,13 +140,22 @@ def _check(request: JobRequest, options: SlurmOptions) -> None:
         fix = "leave --nodes out: the ps are on nodes of their own"
         received = "it in a ps job with --gpus"
         raise UsageError("--nodes", received=received, expected="no --nodes", fix=fix)
-    if request.grace_s > _MAX_SIGNAL_S:
-        fix, expected = "use --grace_s 120, for example", f"at most {_MAX_SIGNAL_S}"
-        raise UsageError("--grace_s", received=f"{request.grace_s}", expected=expected, fix=fix)
+    _check_times(request)
     for name in ("partition", "account", "qos"):
         _check_word(name, getattr(options, name))
     for feature in options.features:
         _check_word("node_selector", feature)
+
+
+def _check_times(request: JobRequest) -> None:
+    if request.grace_s > _MAX_SIGNAL_S:
+        fix, expected = "use --grace_s 120, for example", f"at most {_MAX_SIGNAL_S}"
+        raise UsageError("--grace_s", received=f"{request.grace_s}", expected=expected, fix=fix)
+    if request.time_s is not None and request.time_s <= request.grace_s:
+        fix = "use a longer --time, or a shorter --grace_s"
+        received = f"{request.time_s} s with --grace_s {request.grace_s}"
+        expected = "more: the tasks would be told to stop at their start, in every run"
+        raise UsageError("--time", received=received, expected=expected, fix=fix)
 
 
 def _check_word(flag: str, value: str | None) -> None:
