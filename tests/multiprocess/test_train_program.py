@@ -46,6 +46,7 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: 
     assert (summary["steps"], summary["examples"]) == (225, 14400)
     if kind == "ps":
         assert sum(summary["worker_steps"].values()) == 225
+        assert summary["ps_bytes"]["ps-0"] > 0
     assert summary["metrics"]["val_accuracy"] > 0.95
     names = {"config.json", "metrics.jsonl", "metrics.png", "report.json", "checkpoints", "logs"}
     assert names <= set(os.listdir(run_dir))

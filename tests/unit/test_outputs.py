@@ -166,6 +166,11 @@ def test_under_ps_the_table_says_each_workers_share() -> None:
     assert "steps by        worker-0 75%, worker-1 25%" in text
 
 
+def test_under_ps_the_table_says_what_each_server_holds() -> None:
+    text = shown(terminal=False, ps_bytes={"ps-0": 4096, "ps-1": 12})
+    assert "variables on    ps-0 4,096 bytes, ps-1 12 bytes" in text
+
+
 # Progress
 
 

@@ -50,6 +50,9 @@ def result_rows(
         total = max(sum(shares.values()), 1)
         parts = [f"{worker} {steps / total:.0%}" for worker, steps in shares.items()]
         rows.append(("steps by", ", ".join(parts)))
+    if sizes := summary.get("ps_bytes"):
+        held = [f"{server} {size:,} bytes" for server, size in sizes.items()]
+        rows.append(("variables on", ", ".join(held)))
     rows += [("weights", f"sha256 {summary['weights_sha256'][:16]}"), ("run directory", run_dir)]
     if plot:
         rows.append(("plot", plot))

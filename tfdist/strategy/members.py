@@ -25,6 +25,7 @@ from tensorflow.python.training import server_lib
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.errors import StartupTimeout
 from tfdist.strategy.rendezvous import answers, missing_peers, named
+from tfdist.strategy.servers import BalancedExtended
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.2
@@ -169,6 +170,9 @@ class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerS
         self.members = members
         self._first_workers = workers
         super().__init__(resolver)
+        # TensorFlow's constructor takes no extension of another class: its last lines once more.
+        tf.distribute.Strategy.__init__(self, BalancedExtended(self, resolver))
+        self._should_use_with_coordinator = True
         self.extended._allow_run_without_coordinator = True
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
 from tfdist.errors import UsageError
-from tfdist.strategy import Job, current_job, job_of
+from tfdist.strategy import Job, current_job, job_of, servers
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
@@ -72,12 +72,28 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
     """
     batch = tf.nest.map_structure(_symbolic, batch_spec)
     _require_optimizer_of_scope(model, job)
+    optimizer = model.optimizer
+    new = not model.built or (optimizer is not None and not optimizer.built)
     with job.strategy.scope():
         model._symbolic_build(data_batch=batch)
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
     model._post_build()
     _require_variables_of_scope(model, job)
+    if new and job.kind == "ps":
+        weights = servers.bytes_on_servers(model.weights, num_ps=_num_ps(job))
+        servers.say(bytes_on_servers(model, job), weights=weights)
+
+
+def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:
+    """The bytes of everything that belongs to the model by the ps that holds it."""
+    slots = model.optimizer.variables if model.optimizer is not None else []
+    variables = {id(v): v for v in (*model.variables, *slots, *model.metrics_variables)}
+    return servers.bytes_on_servers(variables.values(), num_ps=_num_ps(job))
+
+
+def _num_ps(job: Job) -> int:
+    return int(job.strategy.extended._num_ps)
 
 
 def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:

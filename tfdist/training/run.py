@@ -22,6 +22,7 @@ from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
 from tfdist.training import fit, recipe
+from tfdist.training.building import bytes_on_servers
 from tfdist.training.datasets import Datasets, load_datasets
 from tfdist.training.engines.crew import crew_of
 from tfdist.training.epochs import EpochPlan
@@ -206,14 +207,17 @@ def _summary(
         "weights_sha256": weights_sha256(model),
         "state_sha256": state_sha256(model),
         "resumed_from_step": reporter.first_step or None,
-        **({"worker_steps": _worker_steps(job)} if job.kind == "ps" else {}),
+        **(_of_ps_job(model, job) if job.kind == "ps" else {}),
     }
 
 
-def _worker_steps(job: Job) -> dict[str, int]:
-    """The steps that each worker has done since this process started."""
+def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
+    """The steps each worker has done since this process started, and the bytes on each ps."""
     shares = crew_of(job.strategy, patience_s=0).shares
-    return {f"worker-{index}": share.steps for index, share in shares.items()}
+    return {
+        "worker_steps": {f"worker-{index}": share.steps for index, share in shares.items()},
+        "ps_bytes": bytes_on_servers(model, job),
+    }
 
 
 def _show(config: Any, summary: Mapping[str, Any], directory: RunDirectory) -> None:
