@@ -1,0 +1,317 @@
+"""Host 0 and those who come to it, over loopback and in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tfdist.errors import StartupTimeout, UsageError
+from tfdist.rendezvous import hub as hub_module
+from tfdist.rendezvous.channel import Channel
+from tfdist.rendezvous.hub import Differs, Heard, Hub, Joined, Lost, listen
+from tfdist.rendezvous.link import Link
+from tfdist.rendezvous.member import Joining, Member
+
+TOKEN = b"correct horse battery staple"
+TERMS = {"python": "3.11"}
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+DEADLINE_S = 20.0
+
+
+class Clock:
+    """The real time, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class Rendezvous:
+    """A hub, and members that come to it from threads."""
+
+    def __init__(self, hosts: tuple[str, ...] = HOSTS) -> None:
+        self.clock = Clock()
+        listener = listen(hosts[0], 0, num_hosts=len(hosts))
+        self.port = listener.getsockname()[1]
+        self.hub = Hub(
+            listener, token=TOKEN, terms=TERMS, hosts=hosts, timeout_s=5, clock=self.clock
+        )
+        self.news: list[object] = []
+        self.members: list[Member] = []
+
+    def joining(self, rank: int, **other: object) -> Joining:
+        settings = {"token": TOKEN, "terms": TERMS, "source": None, "host": HOSTS[0], **other}
+        return Joining(port=self.port, rank=rank, timeout_s=5, clock=self.clock, **settings)  # type: ignore[arg-type]
+
+    def join(self, rank: int, **other: object) -> Member:
+        """Has a member come; raises what it raises."""
+        result: list[Member | BaseException | None] = []
+
+        def come() -> None:
+            try:
+                result.append(self.joining(rank, **other).join(within_s=1, is_over=lambda: False))
+            except BaseException as error:
+                result.append(error)
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        self.until(lambda: not thread.is_alive())
+        thread.join()
+        if isinstance(result[0], BaseException):
+            raise result[0]
+        assert result[0] is not None
+        self.members.append(result[0])
+        return result[0]
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < deadline_s, self.news
+            self.turn()
+            time.sleep(0.001)
+
+    def first_word_to(self, member: Member) -> object:
+        said: list[object] = []
+        self.until(lambda: bool(said.extend(member.take_messages()) or said))
+        return said[0]
+
+    def turn(self) -> None:
+        self.hub.turn()
+        self.news += self.hub.take_news()
+        for member in self.members:
+            member.turn()
+
+    def raw(self) -> socket.socket:
+        sock = socket.create_connection((HOSTS[0], self.port), timeout=5)
+        sock.settimeout(5)
+        return sock
+
+
+@pytest.fixture
+def meeting() -> Iterator[Rendezvous]:
+    made = Rendezvous()
+    yield made
+    for member in made.members:
+        member.close()
+    made.hub.close()
+
+
+def test_those_who_come_are_in_and_both_sides_hear_each_other(meeting: Rendezvous) -> None:
+    member = meeting.join(2, source="127.0.0.3")
+    assert meeting.news == [Joined(rank=2)]
+    assert meeting.hub.present == {2}
+    assert meeting.hub.address_of(2) == "127.0.0.3"
+    member.send({"ready": [1, 2]})
+    meeting.hub.send(2, {"start": "worker-1"})
+    meeting.until(lambda: len(meeting.news) == 2)
+    assert meeting.news[1] == Heard(rank=2, message={"ready": [1, 2]})
+    assert meeting.first_word_to(member) == {"start": "worker-1"}
+
+
+def test_what_host_0_says_right_after_the_welcome_is_not_lost(meeting: Rendezvous) -> None:
+    greet = meeting.hub._greet
+
+    def and_at_once(guest, message):  # type: ignore[no-untyped-def]
+        greet(guest, message)
+        meeting.hub.send(1, {"first": True})
+
+    meeting.hub._greet = and_at_once  # type: ignore[method-assign]
+    member = meeting.join(1)
+    assert meeting.first_word_to(member) == {"first": True}
+
+
+def test_who_ends_is_lost_at_once(meeting: Rendezvous) -> None:
+    meeting.join(1).close()
+    meeting.members.clear()
+    meeting.until(lambda: len(meeting.news) == 2)
+    assert meeting.news[1] == Lost(rank=1, cause="it has closed the connection")
+    assert meeting.hub.present == set()
+    meeting.join(1)  # and may come again
+    assert meeting.hub.present == {1}
+
+
+def test_who_is_silent_is_lost_after_the_timeout(meeting: Rendezvous) -> None:
+    silent = meeting.join(1)
+    meeting.join(2)
+    meeting.members.remove(silent)
+    for _ in range(6):
+        meeting.clock.ahead_s += 1
+        meeting.turn()
+        time.sleep(0.05)  # for what the living one says to arrive
+    meeting.until(lambda: len(meeting.news) == 3)
+    assert meeting.news[2] == Lost(rank=1, cause="no word for 5 s")
+    assert meeting.hub.present == {2}
+    silent.close()
+
+
+def test_a_member_misses_a_silent_host_0(meeting: Rendezvous) -> None:
+    member = meeting.join(1)
+    for _ in range(6):
+        meeting.clock.ahead_s += 1
+        member.turn()
+    assert member.lost == "no word for 5 s"
+
+
+def test_time_in_which_nobody_looked_is_not_silence(meeting: Rendezvous) -> None:
+    member = meeting.join(1)
+    meeting.clock.ahead_s += 100  # we were stopped
+    member.turn()
+    assert not member.lost
+    meeting.until(lambda: meeting.clock() > 0)
+    assert meeting.hub.present == {1}
+
+
+def test_who_has_another_token_is_told_and_noted(meeting: Rendezvous) -> None:
+    with pytest.raises(UsageError, match=r"^token: received one that 127\.0\.0\.1:"):
+        meeting.join(1, token=b"another")
+    assert meeting.hub.present == set()
+    assert meeting.hub.turned_away == ("127.0.0.1: a wrong token",)
+
+
+def test_who_differs_is_told_in_what(meeting: Rendezvous) -> None:
+    with pytest.raises(UsageError, match=r"received python 3\.12 there, 3\.11 here"):
+        meeting.join(1, terms={"python": "3.12"})
+    assert meeting.news == [Differs(rank=1, what=("python 3.12 there, 3.11 here",))]
+
+
+def test_a_rank_that_is_not_in_the_list_differs(meeting: Rendezvous) -> None:
+    with pytest.raises(UsageError, match="rank 3 there, 0 to 2 here"):
+        meeting.join(3)
+
+
+def test_a_second_one_of_a_rank_waits_and_gives_up(meeting: Rendezvous) -> None:
+    meeting.join(1, source="127.0.0.2")
+    with pytest.raises(StartupTimeout, match=r"rank 1 is that of 127\.0\.0\.2 already"):
+        meeting.join(1)
+    assert meeting.hub.present == {1}
+
+
+def test_a_host_0_that_is_not_there_is_named_with_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    clock = Clock()
+    joining = Joining(
+        "127.0.0.1", port, source=None, token=TOKEN, rank=1, terms={}, timeout_s=5, clock=clock
+    )
+    with pytest.raises(StartupTimeout, match=rf"^127\.0\.0\.1:{port}: .*Connection refused"):
+        joining.join(within_s=0.1, is_over=lambda: False)
+    joining._host = "no-such-host.invalid"
+    with pytest.raises(StartupTimeout, match=rf"^no-such-host\.invalid:{port}: .*not known"):
+        joining.join(within_s=0.1, is_over=lambda: False)
+    assert joining.join(within_s=100, is_over=lambda: True) is None
+
+
+def test_what_is_no_launcher_is_said_to_be_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        joining = Joining(
+            *server.getsockname(), source=None, token=TOKEN, rank=1, terms={}, timeout_s=5,
+            clock=time.monotonic,
+        )  # fmt: skip
+        with pytest.raises(StartupTimeout, match="no launcher of this version"):
+            joining.join(within_s=0.0, is_over=lambda: False)
+        thread.join()
+
+
+def test_strangers_neither_stay_nor_pile_up(
+    meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "_SPARE_GUESTS", 7)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(meeting.raw()) for _ in range(25)]
+        meeting.until(lambda: bool(meeting.hub.turned_away))
+        for _ in range(5):
+            meeting.turn()
+        assert len(meeting.hub._guests) == len(HOSTS) + 7
+        assert strangers[0].recv(1000).startswith(b"tfdist rendezvous")
+        assert strangers[0].recv(1000) == b""  # the oldest had to go
+        meeting.join(1)  # and one of ours gets in
+        meeting.clock.ahead_s += 11
+        meeting.until(lambda: len(meeting.hub._guests) <= 1)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(chunks=st.lists(st.binary(min_size=1, max_size=2000), max_size=5))
+def test_random_bytes_end_only_their_own_connection(
+    meeting: Rendezvous, chunks: list[bytes]
+) -> None:
+    if not meeting.members:
+        meeting.join(1)
+    with meeting.raw() as sock:
+        for chunk in chunks:
+            with contextlib.suppress(OSError):
+                sock.sendall(chunk)
+            meeting.turn()
+    meeting.until(lambda: len(meeting.hub._guests) == 1)
+    assert meeting.hub.present == {1}
+    assert meeting.news == [Joined(rank=1)]
+    assert len(meeting.hub.turned_away) <= 16
+
+
+class Peer:
+    """A launcher that comes, says which ports it has, and waits for the cluster."""
+
+    def __init__(self, rank: int, address: tuple[str, int]) -> None:
+        sock = socket.create_connection(address)
+        self.channel = Channel(sock, Link(TOKEN, accepts=False), clock=time.monotonic)
+        self.rank = rank
+        self.has_said = self.is_told = False
+
+    def read(self) -> None:
+        messages = self.channel.read()
+        if self.channel.is_open and not self.has_said:
+            self.has_said = True
+            self.channel.send({"hello": {"rank": self.rank, "terms": TERMS}})
+            self.channel.send({"ready": [65000]})
+        self.is_told |= any("cluster" in message for message in messages)
+
+
+def test_a_thousand_hosts_meet_in_less_than_five_seconds() -> None:
+    count = 1000
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * count)), hard))
+    hub = Rendezvous(tuple(["127.0.0.1", *["127.0.0.2"] * count])).hub
+    cluster = {"worker": [f"10.0.{n // 250}.{n % 250}:65000" for n in range(count)]}
+    peers: dict[int, Peer] = {}
+    ready = 0
+    began_s = time.monotonic()
+    with selectors.EpollSelector() as selector:
+        selector.register(hub.fileno(), selectors.EVENT_READ)
+        while not (peers and all(peer.is_told for peer in peers.values())):
+            for rank in range(len(peers) + 1, min(len(peers) + 50, count) + 1):
+                peer = Peer(rank, hub._listener.getsockname())
+                peers[selector.register(peer.channel, selectors.EVENT_READ).fd] = peer
+            for key, _ in selector.select(1):
+                hub.turn() if key.fd == hub.fileno() else peers[key.fd].read()
+            came = sum(isinstance(news, Heard) for news in hub.take_news())
+            ready += came
+            if came and ready == count:
+                for rank in range(1, count + 1):
+                    hub.send(rank, {"cluster": cluster})
+            assert time.monotonic() < began_s + DEADLINE_S, (len(peers), ready)
+        took_s = time.monotonic() - began_s
+    for peer in peers.values():
+        peer.channel.close()
+    hub.close()
+    print(f"{count} hosts: {took_s:.2f} s")
+    assert took_s < 5

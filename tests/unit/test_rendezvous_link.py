@@ -1,0 +1,164 @@
+"""What two launchers say to each other, without a socket: the greeting, frames, and strangers."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist.rendezvous.link import MAX_FRAME_BYTES, Link, Message, Violation, WrongToken
+
+TOKEN = b"correct horse battery staple"
+
+
+def pair(*, host: bytes = TOKEN, guest: bytes = TOKEN) -> tuple[Link, Link]:
+    return Link(host, accepts=True), Link(guest, accepts=False)
+
+
+def carry(one: Link, other: Link) -> tuple[list[Message], bytes]:
+    """Passes on what `one` has to send; returns what `other` made of it, and the bytes."""
+    data = bytes(one.outgoing)
+    one.outgoing.clear()
+    return other.receive(data), data
+
+
+def greeted(**tokens: bytes) -> tuple[Link, Link]:
+    host, guest = pair(**tokens)
+    for one, other in ((host, guest), (guest, host), (host, guest)):
+        carry(one, other)
+    assert host.is_open
+    assert guest.is_open
+    return host, guest
+
+
+@pytest.mark.parametrize("token", [TOKEN, b""])
+def test_messages_go_both_ways_once_both_have_shown_the_token(token: bytes) -> None:
+    host, guest = greeted(host=token, guest=token)
+    for message in ({"a": 1}, {"b": ["ü", None]}):
+        host.send(message)
+        assert carry(host, guest)[0] == [message]
+        guest.send(message)
+        assert carry(guest, host)[0] == [message]
+
+
+def test_the_token_never_goes_over_the_wire() -> None:
+    host, guest = pair()
+    sent = b"".join(
+        carry(*ends)[1] for ends in ((host, guest), (guest, host), (host, guest), (guest, host))
+    )
+    host.send({"a": 1})
+    assert TOKEN not in sent + carry(host, guest)[1]
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_messages_arrive_whole_however_the_network_cuts_them(data: st.DataObject) -> None:
+    host, guest = greeted()
+    messages: list[Message] = [{"n": n, "text": "x" * n} for n in range(5)]
+    for message in messages:
+        host.send(message)
+    stream, arrived = bytes(host.outgoing), []
+    while stream:
+        cut = data.draw(st.integers(1, len(stream)))
+        arrived += guest.receive(stream[:cut])
+        stream = stream[cut:]
+    assert arrived == messages
+
+
+def test_a_guest_with_another_token_is_refused_and_told_so() -> None:
+    host, guest = pair(guest=b"another")
+    carry(host, guest)
+    with pytest.raises(WrongToken):
+        carry(guest, host)
+    assert not host.is_open
+    with pytest.raises(WrongToken):
+        carry(host, guest)
+
+
+def test_a_host_that_does_not_know_the_token_is_found_out_by_its_guest() -> None:
+    host, guest = pair()
+    carry(host, guest)
+    with pytest.raises(WrongToken):
+        guest.receive(b"\x01" * 32)
+    assert not guest.is_open
+
+
+def test_a_greeting_that_was_overheard_opens_nothing() -> None:
+    host, guest = pair()
+    carry(host, guest)
+    _, overheard = carry(guest, host)
+    other, _ = pair()
+    with pytest.raises(WrongToken):
+        other.receive(overheard)
+
+
+def test_what_is_no_launcher_is_seen_by_its_first_byte() -> None:
+    with pytest.raises(Violation, match="no launcher"):
+        Link(TOKEN, accepts=False).receive(b"HTTP")
+
+
+def test_a_message_that_comes_twice_is_refused() -> None:
+    host, guest = greeted()
+    host.send({"stop": 1})
+    _, data = carry(host, guest)
+    with pytest.raises(Violation, match="changed on its way"):
+        guest.receive(data)
+
+
+def test_a_message_that_was_sent_back_is_refused() -> None:
+    host, guest = greeted()
+    host.send({"stop": 1})
+    with pytest.raises(Violation, match="changed on its way"):
+        host.receive(bytes(host.outgoing))
+    assert guest.is_open
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_message_that_was_changed_is_refused_or_never_comes(place: int, change: int) -> None:
+    host, guest = greeted()
+    host.send({"signal": "worker-1", "number": 15})
+    data = bytearray(host.outgoing)
+    data[place % len(data)] ^= change
+    with contextlib.suppress(Violation):
+        assert guest.receive(bytes(data)) == []  # its size was changed: the rest is awaited
+
+
+def test_a_message_without_end_is_refused_by_its_first_bytes() -> None:
+    host, _ = greeted()
+    with pytest.raises(Violation, match="a message of"):
+        host.receive((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+
+
+def test_a_message_that_is_too_long_is_not_sent() -> None:
+    host, _ = greeted()
+    with pytest.raises(ValueError, match="a message of"):
+        host.send({"text": "x" * MAX_FRAME_BYTES})
+
+
+@settings(max_examples=300)
+@given(st.lists(st.binary(max_size=300), max_size=8))
+def test_random_bytes_open_nothing_and_are_not_kept(chunks: list[bytes]) -> None:
+    host = Link(TOKEN, accepts=True)
+    answer = len(host.outgoing)
+    for chunk in chunks:
+        try:
+            assert host.receive(chunk) == []
+        except Violation:
+            break
+        assert len(host._incoming) <= 64
+    assert not host.is_open
+    assert len(host.outgoing) <= answer + 32
+
+
+@settings(max_examples=100)
+@given(st.lists(st.binary(max_size=300), max_size=8))
+def test_random_bytes_after_the_greeting_say_nothing(chunks: list[bytes]) -> None:
+    host, _ = greeted()
+    for chunk in chunks:
+        try:
+            assert host.receive(chunk) == []
+        except Violation:
+            break

@@ -1,0 +1,111 @@
+"""The token, the terms and the own address: what is decided before anybody is spoken to."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tfdist.errors import UsageError
+from tfdist.rendezvous.hub import listen
+from tfdist.rendezvous.interface import own_address
+from tfdist.rendezvous.terms import differences, summary, without_secrets
+from tfdist.rendezvous.token import VARIABLE, read_token
+
+SECRET = "a secret that nobody must see"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(SECRET + "\n")
+    return path
+
+
+def refusal(**how: object) -> str:
+    environ = how.pop("environ", {})
+    with pytest.raises(UsageError) as error:
+        read_token(environ, **{"path": None, "hosts": ["a", "b"], **how})  # type: ignore[arg-type]
+    said = str(error.value)
+    assert said.isprintable()
+    assert SECRET not in said
+    return said
+
+
+def test_a_token_comes_from_a_file_or_the_environment(token_file: Path) -> None:
+    assert read_token({VARIABLE: SECRET}, path=None, hosts=["a", "b"]) == SECRET.encode()
+    assert read_token({}, path=str(token_file), hosts=["a", "b"]) == SECRET.encode()
+
+
+def test_a_file_goes_before_the_environment(token_file: Path) -> None:
+    found = read_token({VARIABLE: "x" * 20}, path=str(token_file), hosts=["a"])
+    assert found == SECRET.encode()
+
+
+@pytest.mark.parametrize("hosts", [["127.0.0.1", "127.0.0.2"], ["localhost", "[::1]"]])
+def test_on_this_machine_alone_no_token_is_needed(hosts: list[str]) -> None:
+    assert read_token({}, path=None, hosts=hosts) == b""
+
+
+@pytest.mark.parametrize("hosts", [["127.0.0.1", "b"], ["a", "b"], ["10.0.0.1", "10.0.0.2"]])
+def test_several_hosts_need_one(hosts: list[str]) -> None:
+    assert refusal(hosts=hosts).startswith(f"{VARIABLE}: received no token")
+
+
+def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff" * 40)
+    assert "No such file" in refusal(path=str(tmp_path / "none"))
+    assert "Is a directory" in refusal(path=str(tmp_path))
+    assert "no text" in refusal(path=str(binary))
+    assert "3 characters" in refusal(environ={VARIABLE: "abc"})
+    assert "0 characters" in refusal(environ={VARIABLE: ""})
+
+
+def test_hosts_that_are_alike_do_not_differ() -> None:
+    assert differences({"python": "3.11"}, {"python": "3.11"}) == []
+
+
+def test_each_difference_is_said_from_both_sides() -> None:
+    ours = {"python": "3.11", "tensorflow": "2.21.0", "env.TF_X": "1"}
+    theirs = {"python": "3.12", "tensorflow": "2.21.0", "env.TF_Y": "a\nb"}
+    assert differences(ours, theirs) == [
+        "python 3.12 there, 3.11 here",
+        "env.TF_X nothing there, 1 here",
+        r"env.TF_Y 'a\nb' there, nothing here",
+    ]
+
+
+def test_of_many_differences_the_first_are_shown() -> None:
+    assert summary([f"d{n}" for n in range(7)]) == "d0; d1; d2; d3; d4; and 2 more"
+
+
+def test_the_values_of_secrets_are_marked_and_still_compared() -> None:
+    args = ["--lr", "0.1", f"--api_key={SECRET}", "--token", SECRET, "x"]
+    shown = without_secrets(args, key=b"k")
+    assert SECRET not in " ".join(shown)
+    assert shown[:2] == ["--lr", "0.1"]
+    assert shown[5] == "x"
+    assert shown == without_secrets(args, key=b"k")
+    assert shown != without_secrets([*args[:4], "another", "x"], key=b"k")
+    assert shown != without_secrets(args, key=b"another")
+
+
+def test_own_addresses_are_bound_to_and_others_refused() -> None:
+    assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1, no address of this machine"):
+        own_address("192.0.2.1", other="127.0.0.1")
+    with pytest.raises(UsageError, match="cannot be resolved"):
+        own_address("no-such-host.invalid", other="127.0.0.1")
+
+
+def test_it_listens_at_one_address_alone() -> None:
+    with listen("127.0.0.2", 0, num_hosts=2) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("127.0.0.2", port), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        with pytest.raises(OSError, match="in use") as error:
+            listen("127.0.0.2", port, num_hosts=2)
+        assert error.value.filename == f"127.0.0.2:{port}"

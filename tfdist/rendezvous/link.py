@@ -1,0 +1,152 @@
+"""What two launchers say to each other, as bytes: pure, so that its tests need no socket.
+
+First each shows that it knows the token, without sending it:
+
+    accepting side    magic, its nonce
+    connecting side   its nonce, HMAC(token, "connects", both nonces)
+    accepting side    HMAC(token, "accepts", both nonces); zeros where the other's was wrong
+
+Then frames of JSON objects, in both directions, each with the HMAC of its side, number and text
+under a key of this connection alone: nothing can be put in, repeated or changed on the way. It can
+be read on the way. Every size is bounded, and nothing is parsed before its sender is known.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from typing import Any
+
+Message = dict[str, Any]
+
+MAX_FRAME_BYTES = 4 << 20
+"""Of one message: the cluster of 10,000 tasks is a tenth of it."""
+
+_MAGIC = b"tfdist rendezvous 1\n"
+_NONCE_BYTES = _PROOF_BYTES = 32
+_SIZE_BYTES = 4
+_REFUSED = bytes(_PROOF_BYTES)
+
+
+class Violation(Exception):
+    """The other side sends what no launcher would send; the connection is of no use."""
+
+
+class WrongToken(Violation):
+    """The two sides do not have the same token."""
+
+
+class Link:
+    """One end of a connection: `receive` takes what came, `outgoing` is what is to be sent."""
+
+    def __init__(self, token: bytes, *, accepts: bool) -> None:
+        self._token = token
+        self._accepts = accepts
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._nonces = b""
+        self._proof = b""
+        self._key: bytes | None = None
+        self._incoming = bytearray()
+        self._sent = self._received = 0
+        self.outgoing = bytearray(_MAGIC + self._nonce if accepts else b"")
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the other side has shown that it knows the token."""
+        return self._key is not None
+
+    def send(self, message: Message) -> None:
+        """Adds a message to what is to be sent; only once the link is open."""
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ValueError(f"a message of {len(payload)} bytes")
+        seal = self._seal(payload, accepting=self._accepts, number=self._sent)
+        self._sent += 1
+        self.outgoing += len(payload).to_bytes(_SIZE_BYTES, "big") + seal + payload
+
+    def receive(self, data: bytes) -> list[Message]:
+        """Returns the messages that `data` completes; raises `Violation`."""
+        self._incoming += data
+        if not self.is_open and not self._greet():
+            return []
+        messages = []
+        while (payload := self._next_payload()) is not None:
+            messages.append(_parsed(payload))
+        return messages
+
+    def _greet(self) -> bool:
+        """Goes on with the greeting; returns whether it is done."""
+        return self._greet_as_host() if self._accepts else self._greet_as_guest()
+
+    def _greet_as_host(self) -> bool:
+        have, whole = len(self._incoming), _NONCE_BYTES + _PROOF_BYTES
+        if have > whole:
+            raise Violation("more than a greeting")
+        if have < whole:
+            return False
+        nonce, proof = self._take(_NONCE_BYTES), self._take(_PROOF_BYTES)
+        self._nonces = self._nonce + nonce
+        if not hmac.compare_digest(proof, self._prove(b"connects")):
+            self.outgoing += _REFUSED
+            raise WrongToken("a wrong token")
+        self.outgoing += self._prove(b"accepts")
+        self._key = self._prove(b"session")
+        return True
+
+    def _greet_as_guest(self) -> bool:
+        if not self._nonces:
+            start = bytes(self._incoming[: len(_MAGIC)])
+            if start != _MAGIC[: len(start)]:
+                raise Violation("no launcher of this version of tfdist listens there")
+            if len(self._incoming) < len(_MAGIC) + _NONCE_BYTES:
+                return False
+            self._take(len(_MAGIC))
+            self._nonces = self._take(_NONCE_BYTES) + self._nonce
+            self.outgoing += self._nonce + self._prove(b"connects")
+        if len(self._incoming) < _PROOF_BYTES:
+            return False
+        proof = self._take(_PROOF_BYTES)
+        if not hmac.compare_digest(proof, self._prove(b"accepts")):
+            raise WrongToken("it has another token")
+        self._key = self._prove(b"session")
+        return True
+
+    def _prove(self, what: bytes) -> bytes:
+        return hmac.digest(self._token, what + b"\0" + self._nonces, "sha256")
+
+    def _seal(self, payload: bytes, *, accepting: bool, number: int) -> bytes:
+        assert self._key is not None, "a message before the greeting"
+        head = b"%d %d %d\n" % (accepting, number, len(payload))
+        return hmac.digest(self._key, head + payload, "sha256")
+
+    def _next_payload(self) -> bytes | None:
+        if len(self._incoming) < _SIZE_BYTES:
+            return None
+        size = int.from_bytes(self._incoming[:_SIZE_BYTES], "big")
+        if size > MAX_FRAME_BYTES:
+            raise Violation(f"a message of {size} bytes")
+        if len(self._incoming) < _SIZE_BYTES + _PROOF_BYTES + size:
+            return None
+        self._take(_SIZE_BYTES)
+        seal, payload = self._take(_PROOF_BYTES), self._take(size)
+        wanted = self._seal(payload, accepting=not self._accepts, number=self._received)
+        if not hmac.compare_digest(seal, wanted):
+            raise Violation("a message that was changed on its way")
+        self._received += 1
+        return payload
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._incoming[:count])
+        del self._incoming[:count]
+        return taken
+
+
+def _parsed(payload: bytes) -> Message:
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise Violation("a message that is no JSON") from error
+    if not isinstance(message, dict):
+        raise Violation("a message that is no object")
+    return message

@@ -1,0 +1,197 @@
+"""The other hosts' side of the rendezvous: coming to host 0, and staying in touch with it."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from tfdist.cluster.placement import join
+from tfdist.errors import StartupTimeout, UsageError
+from tfdist.rendezvous.channel import Channel
+from tfdist.rendezvous.interface import resolve
+from tfdist.rendezvous.link import Link, Message, Violation, WrongToken
+from tfdist.rendezvous.token import FLAG, VARIABLE
+
+RETRY_S = 0.3
+
+_CONNECT_S = 1.0  # then again: a packet that was lost is sent anew sooner than the system would
+_GREETING_S = 10.0
+
+
+class Member:
+    """A connection to host 0 that has not ended until `lost` says why."""
+
+    def __init__(
+        self, channel: Channel, *, timeout_s: float, messages: Sequence[Message] = ()
+    ) -> None:
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._messages = list(messages)
+        self.lost = ""
+
+    def fileno(self) -> int:
+        """Returns what to watch."""
+        return self._channel.fileno()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Returns whether there is something that the network has not taken yet."""
+        return not self.lost and self._channel.is_waiting
+
+    def turn(self) -> None:
+        """Reads, writes, shows that we live, and looks whether host 0 does."""
+        self._with(lambda: self._messages.extend(self._channel.read()))
+        self._with(self._channel.beat)
+        self._with(self._channel.flush)
+        if not self.lost and self._channel.silent_s >= self._timeout_s:
+            self.lost = f"no word for {self._timeout_s:g} s"
+
+    def take_messages(self) -> list[Message]:
+        """Returns what host 0 has said since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def send(self, message: Message) -> None:
+        """Sends a message; nothing happens if host 0 is gone."""
+        self._with(lambda: self._channel.send(message))
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def _with(self, action: Callable[[], object]) -> None:
+        if self.lost:
+            return
+        try:
+            action()
+        except (OSError, Violation) as error:
+            self.lost = str(error)
+
+
+class Joining:
+    """Comes to host 0, again and again until the deadline.
+
+    Args:
+      host, port: where host 0 listens.
+      source: the address of this host; None for the system's choice.
+      rank, terms: of this host.
+      timeout_s: after how long without a word host 0 counts as gone.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        source: str | None,
+        token: bytes,
+        rank: int,
+        terms: Mapping[str, str],
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._host, self._port = host, port
+        self._source = source
+        self._token = token
+        self._hello: Message = {"hello": {"rank": rank, "terms": dict(terms)}}
+        self._timeout_s = timeout_s
+        self._clock = clock
+
+    def join(
+        self, *, within_s: float, wake_fds: Sequence[int] = (), is_over: Callable[[], bool]
+    ) -> Member | None:
+        """Returns the connection, or None when `is_over`; a descriptor that wakes us has it asked.
+
+        Raises:
+            StartupTimeout: host 0 has not let us in; the message says where it was looked for.
+            UsageError: it has another token, or this host differs from it.
+        """
+        began_s, why = self._clock(), ""
+        while not is_over():
+            try:
+                return self._try(wake_fds)
+            except OSError as error:
+                why = error.strerror or str(error)
+            except WrongToken:
+                raise self._wrong_token() from None
+            except Violation as error:
+                why = str(error)
+            waited_s = self._clock() - began_s
+            if waited_s >= within_s:
+                raise self._too_late(waited_s, why)
+            _wait(wake_fds, timeout_s=RETRY_S)
+        return None
+
+    def _try(self, wake_fds: Sequence[int]) -> Member:
+        family, address = resolve(self._host, self._port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if self._source is not None and (":" in self._source) == (family == socket.AF_INET6):
+                sock.bind((self._source, 0))
+            sock.settimeout(_CONNECT_S)
+            sock.connect(address)
+            channel = Channel(sock, Link(self._token, accepts=False), clock=self._clock)
+            messages = self._greet(channel, wake_fds)
+        except BaseException:
+            sock.close()
+            raise
+        return Member(channel, timeout_s=self._timeout_s, messages=messages)
+
+    def _greet(self, channel: Channel, wake_fds: Sequence[int]) -> list[Message]:
+        """Says who we are; returns what host 0 has said after it has let us in."""
+        deadline_s = self._clock() + _GREETING_S
+        has_said = False
+        while self._clock() < deadline_s:
+            ready = _wait((channel.fileno(), *wake_fds), timeout_s=RETRY_S)
+            if channel.fileno() not in ready:
+                if ready:
+                    raise TimeoutError("asked to stop")
+                continue
+            messages = channel.read()
+            if channel.is_open and not has_said:
+                channel.send(self._hello)
+                has_said = True
+            for number, message in enumerate(messages):
+                if "welcome" in message:
+                    return messages[number + 1 :]
+                if "refused" in message:
+                    self._refused(message)
+        raise TimeoutError("it does not answer")
+
+    def _refused(self, message: Message) -> None:
+        if message.get("differs"):
+            raise UsageError(
+                f"this host, for {self._place}",
+                received=str(message["refused"]),
+                expected="the same on all hosts",
+                fix="start the same line, of the same installation, on each of them",
+            )
+        raise Violation(str(message["refused"]))
+
+    @property
+    def _place(self) -> str:
+        return join(self._host, self._port)
+
+    def _wrong_token(self) -> UsageError:
+        return UsageError(
+            "token",
+            received=f"one that {self._place} does not have",
+            expected="the same on all hosts of the job",
+            fix=f"give all hosts the same {VARIABLE} or {FLAG}",
+        )
+
+    def _too_late(self, waited_s: float, why: str) -> StartupTimeout:
+        return StartupTimeout(
+            f"{self._place}: the launcher of host 0 was not reached in {waited_s:.0f} s: {why}. "
+            "Fix: start it, see that its name and port are right and that no firewall is between, "
+            "or raise --startup_timeout_s"
+        )
+
+
+def _wait(fds: Sequence[int], *, timeout_s: float) -> list[int]:
+    """Returns which of the descriptors can be read, after `timeout_s` at the latest."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(timeout_s * 1000)]
