@@ -69,7 +69,7 @@ class World:
     # the starter
 
     def start(self, spec, *, env, output_fd, notes_fd):
-        self.output_fd, self.notes_fd = os.dup(output_fd), os.dup(notes_fd)
+        self.output_fd, self._notes_fd = os.dup(output_fd), os.dup(notes_fd)
         return Started(task=spec.task, pid=os.getpid(), at_s=0) if self.begun else None
 
     def fileno(self):
@@ -84,7 +84,7 @@ class World:
             return started
         note = {"task": "worker-0", "at": 4.5, "exit_code": 1, "cause": "ValueError"}
         os.write(self.output_fd, b"last words")
-        os.write(self.notes_fd, b"not a note\n" + json.dumps(note).encode() + b"\n")
+        os.write(self._notes_fd, b"not a note\n" + json.dumps(note).encode() + b"\n")
         return [Ended(task=W0, status=self.status, at_s=5)]
 
     def close(self):
@@ -127,7 +127,7 @@ def processes(world, tmp_path):
 
 def write_note(processes, *lines):
     text = "".join(f"{line}\n" for line in lines)
-    with open(f"/proc/self/fd/{processes.notes_fd}", "w") as pipe:
+    with open(f"/proc/self/fd/{processes._notes_fd}", "w") as pipe:
         pipe.write(text)
 
 

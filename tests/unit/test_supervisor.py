@@ -150,7 +150,7 @@ class History:
 
     # the watchdog
 
-    def started(self, task, *, pid, at_s):
+    def started(self, task, *, at_s):
         self.watched.add(task)
 
     def ended(self, task):

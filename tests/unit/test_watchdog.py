@@ -28,7 +28,7 @@ class Job:
         self, tasks=WORKERS, *, is_ps=False, hang_timeout_s=HANG_S, startup_timeout_s=STARTUP_S
     ):
         self.now_s = 1000.0
-        self.states = dict.fromkeys(range(len(tasks)), "S")
+        self.states = dict.fromkeys(tasks, "S")
         self.unheard = set()
         self.held_up = False
         self.doing = {task: ("import", None, self.now_s) for task in tasks}
@@ -40,12 +40,11 @@ class Job:
             is_ps=is_ps,
             chief=tasks[0],
             state_of=self.states.get,
-            can_speak=lambda pid: pid not in self.unheard,
+            can_speak=lambda task: task not in self.unheard,
             is_held_up=lambda: self.held_up,
         )
-        self.pids = {task: pid for pid, task in enumerate(tasks)}
-        for task, pid in self.pids.items():
-            self.watchdog.started(task, pid=pid, at_s=self.now_s)
+        for task in tasks:
+            self.watchdog.started(task, at_s=self.now_s)
 
     def enter(self, phase, *tasks, step=None):
         for task in tasks or self.doing:
@@ -53,7 +52,7 @@ class Job:
 
     def stop(self, task):
         self.silent.add(task)
-        self.states[self.pids[task]] = "T"
+        self.states[task] = "T"
 
     def beat(self):
         for task in set(self.doing) - self.silent:
@@ -127,7 +126,7 @@ def test_one_that_holds_the_interpreter_is_named_with_the_state_of_its_process()
     job.enter("step", step=7)
     job.run(3)
     job.silent.add(W2)
-    job.states[2] = "D"
+    job.states[W2] = "D"
     hang = job.run(HANG_S + 2)
     assert hang.task == W2
     assert "does not answer: silent for 17 s (its process waits for a disk)" in hang.cause
@@ -248,7 +247,7 @@ def test_a_task_that_became_another_program_is_not_expected_to_speak():
     job = Job()
     job.run(3)
     job.silent.add(W1)
-    job.unheard.add(1)
+    job.unheard.add(W1)
     assert job.run(100 * HANG_S) is None
 
 
@@ -361,7 +360,7 @@ def test_tasks_that_wait_for_the_launcher_are_not_blamed():
 def test_what_a_task_said_before_it_was_started_again_does_not_count():
     job = Job((W0,))
     job.now_s += 10
-    job.watchdog.started(W0, pid=0, at_s=job.now_s + 0.5)
+    job.watchdog.started(W0, at_s=job.now_s + 0.5)
     job.enter("step", step=3)
     job.beat()  # still in the pipe
     job.silent.add(W0)
@@ -420,7 +419,7 @@ def test_a_frozen_task_is_named_within_the_timeout(frozen, state, before_s, rang
     assert job.run(before_s, work=work) is None
     for task in frozen:
         job.stop(task)
-        job.states[job.pids[task]] = state
+        job.states[task] = state
     frozen_s = job.now_s
     hang = job.run(10 * HANG_S, work=work)
     assert hang.task in frozen

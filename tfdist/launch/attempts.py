@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tfdist.cluster import HeldPort, hold_ports, is_port_free
 from tfdist.errors import UsageError
-from tfdist.launch.evidence import KillEvidence
-from tfdist.launch.forking import ForkStarter, shared_environment
-from tfdist.launch.guard import Guard
-from tfdist.launch.guardian import MARK
 from tfdist.launch.machine import Machine
 from tfdist.launch.options import LaunchOptions, StartMethod
 from tfdist.launch.plan import Place, ProcessSpec, plan, tasks_with_address
-from tfdist.launch.process import ExecStarter, Starter
-from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
     Attempt,
     attempt_entry,
@@ -37,7 +29,8 @@ from tfdist.launch.rundir import RunDir
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.supervisor import Supervisor
-from tfdist.launch.watchdog import Watchdog, holds_pipe, proc_state
+from tfdist.launch.watchdog import Watchdog
+from tfdist.launch.workshop import Workshop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +95,14 @@ class JobRun:
         self._run_dir = run_dir
         self._screen = screen
         self._signals = signals
-        self._open_files = open_files
         self._stack = contextlib.ExitStack()
-        self._mark = secrets.token_hex(8)
-        self._starter: Starter | None = None
-        self._evidence = KillEvidence()
+        self._workshop = Workshop(
+            environ=job.environ,
+            start=job.start,
+            screen=screen,
+            signals=signals,
+            open_files=open_files,
+        )
         self._epoch_s = time.time() - time.monotonic()
         self._entries = earlier_attempts(job.run_dir)
         self._policy = RestartPolicy(
@@ -114,11 +110,7 @@ class JobRun:
         )
 
     def __enter__(self) -> JobRun:
-        self._stack.callback(self._evidence.close)
-        self._guard = Guard(self._mark, environ=self._job.environ, say=self._screen.say)
-        self._stack.callback(self._guard.close)
-        self._stack.callback(self._guard.end_all)
-        self._stack.callback(self._close_starter)
+        self._stack.enter_context(self._workshop)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -130,7 +122,7 @@ class JobRun:
         write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
         before: Attempt | None = None
         while True:
-            attempt = self._run_attempt(logs)
+            attempt = self._run_attempt(logs, is_first=before is None)
             self._report(attempt, before=before)
             asked = self._asked() if attempt.restart else None
             next_logs = self._next_logs(attempt) if asked is None else None
@@ -142,30 +134,22 @@ class JobRun:
             self._write(None)
             logs, before = next_logs, attempt
 
-    def _run_attempt(self, logs: Path) -> Attempt:
-        self._guard.check()
+    def _run_attempt(self, logs: Path, *, is_first: bool) -> Attempt:
+        self._workshop.check()
         self._ports = replace_taken(self._ports, stack=self._stack)
         specs = self._job.specs(self._ports, attempt=self._run_dir.attempt)
-        self._announce(specs)
+        if is_first:
+            self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
         options, chief = self._job.options, specs[0].task
         is_ps = self._job.strategy == "ps"
-        processes = JobProcesses(
-            chief=chief,
-            mark=self._mark,
-            starter=self._ready_starter(specs, logs=logs),
-            guard=self._guard,
-            evidence=self._evidence,
-            screen=self._screen,
-            signals=self._signals,
-            clock=time.monotonic,
-        )
+        processes = self._workshop.processes(specs, chief=chief, fork_log=logs / "fork-server.log")
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
             is_ps=is_ps,
             chief=chief,
-            state_of=proc_state,
-            can_speak=partial(holds_pipe, pipe_fd=processes.notes_fd),
+            state_of=processes.state_of,
+            can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
         supervisor = Supervisor(
@@ -184,32 +168,6 @@ class JobRun:
             return supervisor.run()
         finally:
             processes.finish()
-
-    def _announce(self, specs: Sequence[ProcessSpec]) -> None:
-        if self._starter is None:  # once
-            self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
-
-    def _ready_starter(self, specs: Sequence[ProcessSpec], *, logs: Path) -> Starter:
-        """Returns what starts the tasks: of the attempt before, unless that has ended."""
-        if self._starter is not None and not self._starter.is_over:
-            return self._starter
-        self._close_starter()
-        if self._job.start == "exec":
-            self._starter = ExecStarter(clock=time.monotonic, open_files=self._open_files)
-            return self._starter
-        server = ForkStarter(
-            environ={**shared_environment(specs), MARK: self._mark},
-            log_path=logs / "fork-server.log",
-            open_files=self._open_files,
-            clock=time.monotonic,
-        )
-        self._guard.add(server.pid)
-        self._starter = server
-        return server
-
-    def _close_starter(self) -> None:
-        if self._starter is not None:
-            self._starter.close()
 
     def _asked(self) -> int | None:
         """Returns the signal by which somebody asked the job to stop between two attempts."""

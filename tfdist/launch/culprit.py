@@ -41,7 +41,6 @@ class Watched:
     """
 
     task: Task
-    pid: int
     heard_s: float
     since_s: float
     phase: str = "import"

@@ -23,6 +23,7 @@ from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
+from tfdist.launch.watchdog import holds_pipe, proc_state
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may keep filling
@@ -66,11 +67,6 @@ class JobProcesses:
         self._watch(self._notes_fd, self._on_notes)
         if (starter_fd := starter.fileno()) is not None:
             self._watch(starter_fd, self._collect)
-
-    @property
-    def notes_fd(self) -> int:
-        """Returns the end of the pipe on which the tasks tell what they do."""
-        return self._notes_fd
 
     def start(self, spec: ProcessSpec) -> None:
         """Starts a task; its `Started` comes as an event. Raises OSError if it cannot."""
@@ -117,6 +113,20 @@ class JobProcesses:
             self._owed[task] = signal.SIGKILL
         elif task in self._pids:
             self._guard.end_session(self._pids[task])
+
+    def state_of(self, task: Task) -> str | None:
+        """Returns the state letter of a task's process, None if it is gone."""
+        pid = self._pids.get(task)
+        return None if pid is None else proc_state(pid)
+
+    def can_speak(self, task: Task) -> bool:
+        """Returns whether a task's process still has the pipe on which it tells what it does."""
+        pid = self._pids.get(task)
+        return pid is None or holds_pipe(pid, pipe_fd=self._notes_fd)
+
+    def watch(self, fd: int, handler: Callable[[], object]) -> None:
+        """Calls `handler` when there is something to read from `fd`, a descriptor of another."""
+        self._watch(fd, handler)
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Returns what has happened, after `timeout_s` at the latest."""

@@ -28,7 +28,7 @@ class Hang(Protocol):
 class Watcher(Protocol):
     """Finds tasks that stand still, from what it is told of them; `Watchdog` is one."""
 
-    def started(self, task: Task, *, pid: int, at_s: float) -> None: ...
+    def started(self, task: Task, *, at_s: float) -> None: ...
     def ended(self, task: Task) -> None: ...
     def beat(self, beat: Beat) -> None: ...
     def next_check_s(self) -> float: ...
@@ -60,7 +60,7 @@ class Progress:
         """Takes down that a task has a process, which has said nothing yet."""
         self._beats.pop(event.task, None)
         self._started_s[event.task] = event.at_s
-        self._watchdog.started(event.task, pid=event.pid, at_s=event.at_s)
+        self._watchdog.started(event.task, at_s=event.at_s)
 
     def ended(self, task: Task) -> None:
         """Takes down that a task is not expected to get on any more."""

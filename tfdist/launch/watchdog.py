@@ -53,8 +53,8 @@ class Watchdog:
       startup_timeout_s: how much longer it may take before its training begins.
       is_ps: whether workers and ps serve a chief.
       chief: who is named when nobody can be told from the others.
-      state_of: the state letter of a process, as `proc_state`.
-      can_speak: False for a process that has become another program, and so cannot beat any
+      state_of: the state letter of a task's process, as `proc_state`.
+      can_speak: False for a task whose process has become another program, and so cannot beat any
         more; asked only about a silent one. See `holds_pipe`.
       is_held_up: whether tasks wait for the launcher, which cannot show what they print.
     """
@@ -66,8 +66,8 @@ class Watchdog:
         startup_timeout_s: float,
         is_ps: bool,
         chief: Task,
-        state_of: Callable[[int], str | None],
-        can_speak: Callable[[int], bool] = lambda pid: True,
+        state_of: Callable[[Task], str | None],
+        can_speak: Callable[[Task], bool] = lambda task: True,
         is_held_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._hang_timeout_s = hang_timeout_s
@@ -82,11 +82,11 @@ class Watchdog:
         self._excused_s = -math.inf  # what was before it does not count
         self._noticed_s: float | None = None  # when the job was first seen to stand still
 
-    def started(self, task: Task, *, pid: int, at_s: float) -> None:
+    def started(self, task: Task, *, at_s: float) -> None:
         """Begins to watch a task."""
         if not self._watched:
             self._checked_s = at_s
-        self._watched[task] = Watched(task=task, pid=pid, heard_s=at_s, since_s=at_s)
+        self._watched[task] = Watched(task=task, heard_s=at_s, since_s=at_s)
 
     def ended(self, task: Task) -> None:
         """Watches a task no more."""
@@ -130,7 +130,7 @@ class Watchdog:
 
     def stopped(self) -> Task | None:
         """Returns a task whose process is stopped at this moment, None where all run."""
-        states = ((task.task, self._state_of(task.pid)) for task in self._tasks())
+        states = ((task.task, self._state_of(task.task)) for task in self._tasks())
         return next((task for task, state in states if state in ("T", "t")), None)
 
     def _tasks(self) -> list[Watched]:
@@ -141,8 +141,8 @@ class Watchdog:
             task.state = "R"
             if self._silence_s(task, now_s) < self._suspect_s:
                 continue
-            task.state = self._state_of(task.pid)
-            if not task.is_stopped and not self._can_speak(task.pid):
+            task.state = self._state_of(task.task)
+            if not task.is_stopped and not self._can_speak(task.task):
                 self.ended(task.task)
 
     def _is_mute(self, task: Watched, now_s: float) -> bool:
@@ -194,7 +194,7 @@ class Watchdog:
     def _hang(self, now_s: float, *, noticed_s: float) -> Hang | None:
         tasks = self._tasks()
         for task in tasks:
-            task.state = self._state_of(task.pid)
+            task.state = self._state_of(task.task)
         silent = [task for task in tasks if self._is_silent(task, now_s)]
         if not silent and any(task.has_spoken and task.heard_s < noticed_s for task in tasks):
             return None  # one of them may have stopped just now: its next beat tells
