@@ -20,7 +20,10 @@ import launcher_tasks
 import machine
 import multiworker_cnn
 import multiworker_overhead
+import ps_alone
 import ps_cnn
+import ps_killed
+import ps_straggler
 import report
 import results
 import row
@@ -36,6 +39,9 @@ ROWS = tuple(
         multiworker_cnn,
         multiworker_overhead,
         ps_cnn,
+        ps_alone,
+        ps_killed,
+        ps_straggler,
         save_overhead,
         input_by_index,
         demo_start,
