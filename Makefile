@@ -8,10 +8,10 @@ ARGS ?=
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi lint chaos bench recovery clean
+.PHONY: help setup demo test test-mpi test-slurm lint chaos bench recovery clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(READY)  ## a virtual environment in .venv with the pinned versions, once
 
@@ -36,6 +36,10 @@ endif
 test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debian
 	tests/mpi/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/mpi $(ARGS)
+
+test-slurm: setup  ## jobs on a Slurm of two nodes, which is installed (by root), started and ended
+	tests/slurm/install.sh
+	$(CPU_ONLY) $(PY) -m tests.slurm $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .

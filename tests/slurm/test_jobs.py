@@ -1,0 +1,125 @@
+"""Jobs on a real Slurm: started in every way, harmed in every way, and the same bits at the end."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.slurm.cluster import NODES
+from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, Slurm, assert_same, summary_of
+
+ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
+TRAIN = (PROGRAM, *CONFIG)
+TWO_NODES = ("--workers", "2", "--nodes", "2", "--cpus", "1", "--run_dir", "run")
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_job_of_srun_and_one_of_sbatch_equal_one_of_the_launcher(
+    slurm: Slurm, undisturbed: dict
+) -> None:
+    job = slurm.submit(*TWO_NODES, program=TRAIN)
+    job.is_in_state("COMPLETED")
+    assert job.fact("NodeList") == "127.0.0.[2-3]"
+    assert_same(summary_of(slurm.folder / "run"), undisturbed)
+    assert f"{job.id} " in slurm.asked("--status", "job")
+    assert slurm.asked("--logs", "job") == job.text()
+
+    for nodes in (2, 1):  # a task on each of two nodes, and both on one
+        step = ["srun", f"--nodes={nodes}", "--ntasks=2", sys.executable, *TRAIN]
+        done = slurm.run(*step, TFDIST_RUN_DIR=f"srun-{nodes}", **ONE_THREAD)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert_same(summary_of(slurm.folder / f"srun-{nodes}"), undisturbed)
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_job_is_started_again_or_not_by_the_codes_of_its_tasks(slurm: Slurm) -> None:
+    program = slurm.folder / "program.py"
+    program.write_text(
+        "import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['SLURM_PROCID'])]))"
+    )
+    flags = ("--workers", "2", "--cpus", "1", "--max_restarts", "1")
+    # The codes of both tasks, and how the job ends: its state, its code, its restarts.
+    ends = {
+        ("0", "0"): ("COMPLETED", "0:0", "0"),
+        ("2", "0"): ("FAILED", "2:0", "0"),
+        ("1", "75"): ("FAILED", "75:0", "1"),
+    }
+    jobs = {codes: slurm.submit(*flags, program=(str(program), *codes)) for codes in ends}
+    for codes, (state, code, restarts) in ends.items():
+        jobs[codes].is_in_state(state)
+        assert (jobs[codes].fact("ExitCode"), jobs[codes].fact("Restarts")) == (code, restarts)
+
+
+@pytest.mark.timeout(6 * DEADLINE_S)
+def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone(
+    slurm: Slurm, undisturbed: dict
+) -> None:
+    slurm.hold.touch()
+    # The limit ends nothing: 75 s before it, give or take 30, Slurm sends the warning.
+    job = slurm.submit(*TWO_NODES, "--time", "2m", "--grace_s", "75", program=TRAIN)
+    job.said("stopped by SIGUSR1")
+
+    job.said("held after", times=2)
+    slurm.cluster.ask("scancel", "--signal=USR1", "--batch", job.id)
+    job.said("stopped by SIGUSR1", times=2)
+
+    job.said("held after", times=3)
+    slurm.cluster.ask("scancel", "--signal=TERM", job.id)
+    job.said("stopped by SIGTERM")
+
+    job.said("held after", times=4)
+    assert job.fact("Restarts") == "3"
+    slurm.cluster.ask("scancel", job.id)
+    job.is_in_state("CANCELLED")
+    job.said("stopped by SIGTERM", times=2)
+    summary = summary_of(slurm.folder / "run")
+    assert summary["status"] == "stopped"
+    assert not list(slurm.folder.glob("*.failures"))
+
+    slurm.hold.unlink()
+    again = slurm.submit(*TWO_NODES, program=TRAIN)
+    again.is_in_state("COMPLETED")
+    resumed = summary_of(slurm.folder / "run")
+    assert resumed["resumed_from_step"] == summary["steps"]
+    assert_same(resumed, undisturbed)
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.parametrize("kind", ["one", "both"])
+def test_a_job_that_loses_a_node_goes_on(kind: str, slurm: Slurm, undisturbed: dict) -> None:
+    slurm.hold.touch()
+    one = ("--workers", "2", "--cpus", "1", "--run_dir", "run")
+    job = slurm.submit(*(one if kind == "one" else TWO_NODES), program=TRAIN)
+    job.said("held after")
+    lost = NODES[1] if kind == "both" else job.fact("NodeList")
+    slurm.cluster.kill_node(lost)
+    slurm.cluster.ask("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")
+    slurm.hold.unlink()
+    if kind == "both":  # nothing else has room for it
+        job.is_in_state("PENDING")
+        slurm.cluster.start_node(lost)
+        slurm.cluster.ask("scontrol", "update", f"NodeName={lost}", "State=RESUME")
+    job.is_in_state("COMPLETED")
+    assert job.fact("Restarts") == "1"
+    if kind == "one":
+        assert job.fact("NodeList") == next(node for node in NODES if node != lost)
+        slurm.cluster.start_node(lost)
+    summary = summary_of(slurm.folder / "run")
+    assert summary["resumed_from_step"]
+    assert_same(summary, undisturbed)
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_ps_job_trains_in_one_component_and_in_two(slurm: Slurm) -> None:
+    ps = ("--strategy", "ps", "--ps", "1", "--cpus", "1")
+    program = ("-m", "tfdist.train", *CONFIG)
+    slurm.submit(*ps, "--workers", "1", program=program, name="one").is_in_state("COMPLETED")
+    # With GPUs the ps is in a component of its own, which holds none.
+    two = slurm.submit(*ps, "--workers", "2", "--gpus", "1", program=program, name="two")
+    two.is_in_state("COMPLETED")
+    for name, workers in (("one", 1), ("two", 2)):
+        summary = summary_of(slurm.folder / "runs" / name)
+        assert (summary["status"], summary["strategy"], summary["steps"]) == ("done", "ps", 64)
+        assert (summary["workers"], summary["ps"]) == (workers, 1)
+        assert sum(summary["worker_steps"].values()) == 64
