@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tfdist.outputs.digest import weights_sha256
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 150
@@ -49,7 +50,7 @@ def trained(run_dir: Path, *arguments: str) -> dict[str, Any]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 22 steps; tests that change it copy what they need."""
     run_dir = tmp_path_factory.mktemp("runs") / "digits"
-    trained(run_dir, *SHORT, "--config.seed=5")
+    trained(run_dir, *SHORT, "--config.seed=5", "--config.save_model=true")
     return run_dir
 
 
@@ -83,6 +84,14 @@ def test_the_run_directory_is_that_of_the_design(finished: Path) -> None:
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert re.fullmatch("[0-9a-f]{64}", summary["state_sha256"])
     assert summary["state_sha256"] != summary["weights_sha256"]
+
+
+def test_the_model_that_is_saved_is_the_one_that_was_trained(finished: Path) -> None:
+    import keras
+
+    directory = RunDirectory(finished)
+    model = keras.saving.load_model(directory.model_file)
+    assert weights_sha256(model) == (directory.read_summary() or {})["weights_sha256"]
 
 
 def test_a_finished_run_says_so_and_is_not_run_again(finished: Path) -> None:

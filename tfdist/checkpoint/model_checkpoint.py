@@ -42,6 +42,14 @@ class _Saving:
         _whole_or_not(filepath, lambda path: self._wrapped.save_weights(path, **options))
 
 
+def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
+    """Saves a model as a file that appears whole or not at all; the chief calls it.
+
+    Raises TfdistError where it cannot be written.
+    """
+    _whole_or_not(os.fspath(filepath), model.save)
+
+
 def _whole_or_not(filepath: str, write: Any) -> None:
     folder, name = os.path.split(os.path.abspath(filepath))
     try:
@@ -53,5 +61,5 @@ def _whole_or_not(filepath: str, write: Any) -> None:
             os.replace(unfinished, filepath)
     except OSError as error:
         raise TfdistError(
-            f"ModelCheckpoint: cannot write {filepath}: {error.strerror or error}"
+            f"model: cannot write {filepath}: {error.strerror or error}"
         ) from error

@@ -132,6 +132,7 @@ FIELDS: tuple[Field, ...] = (
         least=0,
         help="save also every so many steps; 0 only at the end of each virtual epoch",
     ),
+    Field(name="save_model", default=False, help="save the trained model as model.keras"),
     Field(name="keep_checkpoints", default=2, least=1, help="checkpoints kept"),
     Field(
         name="ledger",
@@ -161,6 +162,7 @@ FREE = frozenset(
         "strategy",
         "devices_per_worker",
         "keep_checkpoints",
+        "save_model",
         "ledger",
         "profile_steps",
     }

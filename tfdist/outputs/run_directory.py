@@ -40,6 +40,7 @@ class RunDirectory:
         self.config_file = self.path / "config.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.summary_file = self.path / "summary.json"
+        self.model_file = self.path / "model.keras"
         self.plot_file = self.path / "metrics.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"

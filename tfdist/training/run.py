@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from tfdist.checkpoint import BackupAndRestore
+from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE
 from tfdist.errors import Stopped, TfdistError, UsageError
@@ -118,6 +119,8 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     if not is_chief():
         return {}
     summary = {"status": DONE if done else STOPPED, **_summary(model, reporter, directory, plan)}
+    if config.save_model and done:
+        save_whole(model, directory.model_file)
     directory.write_summary(summary)
     _show(config, summary, directory)
     return summary
