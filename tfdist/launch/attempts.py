@@ -99,6 +99,7 @@ class JobRun:
         self._workshop = Workshop(
             environ=job.environ,
             start=job.start,
+            fork_server=job.options.fork_server,
             screen=screen,
             signals=signals,
             open_files=open_files,

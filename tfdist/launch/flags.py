@@ -121,6 +121,12 @@ FLAGS = (
         help="run the job in a network of its own, with nothing but loopback in it",
     ),
     _Flag(
+        name="fork_server",
+        read=_integer,
+        shown="FD",
+        help="fork from the server at this socket, which has imported TensorFlow (tfdist.tune)",
+    ),
+    _Flag(
         name="dry_run",
         read=None,
         shown="",

@@ -31,6 +31,9 @@ class ForkStarter:
 
     The process serves all attempts of a job: it never imports the job's own program, and each
     fork gets the environment of its attempt.
+
+    Args:
+      server: a socket to a server that is there already; see `tfdist.launch.warm`.
     """
 
     def __init__(
@@ -40,13 +43,19 @@ class ForkStarter:
         log_path: Path,
         open_files: tuple[int, int],
         clock: Callable[[], float],
+        server: socket.socket | None = None,
     ) -> None:
-        self._environ = {**environ, **ONE_THREAD}
+        # Of a server that another process has started it is only known what it must have.
+        self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
         self._log_path = log_path
         self._clock = clock
         self._is_ready = self._is_over = False
         self._waiting: deque[tuple[Task, bytes, tuple[int, int]]] = deque()
         self._tasks: dict[str, Task] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        if server is not None:
+            self._socket = server
+            return
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(log_path, "ab") as log:
             self._server = spawn(
@@ -58,19 +67,19 @@ class ForkStarter:
             )
 
     @property
-    def pid(self) -> int:
-        """Returns the server's process id, which is its session's too."""
-        return self._server.pid
+    def pid(self) -> int | None:
+        """Returns the id of the server that it has started, which is its session's too."""
+        return self._server.pid if self._server else None
 
     @property
     def sessions(self) -> frozenset[int]:
         """Returns the server's session."""
-        return frozenset({self._server.pid})
+        return frozenset({self._server.pid} if self._server else ())
 
     @property
     def is_over(self) -> bool:
         """Returns whether the server has ended, so that another one is needed."""
-        return self._is_over or self._server.poll() is not None
+        return self._is_over or (self._server is not None and self._server.poll() is not None)
 
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
@@ -128,6 +137,8 @@ class ForkStarter:
             self._forget(request)
         self._waiting.clear()
         self._socket.close()
+        if self._server is None:
+            return
         if self._is_ready:  # it reads, and so sees that nobody asks any more
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(_END_TIMEOUT_S)

@@ -60,6 +60,8 @@ class LaunchOptions:
     isolate: bool = False
     dry_run: bool = False
     start: str = "auto"
+    fork_server: int | None = None
+    """Descriptor of a socket to a fork server that is there already."""
     program: Program = Program()
 
     def __post_init__(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ class Workshop:
         *,
         environ: Mapping[str, str],
         start: StartMethod,
+        fork_server: int | None,
         screen: JobScreen,
         signals: SignalPipe,
         open_files: tuple[int, int],
@@ -41,6 +44,7 @@ class Workshop:
         self._stack = contextlib.ExitStack()
         self._mark = secrets.token_hex(8)
         self._starter: Starter | None = None
+        self._given = _socket_of(fork_server)
         self._evidence = KillEvidence()
 
     def __enter__(self) -> Workshop:
@@ -84,16 +88,26 @@ class Workshop:
         if self._start == "exec":
             self._starter = ExecStarter(clock=time.monotonic, open_files=self._open_files)
             return self._starter
+        given, self._given = self._given, None  # the first; another would be started here
         server = ForkStarter(
             environ={**shared_environment(specs), MARK: self._mark},
             log_path=fork_log,
             open_files=self._open_files,
             clock=time.monotonic,
+            server=given,
         )
-        self._guard.add(server.pid)
+        if server.pid is not None:
+            self._guard.add(server.pid)
         self._starter = server
         return server
 
     def _close_starter(self) -> None:
         if self._starter is not None:
             self._starter.close()
+
+
+def _socket_of(descriptor: int | None) -> socket.socket | None:
+    if descriptor is None:
+        return None
+    os.set_inheritable(descriptor, False)  # no task is to keep it open
+    return socket.socket(fileno=descriptor)

@@ -39,14 +39,24 @@ def main(argv: Sequence[str]) -> None:
     """Serves until the launcher is gone: socket descriptor, then the modules to import."""
     control = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(control.fileno(), False)
+    import_once(argv[1:])
+    serve(control)
+
+
+def import_once(modules: Sequence[str]) -> None:
+    """Imports what all tasks share, and leaves it as it is to be shared."""
     set_title("tfdist fork server")
-    for name in argv[1:]:
+    for name in modules:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:  # only the one that forks lives on in a task, whatever the others held
         print(f"fork server: {threads} threads after the imports, where 1 was expected")
     gc.collect()
     gc.freeze()  # so that a task's collector does not touch, and so copy, what all share
+
+
+def serve(control: socket.socket) -> None:
+    """Forks a task for each request, until the launcher is gone; returns in tasks as well."""
     request = _Server(control).serve()
     if request is not None:  # in a task: nothing of the server is left on its stack
         _run(request)

@@ -1,0 +1,112 @@
+"""Fork servers that need no import: all are forked from one process that has imported once.
+
+Who runs many jobs one after the other, such as a sweep, keeps a `WarmServer`. `connect` returns a
+socket to a new fork server, a fork of it, for one job: ``tfdist.launch --fork_server FD``. The
+tasks are forked from that one as from any fork server, and end with it; what a job has allocated
+is gone with its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfdist.launch import zygote
+from tfdist.launch.process import bootstrap_command
+
+_END_TIMEOUT_S = 2.0
+
+
+class WarmServer:
+    """The process that imports once; it ends with the one that made it.
+
+    It is started on first use, and again when it has been killed.
+
+    Args:
+      modules: what to import.
+      environ: of the imports; each task gets the environment of its job.
+      log_path: for what the imports say.
+    """
+
+    def __init__(
+        self, modules: Sequence[str], *, environ: Mapping[str, str], log_path: Path
+    ) -> None:
+        self._modules = tuple(modules)
+        self._environ = {**environ, **zygote.ONE_THREAD}
+        self._log_path = log_path
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Returns its process id; None before its first use."""
+        return self._process.pid if self._process else None
+
+    def connect(self) -> socket.socket:
+        """Returns a socket to a fork server of its own, which is forked after the imports."""
+        control = self._ready_socket()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.suppress(OSError):  # it is gone: who reads `ours` sees that
+            socket.send_fds(control, [b"+"], [theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        """Ends it; the fork servers of jobs that go on end with these."""
+        process, self._process = self._process, None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if process is None:
+            return
+        try:
+            process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # in an import
+            process.kill()
+            process.wait()
+
+    def _ready_socket(self) -> socket.socket:
+        if self._socket is not None and self._process and self._process.poll() is None:
+            return self._socket
+        self.close()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                bootstrap_command("warm", str(theirs.fileno()), *self._modules),
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return self._socket
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serves until its owner is gone: socket descriptor, then the modules to import."""
+    control = socket.socket(fileno=int(argv[0]))
+    os.set_inheritable(control.fileno(), False)
+    zygote.import_once(argv[1:])
+    server = _forked(control)
+    if server is not None:
+        zygote.serve(server)
+
+
+def _forked(control: socket.socket) -> socket.socket | None:
+    """Returns None when the owner is gone, and in each fork the socket to its launcher."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes those that have ended
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return None
+        if os.fork() == 0:
+            os.setsid()
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return socket.socket(fileno=fds[0])
+        os.close(fds[0])
