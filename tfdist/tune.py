@@ -49,8 +49,7 @@ def _sweep(options: SweepOptions) -> int:
     with _silent_standard_error():  # TensorFlow writes four lines there, whatever its log level
         from tfdist.tuning.sweep import run
 
-    machine = this_machine(environ)
-    return run(options, config, cpus=machine.cpus, gpus=machine.gpus, environ=environ)
+    return run(options, config, machine=this_machine(environ), environ=environ)
 
 
 @contextlib.contextmanager

@@ -17,18 +17,20 @@ import pytest
 from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
 from tfdist.configs import base
 from tfdist.errors import UsageError
+from tfdist.launch.machine import Machine
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.lock import ChiefLock
 from tfdist.tuning.options import SweepOptions
+from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.results import Completed, Failed, Outcome
 from tfdist.tuning.runner import TrialJob
-from tfdist.tuning.search import Search, make_oracle
 from tfdist.tuning.space import SearchSpace
 from tfdist.tuning.state import SweepState, Trial, fold
 
 CHECKPOINTS = 9
+MACHINE = Machine(cpus=2, gpus=(), has_gpu_driver=False)
 SPACE = """
 def space(hp, config):
     config.optimizer = hp.Choice("optimizer", ["adam", "sgd"])
@@ -366,13 +368,14 @@ def finished(tmp_path: Path) -> SweepOptions:
     )
     options.sweep_dir.mkdir()
     journal = Journal(options.sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0)
-    sweep._begin(options, base(), SearchSpace(options.config, base()), journal)
+    description = sweep.describe(options, base(), SearchSpace(options.config, base()))
+    journal.add("begun", **{**description, "seed": 1})
     journal.add("finished", reason="all trials have ended", is_complete=True)
     return options
 
 
 def run(options: SweepOptions, config: Any = None) -> int:
-    return sweep.run(options, config or base(), cpus=2, gpus=(), environ={})
+    return sweep.run(options, config or base(), machine=MACHINE, environ={})
 
 
 def test_a_finished_sweep_says_so_and_runs_nothing(

@@ -209,15 +209,16 @@ class Sweep:
         "--config.backup_every_steps=5",
     )
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *flags: str) -> None:
         self.path = path
+        self.flags = (*self.FLAGS, *flags)
         self.log = path.with_suffix(".log")
 
     @contextlib.contextmanager
     def started(self) -> Iterator[subprocess.Popen[bytes]]:
         with open(self.log, "ab") as log:
             chief = subprocess.Popen(
-                [sys.executable, "-m", "tfdist.tune", "--sweep_dir", str(self.path), *self.FLAGS],
+                [sys.executable, "-m", "tfdist.tune", "--sweep_dir", str(self.path), *self.flags],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -260,6 +261,29 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_pa
     with whole.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
     assert torn.weights("012") == whole.weights("012")
+
+
+@pytest.mark.timeout(SWEEP_DEADLINE_S)
+def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Path) -> None:
+    mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
+    sweep = Sweep(tmp_path / "sweep", *mirrored, "--max_trials", "2", "--retrain_best")
+    with sweep.started() as chief:
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+    state = sweep.state()
+    trials, best = state.trials, state.ranked()[0]
+    assert [(trial.status, trial.starts) for trial in trials.values()] == [("completed", 1)] * 2
+    assert (trials["1"].began_at or 0) < (trials["0"].ended_at or 0), "they were not at once"
+    again = RunDirectory(sweep.path / "best")
+    summaries = [RunDirectory(sweep.path / "trials" / n).read_summary() or {} for n in trials]
+    for summary in (*summaries, again.read_summary() or {}):
+        assert (summary["strategy"], summary["replicas"]) == ("mirrored", 2)
+    assert (again.read_summary() or {})["weights_sha256"] == summaries[int(best.id)][
+        "weights_sha256"
+    ], "the same run has other bits"
+    assert again.model_file.exists()
+    assert {path.name for path in (sweep.path / "tensorboard").iterdir()} == {
+        *("experiment", "0", "1")
+    }
 
 
 TRAIN = ("-m", "tfdist.train", "--config.total_examples=28800", "--config.checkpoints=10")

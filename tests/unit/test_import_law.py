@@ -19,7 +19,10 @@ MAY_IMPORT = {
     "schedulers": {"errors", "cluster"},
     "configs": {"errors"},
     "lint": {"errors", "cluster", "configs"},
-    "tuning": {"errors", "configs", "outputs"},
+    "tuning": {
+        *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
+        "training",
+    },
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},
     "data": {"errors", "cluster", "strategy"},

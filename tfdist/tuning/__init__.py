@@ -3,8 +3,26 @@
 The journal of a sweep is its only truth. The chief of a sweep that was killed reads it, brings a
 new oracle to the same state by asking and telling it the same, and goes on.
 
-`options`, `events`, `journal`, `lock` and `results` load no KerasTuner; `space` and `search` do,
-and with it Keras and TensorFlow.
+From Python there are `search`, whose trials are jobs, and `HyperModel` for KerasTuner's own
+``tuner.search`` in one process; both are resolved on first use. `options`, `asking`, `journal`,
+`lock` and `results` load no KerasTuner; `space` and `oracle` do, and with it Keras and TensorFlow.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME_OF = {"search": "tfdist.tuning.from_python", "HyperModel": "tfdist.tuning.hypermodel"}
+
+if TYPE_CHECKING:
+    from tfdist.tuning.from_python import search
+    from tfdist.tuning.hypermodel import HyperModel
+
+__all__ = ["HyperModel", "search"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Asked
 from tfdist.tuning.directory import TRIALS
+from tfdist.tuning.early import MedianRule, values_of
 from tfdist.tuning.journal import Journal
+from tfdist.tuning.options import MEDIAN, NONE
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
 from tfdist.tuning.runner import Runner, RunningTrial, TrialJob
-from tfdist.tuning.state import SweepState, Trial, fold
+from tfdist.tuning.state import COMPLETED, SweepState, Trial, fold
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,15 @@ class Plan:
     parallel_trials: int
     objective: str
     direction: str
-    max_epochs: int
+    max_epochs: int | None
+    """Of a whole run, of which a trial may be a part, to be continued by another in the same
+    directory; None where trials know when to end, and each has a directory of its own."""
     max_failed_trials: int | None
-    flags_of: Callable[[Trial], tuple[str, ...]]
+    early_stop: str = NONE
+    flags_of: Callable[[Trial], tuple[str, ...]] = lambda trial: ()
     """The ``--config.field=value`` of a trial; raises UsageError for values that cannot be."""
+    variables_of: Callable[[Trial], Mapping[str, str]] = lambda trial: {}
+    """What is added to the environment of a trial."""
 
 
 class Observer(Protocol):
@@ -107,16 +114,15 @@ class Chief:
             return None
         answer = self._search.ask()
         values = dict(answer.values or {})
-        past = values.get("tuner/trial_id")
-        until = values.get("tuner/epochs")
+        run, until = self._part(answer.trial, values)
         line = self._journal.add(
             "asked",
             asker=answer.asker,
             status=answer.status,
             trial=answer.trial,
             values=answer.values,
-            run=self.state.trials[past].run if past else answer.trial,
-            until=until if until is not None and until < self._plan.max_epochs else None,
+            run=run,
+            until=until,
         )
         self.state.apply(line)
         self._no_more = answer.status == STOPPED
@@ -125,6 +131,17 @@ class Chief:
             return None
         self._search.publish([answer.trial])
         return self._changed(answer.trial)
+
+    def _part(self, name: str | None, values: Mapping[str, Any]) -> tuple[str | None, int | None]:
+        """Returns in which directory a trial runs, and after which virtual epoch it is put aside.
+
+        Hyperband says in the values which trial another one continues.
+        """
+        if self._plan.max_epochs is None:
+            return name, None
+        past, until = values.get("tuner/trial_id"), values.get("tuner/epochs")
+        is_cut = until is not None and until < self._plan.max_epochs
+        return self.state.trials[past].run if past else name, until if is_cut else None
 
     def _begin(self, trial: Trial) -> None:
         places = {place for place, _ in self._running.values()}
@@ -143,10 +160,28 @@ class Chief:
 
     def _job(self, trial: Trial, *, place: int) -> TrialJob:
         goal = Goal(
-            objective=self._plan.objective, direction=self._plan.direction, until=trial.until
+            objective=self._plan.objective,
+            direction=self._plan.direction,
+            until=trial.until,
+            rule=self._rule() if self._plan.early_stop == MEDIAN else None,
         )
         run_dir = self._plan.sweep_dir / TRIALS / trial.run
-        return TrialJob(run_dir=run_dir, flags=self._plan.flags_of(trial), goal=goal, place=place)
+        return TrialJob(
+            run_dir=run_dir,
+            flags=self._plan.flags_of(trial),
+            variables=self._plan.variables_of(trial),
+            goal=goal,
+            place=place,
+        )
+
+    def _rule(self) -> MedianRule:
+        """The trials that have ended by the start of this one are what it is measured by."""
+        ended = [trial for trial in self.state.trials.values() if trial.status == COMPLETED]
+        return MedianRule(
+            objective=self._plan.objective,
+            direction=self._plan.direction,
+            others=tuple(values_of(trial.history, self._plan.objective) for trial in ended),
+        )
 
     def _step(self) -> None:
         """Waits a moment and takes down what has ended meanwhile."""
@@ -182,6 +217,7 @@ class Chief:
             status="COMPLETED" if done else "FAILED",
             score=done.score if done else None,
             best_virtual_epoch=done.best_virtual_epoch if done else None,
+            stopped_at=done.stopped_at if done else None,
             history=[dict(metrics) for metrics in done.history] if done else [],
             reason=failed.reason if failed else "",
             last_lines=list(failed.last_lines) if failed else [],

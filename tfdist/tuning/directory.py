@@ -17,7 +17,7 @@ SWEEP = "sweep.json"
 PLOT = "sweep.png"
 TRIALS = "trials"
 
-_SAME = ("tuner", "objective", "factor", "strategy", "workers", "ps")
+_SAME = ("tuner", "objective", "factor", "strategy", "workers", "ps", "early_stop")
 
 
 def prepare(path: Path, *, overwrite: bool) -> None:
@@ -50,9 +50,9 @@ def prepare(path: Path, *, overwrite: bool) -> None:
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises UsageError where a sweep is started again with what would make it another one."""
     said = [
-        f"{name}={now[name]!r} (there: {before.get(name)!r})"
+        f"{name}={now.get(name)!r} (there: {before.get(name)!r})"
         for name in _SAME
-        if before.get(name) != now[name]
+        if before.get(name) != now.get(name)
     ]
     if now["seed"] is not None and now["seed"] != before.get("seed"):
         said.append(f"seed={now['seed']} (there: {before.get('seed')})")

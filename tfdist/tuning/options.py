@@ -16,53 +16,37 @@ STRATEGIES = ("single", "mirrored", "multiworker", "ps")
 OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
 """What a trial reports, and which way is better."""
 DEFAULT_MAX_TRIALS = 20
+NONE, MEDIAN = "none", "median"
+EARLY_STOPS = (NONE, MEDIAN)
+"""Whether a trial may be stopped as hopeless, and by which rule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SweepOptions:
-    """What a sweep was asked for.
+class RunOptions:
+    """How the trials of a sweep are run, whoever chooses them.
 
     Raises:
       UsageError: a value out of its range, or values that do not go together.
     """
 
-    config: str
-    config_flags: tuple[str, ...] = ()
-    """``--config.field=value``, of every trial, before the search space sets its own."""
     sweep_dir: Path
-    tuner: str = "random"
-    objective: str = "val_accuracy"
-    max_trials: int | None = None
-    factor: int = 3
-    """Of hyperband: one in so many trials is continued, for so many times as long."""
-    seed: int | None = None
     parallel_trials: int = 1
     strategy: str = "single"
     workers: int = 1
     ps: int = 1
+    devices_per_worker: int | None = None
     max_failed_trials: int | None = None
     trial_timeout_s: float = math.inf
+    early_stop: str = NONE
+    retrain_best: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        _check_name("tuner", self.tuner, TUNERS)
-        _check_name("objective", self.objective, OBJECTIVES)
         _check_name("strategy", self.strategy, STRATEGIES)
-        for name, least in (
-            ("max_trials", 1),
-            ("factor", 2),
-            ("seed", 1),
-            ("parallel_trials", 1),
-            ("workers", 1),
-            ("ps", 1),
-            ("max_failed_trials", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                fix = f"write --{name} {least}, for example"
-                if name == "seed":
-                    fix = "KerasTuner draws another one for 0; write --seed 1, or leave it out"
-                raise UsageError(f"--{name}", received=value, expected=f"{least} or more", fix=fix)
+        _check_name("early_stop", self.early_stop, EARLY_STOPS)
+        counts = ("parallel_trials", "workers", "ps", "devices_per_worker", "max_failed_trials")
+        for name in counts:
+            _check_least(name, getattr(self, name), 1)
         if not self.trial_timeout_s > 0:
             raise UsageError(
                 "--trial_timeout_s",
@@ -79,13 +63,44 @@ class SweepOptions:
             )
 
     @property
-    def direction(self) -> str:
-        return OBJECTIVES[self.objective]
-
-    @property
     def tasks_per_trial(self) -> int:
         """Returns how many processes compute in each trial; a ps job's chief only waits."""
         return self.workers + (self.ps if self.strategy == "ps" else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOptions(RunOptions):
+    """What `tfdist.tune` was asked for; raises as `RunOptions`."""
+
+    config: str
+    config_flags: tuple[str, ...] = ()
+    """``--config.field=value``, of every trial, before the search space sets its own."""
+    tuner: str = "random"
+    objective: str = "val_accuracy"
+    max_trials: int | None = None
+    factor: int = 3
+    """Of hyperband: one in so many trials is continued, for so many times as long."""
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
+        _check_name("tuner", self.tuner, TUNERS)
+        _check_name("objective", self.objective, OBJECTIVES)
+        if self.early_stop != NONE and self.tuner == "hyperband":
+            raise UsageError(
+                "--early_stop",
+                received=f"{self.early_stop} with --tuner hyperband",
+                expected="none: hyperband ends trials itself, and counts on those it goes on with",
+                fix="leave it out, or use --tuner random",
+            )
+        _check_least("max_trials", self.max_trials, 1)
+        _check_least("factor", self.factor, 2)
+        fix = "KerasTuner draws another one for 0; write --seed 1, or leave it out"
+        _check_least("seed", self.seed, 1, fix=fix)
+
+    @property
+    def direction(self) -> str:
+        return OBJECTIVES[self.objective]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,9 +170,12 @@ def _parser() -> _Parser:
     add("--strategy", metavar="|".join(STRATEGIES), help="of every trial (single)")
     add("--workers", type=int, metavar="W", help="of every trial (1)")
     add("--ps", type=int, metavar="P", help="parameter servers of every trial (1)")
+    add("--devices_per_worker", type=int, metavar="D", help="of every trial (GPUs, or one CPU)")
     add("--sweep_dir", metavar="D", help="where the sweep writes (runs/<config>-<tuner>)")
     add("--max_failed_trials", type=int, metavar="N", help="end at so many failed trials (never)")
     add("--trial_timeout_s", type=float, metavar="S", help="end a trial without progress (never)")
+    add("--early_stop", metavar="|".join(EARLY_STOPS), help="end hopeless trials (none)")
+    add("--retrain_best", action="store_true", help="train the best anew and save the model")
     add("--overwrite", action="store_true", help="move an earlier sweep aside, into old-1, ...")
     add("--show", metavar="DIR", help="print the sweep in DIR and do nothing else")
     return parser
@@ -171,3 +189,9 @@ def _check_name(flag: str, value: str, choices: Sequence[str] | dict[str, str]) 
             expected=f"one of {', '.join(choices)}",
             fix="name one of them",
         )
+
+
+def _check_least(flag: str, value: int | None, least: int, *, fix: str = "") -> None:
+    if value is not None and value < least:
+        fix = fix or f"write --{flag} {least}, for example"
+        raise UsageError(f"--{flag}", received=value, expected=f"{least} or more", fix=fix)

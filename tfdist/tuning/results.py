@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED
 from tfdist.outputs.run_directory import COUNTERS, DONE
+from tfdist.tuning.early import MedianRule
 
 _NOT_METRICS = COUNTERS | {"learning_rate"}
 
@@ -20,6 +21,8 @@ class Completed:
     history: tuple[Mapping[str, float], ...]
     score: float
     best_virtual_epoch: int
+    stopped_at: int | None = None
+    """The virtual epoch at which it was stopped as hopeless."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +50,36 @@ class Goal:
     objective: str
     direction: str
     until: int | None = None
+    rule: MedianRule | None = None
+
+    def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
+        """Returns the virtual epoch after which the trial is to be ended, None while it has none.
+
+        The rule is asked first: also a trial that went further is judged by what counts.
+        """
+        cut = self.rule.last(metrics) if self.rule else None
+        return self.until if cut is None else cut
 
 
 def completed(
     goal: Goal, *, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
 ) -> Completed | Failed | None:
-    """Returns the outcome of a trial that has come to its goal, None of one that has not."""
+    """Returns the outcome of a trial that has come to its goal, None of one that has not.
+
+    A trial whose program has judged it itself says so by the ``result`` of its summary.
+    """
     reached = max((line["virtual_epoch"] for line in metrics), default=0)
     is_done = summary is not None and summary.get("status") == DONE
-    if not is_done and (goal.until is None or reached < goal.until):
+    last = goal.last(metrics)
+    if not is_done and (last is None or reached < last):
         return None
-    last = goal.until if goal.until is not None else math.inf
-    return _scored(goal, [line for line in metrics if line["virtual_epoch"] <= last])
+    if is_done and "result" in (summary or {}):
+        return _scored(goal, [(summary or {})["result"]])
+    counted = [line for line in metrics if last is None or line["virtual_epoch"] <= last]
+    outcome = _scored(goal, counted)
+    if isinstance(outcome, Completed) and last is not None and last != goal.until:
+        return replace(outcome, stopped_at=last)
+    return outcome
 
 
 def ended(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -10,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tfdist.launch.warm import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
 from tfdist.tuning.lock import is_held
@@ -35,6 +37,8 @@ class TrialJob:
     goal: Goal
     place: int
     """Which of the trials at once it is, from 0 on: whose GPUs it takes."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Added to its environment."""
 
 
 class RunningTrial(Protocol):
@@ -72,6 +76,7 @@ class LauncherRunner:
       gpus: those of this machine, divided among `places`.
       environ: of the trials.
       timeout_s: a trial that does no virtual epoch for so long is ended.
+      warm: what the tasks are forked from, None to start each job with imports of its own.
     """
 
     def __init__(
@@ -83,7 +88,9 @@ class LauncherRunner:
         places: int,
         environ: Mapping[str, str],
         timeout_s: float,
+        warm: WarmServer | None = None,
     ) -> None:
+        self.warm = warm
         self._program = tuple(program)
         self._launch_flags = tuple(launch_flags)
         self._gpus = tuple(gpus)
@@ -107,19 +114,27 @@ class LauncherRunner:
         fds = [trial.pidfd for trial in running if trial.pidfd is not None]
         select.select(fds, [], [], timeout_s)
 
-    def command(self, job: TrialJob) -> list[str]:
+    def close(self) -> None:
+        """Ends what it keeps between trials."""
+        if self.warm is not None:
+            self.warm.close()
+
+    def command(self, job: TrialJob, *, fork_server: int | None = None) -> list[str]:
         """Returns the launcher's command line for a trial."""
         launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
+        if fork_server is not None:
+            launcher += ["--fork_server", str(fork_server)]
         return [*launcher, *self._launch_flags, *self._program, *job.flags]
 
     def environ(self, job: TrialJob) -> dict[str, str]:
         """Returns the environment of a trial, with its share of the GPUs."""
+        environ = {**self._environ, **job.variables}
         if not self._gpus:
-            return self._environ
+            return environ
         mine = (
             self._gpus[job.place :: self._places] or self._gpus[job.place % len(self._gpus) :][:1]
         )
-        return {**self._environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
 
     @property
     def timeout_s(self) -> float:
@@ -186,17 +201,20 @@ class _LaunchedTrial:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._report_before = self._report_time()
-        with open(self._log, "ab") as log:
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(open(self._log, "ab"))
+            fds = [stack.enter_context(w.connect()).fileno() for w in (self._runner.warm,) if w]
             self._log_from = log.tell()
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", leash.__file__, str(os.getpid())),
-                    *self._runner.command(self._job),
+                    *self._runner.command(self._job, fork_server=fds[0] if fds else None),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._runner.environ(self._job),
+                pass_fds=fds,
                 process_group=0,
             )
         self.pidfd = os.pidfd_open(self._process.pid)
@@ -213,8 +231,8 @@ class _LaunchedTrial:
         if len(metrics) != self._seen:
             self._seen, self._since_s = len(metrics), now_s
         reached = max((line["virtual_epoch"] for line in metrics), default=0)
-        until = self._job.goal.until
-        if until is not None and reached >= until:
+        last = self._job.goal.last(metrics)
+        if last is not None and reached >= last:
             self._end()
         elif now_s - self._since_s > self._runner.timeout_s:
             self._timed_out = True

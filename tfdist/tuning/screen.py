@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,13 +25,20 @@ _REFRESH_S = 1.0
 
 
 class SweepScreen:
-    """The chief's observer: shows each change, and keeps `sweep.json` as it is."""
+    """The chief's observer: shows each change, keeps `sweep.json` as it is, and tells `also`."""
 
-    def __init__(self, sweep_dir: Path, *, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        sweep_dir: Path,
+        *,
+        console: Console | None = None,
+        also: Callable[[SweepState], None] = lambda state: None,
+    ) -> None:
         self._sweep_dir = sweep_dir
         self._console = console or _console()
         self._live: Live | None = None
         self._shown_at_s = 0.0
+        self._also = also
 
     def __enter__(self) -> SweepScreen:
         return self
@@ -83,6 +90,7 @@ class SweepScreen:
 
     def _write(self, state: SweepState) -> None:
         directory.write_json(self._sweep_dir / directory.SWEEP, as_json(state))
+        self._also(state)
 
     def _refresh(self, state: SweepState) -> None:
         self._shown_at_s = time.monotonic()
@@ -163,6 +171,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
         "score": trial.score,
         "best_virtual_epoch": trial.best_virtual_epoch,
         "virtual_epochs": trial.until,
+        "stopped_at": trial.stopped_at,
         "hyperparameters": trial.hyperparameters,
         "run_dir": f"{directory.TRIALS}/{trial.run}",
         "starts": trial.starts,
@@ -174,9 +183,11 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
 
 
 def _progress(trial: Trial, state: SweepState, sweep_dir: Path) -> str:
-    of = trial.until or state.begun.get("config", {}).get("checkpoints", "?")
+    config = state.begun.get("config", {})
+    of = trial.until or config.get("checkpoints") or config.get("epochs") or "?"
     if trial.is_over:
-        return f"{trial.best_virtual_epoch} of {of}" if trial.best_virtual_epoch else ""
+        stopped = f", stopped at {trial.stopped_at}" if trial.stopped_at else ""
+        return f"{trial.best_virtual_epoch} of {of}{stopped}" if trial.best_virtual_epoch else ""
     lines = RunDirectory(sweep_dir / directory.TRIALS / trial.run).read_metrics()
     return f"{lines[-1]['virtual_epoch'] if lines else 0} of {of}"
 

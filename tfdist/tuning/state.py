@@ -34,6 +34,8 @@ class Trial:
     """How many virtual epochs it had done when it was last killed."""
     score: float | None = None
     best_virtual_epoch: int | None = None
+    stopped_at: int | None = None
+    """The virtual epoch at which it was stopped as hopeless."""
     history: tuple[Mapping[str, float], ...] = ()
     """The metrics of each virtual epoch."""
     reason: str = ""
@@ -121,6 +123,7 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
         status=COMPLETED if line["status"] == "COMPLETED" else FAILED,
         score=line["score"],
         best_virtual_epoch=line["best_virtual_epoch"],
+        stopped_at=line.get("stopped_at"),
         history=tuple(line["history"]),
         reason=line["reason"],
         last_lines=tuple(line["last_lines"]),

@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import json
-import logging
-import random
-import signal
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tfdist.configs.fields import FREE, flat
-from tfdist.errors import EXIT_OK, UsageError
-from tfdist.tuning import directory
-from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.journal import Journal
-from tfdist.tuning.lock import ChiefLock
+from tfdist.errors import UsageError
+from tfdist.launch.machine import Machine
+from tfdist.tuning import retrain
+from tfdist.tuning.chief import Plan
+from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
 from tfdist.tuning.options import SweepOptions
-from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.screen import SweepScreen, leaderboard
-from tfdist.tuning.search import Search, make_oracle
+from tfdist.tuning.oracle import Search, make_oracle
+from tfdist.tuning.results import Goal
+from tfdist.tuning.runner import LauncherRunner, TrialJob
 from tfdist.tuning.space import SearchSpace
-from tfdist.tuning.state import Trial, fold
-
-logger = logging.getLogger(__name__)
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+from tfdist.tuning.state import Trial
 
 
 def run(
     options: SweepOptions,
     config: Any,
     *,
-    cpus: int,
-    gpus: Sequence[str],
+    machine: Machine,
     environ: Mapping[str, str],
 ) -> int:
     """Runs a sweep, or goes on with it; returns the exit code.
 
     Args:
       config: what the config file and ``--config.FIELD`` say, before the search space.
-      cpus, gpus: those that the trials share.
+      machine: whose CPUs and GPUs the trials share.
       environ: of the trials.
 
     Raises:
@@ -50,37 +41,30 @@ def run(
     """
     _check(options, config)
     space = SearchSpace(options.config, config)
-    directory.make(options.sweep_dir)
-    with ExitStack() as stack:
-        stack.enter_context(ChiefLock(options.sweep_dir))
-        directory.prepare(options.sweep_dir, overwrite=options.overwrite)
-        path = options.sweep_dir / directory.JOURNAL
-        journal = Journal(path, time_of_day=time.time)
-        _begin(options, config, space, journal)
-        state = fold(journal.lines)
-        if state.is_complete:
-            logger.info("the sweep in %s is finished; --overwrite runs it again", path.parent)
-            leaderboard(state, options.sweep_dir)
-            return EXIT_OK
-        _warn_if_crowded(options, cpus=cpus)
-        search = _search(options, config, space, journal)
-        runner = LauncherRunner(
-            program=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
-            launch_flags=_launch_flags(options, cpus=cpus),
-            gpus=gpus,
-            places=options.parallel_trials,
-            environ=environ,
-            timeout_s=options.trial_timeout_s,
+    runner = LauncherRunner(
+        program=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
+        launch_flags=launch_flags(options, cpus=machine.cpus),
+        gpus=machine.gpus,
+        places=options.parallel_trials,
+        environ=environ,
+        timeout_s=options.trial_timeout_s,
+        warm=warm_server(
+            options, machine=machine, environ=environ, modules=["tfdist.training.run"]
+        ),
+    )
+    exit_code, _ = conduct(
+        Sweep(
+            options=options,
+            description=describe(options, config, space),
+            search_of=lambda begun: _search(options, config, space, begun),
+            plan_of=lambda begun: _plan(options, config, space, seed=begun["seed"]),
+            best_of=lambda trial, begun: _best(
+                options, _flags_of(trial, config=config, space=space, seed=begun["seed"])
+            ),
+            runner=runner,
         )
-        screen = stack.enter_context(SweepScreen(options.sweep_dir))
-        plan = _plan(options, config, space, seed=state.begun["seed"])
-        chief = Chief(plan, search=search, journal=journal, runner=runner, observer=screen)
-        for signum in _STOP_SIGNALS:
-            signal.signal(signum, lambda received, _: chief.stop(received))
-        screen.begin(chief.state)
-        exit_code = chief.run()
-        screen.end(chief.state)
-        return exit_code
+    )
+    return exit_code
 
 
 def _check(options: SweepOptions, config: Any) -> None:
@@ -114,10 +98,10 @@ def _check(options: SweepOptions, config: Any) -> None:
         )
 
 
-def _begin(options: SweepOptions, config: Any, space: SearchSpace, journal: Journal) -> None:
-    """Writes down which sweep this is, or makes sure that it is the one that was."""
+def describe(options: SweepOptions, config: Any, space: SearchSpace) -> dict[str, Any]:
+    """Returns what the sweep is, as its journal begins."""
     values = {k: v for k, v in flat(config).items() if k not in FREE}
-    now = {
+    return {
         "tuner": options.tuner,
         "objective": options.objective,
         "direction": options.direction,
@@ -127,21 +111,15 @@ def _begin(options: SweepOptions, config: Any, space: SearchSpace, journal: Jour
         "ps": options.ps,
         "seed": options.seed,
         "max_trials": options.max_trials,
+        "early_stop": options.early_stop,
         "config": json.loads(json.dumps(values)),
         "space": space.description(),
     }
-    if not journal.lines:
-        seed = options.seed or random.SystemRandom().randrange(1, 2**31)
-        journal.add("begun", **{**now, "seed": seed})
-        return
-    before = fold(journal.lines).begun
-    directory.require_same(options.sweep_dir, before, now)
-    if before["max_trials"] != options.max_trials:
-        journal.add("extended", max_trials=options.max_trials)
 
 
-def _search(options: SweepOptions, config: Any, space: SearchSpace, journal: Journal) -> Search:
-    begun = journal.lines[0]
+def _search(
+    options: SweepOptions, config: Any, space: SearchSpace, begun: Mapping[str, Any]
+) -> Search:
     oracle = make_oracle(
         options.tuner,
         hyperparameters=space.hyperparameters,
@@ -152,19 +130,27 @@ def _search(options: SweepOptions, config: Any, space: SearchSpace, journal: Jou
         max_epochs=config.checkpoints,
         factor=options.factor,
     )
-    search = Search(oracle, sweep_dir=options.sweep_dir)
-    search.replay(journal.lines)
-    search.publish()
-    return search
+    return Search(oracle, sweep_dir=options.sweep_dir)
+
+
+def _flags_of(trial: Trial, *, config: Any, space: SearchSpace, seed: int) -> tuple[str, ...]:
+    flags = space.flags(trial.values)
+    if config.seed is not None or any(f.startswith("--config.seed=") for f in flags):
+        return flags
+    return (*flags, f"--config.seed={seed}")
+
+
+def _best(options: SweepOptions, flags: tuple[str, ...]) -> TrialJob:
+    """Returns the whole run with a trial's flags; the model is saved at its end."""
+    return TrialJob(
+        run_dir=options.sweep_dir / retrain.NAME,
+        flags=(*flags, "--config.save_model=true"),
+        goal=Goal(objective=options.objective, direction=options.direction),
+        place=0,
+    )
 
 
 def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) -> Plan:
-    def flags_of(trial: Trial) -> tuple[str, ...]:
-        flags = space.flags(trial.values)
-        if config.seed is not None or any(f.startswith("--config.seed=") for f in flags):
-            return flags
-        return (*flags, f"--config.seed={seed}")
-
     return Plan(
         sweep_dir=options.sweep_dir,
         parallel_trials=options.parallel_trials,
@@ -172,23 +158,6 @@ def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) 
         direction=options.direction,
         max_epochs=config.checkpoints,
         max_failed_trials=options.max_failed_trials,
-        flags_of=flags_of,
+        early_stop=options.early_stop,
+        flags_of=partial(_flags_of, config=config, space=space, seed=seed),
     )
-
-
-def _launch_flags(options: SweepOptions, *, cpus: int) -> list[str]:
-    threads = max(1, cpus // (options.parallel_trials * options.tasks_per_trial))
-    flags = ["--strategy", options.strategy, "--workers", str(options.workers)]
-    flags += ["--ps", str(options.ps)] if options.strategy == "ps" else []
-    return [*flags, "--threads_per_task", str(threads)]
-
-
-def _warn_if_crowded(options: SweepOptions, *, cpus: int) -> None:
-    tasks = options.parallel_trials * options.tasks_per_trial
-    if tasks > cpus:
-        logger.warning(
-            "%d trials at once are %d processes that compute, on %d CPUs: they share them",
-            options.parallel_trials,
-            tasks,
-            cpus,
-        )

@@ -1,0 +1,240 @@
+"""`tfdist.tuning` in one process: KerasTuner's own search with fits routed to `tfdist.fit`."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_tuner
+import numpy as np
+import pytest
+
+import tfdist.tuning
+from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
+from tfdist.errors import UsageError
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.strategy import Job, job
+from tfdist.tuning import from_python, hypermodel, inside, trial
+from tfdist.tuning.assignment import Assignment, read
+from tfdist.tuning.journal import Journal
+from tfdist.tuning.own_program import own_program, require_alone
+from tfdist.tuning.results import Completed, Goal, completed
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
+
+
+def build(hp: Any) -> keras.Model:
+    units = hp.Int("units", 2, 4)
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(units)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+class OwnFit(keras_tuner.HyperModel):
+    def build(self, hp: Any) -> keras.Model:
+        hp.Choice("batch", [16, 32])
+        return build(hp)
+
+    def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return model.fit(*args, batch_size=hp.get("batch"), **kwargs)
+
+
+def make_tuner(tmp_path: Path, model: Any = build, **options: Any) -> Any:
+    options = {"objective": "val_accuracy", "max_trials": 2, "seed": 3, **options}
+    return keras_tuner.RandomSearch(model, directory=str(tmp_path), project_name="p", **options)
+
+
+@pytest.mark.parametrize("given", [build, OwnFit()], ids=["build", "own_fit"])
+def test_keras_tuners_own_search_fits_with_tfdist(
+    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs.get("batch_size"))
+        return tfdist.fit(model, *args, **kwargs)
+
+    tuner = make_tuner(tmp_path, tfdist.tuning.HyperModel(given, fit=counted))
+    tuner.search(X, Y, epochs=2, validation_data=(X, Y), verbose=0)
+    best = tuner.oracle.get_best_trials()[0]
+    batches = [t.hyperparameters.values.get("batch") for t in tuner.oracle.trials.values()]
+    assert calls == batches
+    model = tuner.get_best_models()[0]
+    assert model.fit.__func__ is keras.Model.fit, "it is routed no more"
+    assert model.evaluate(X, Y, verbose=0)[1] == pytest.approx(best.score)
+
+
+def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Tuner(keras_tuner.RandomSearch):
+        def on_epoch_end(self, trial: Any, model: Any, epoch: int, logs: Any = None) -> None:
+            seen.append(epoch)
+
+    tuner = Tuner(
+        tfdist.tuning.HyperModel(build),
+        objective="val_accuracy",
+        max_trials=1,
+        directory=str(tmp_path),
+    )
+    tuner.search(X, Y, epochs=3, validation_data=(X, Y), verbose=0)
+    assert seen == [0, 1, 2]
+
+
+def test_what_saves_the_best_epoch_is_resumed_with_the_trial() -> None:
+    objective = keras_tuner.Objective("val_accuracy", "max")
+    original = types.SimpleNamespace(objective=objective, filepath="x", best_value=-np.inf)
+    saving = hypermodel.SaveBest(original)
+    assert saving.get_state() == "-inf"
+    saving.set_state("0.75")
+    saved: list[str] = []
+    saving.set_model(types.SimpleNamespace(save_weights=saved.append))
+    saving.on_epoch_end(0, {"val_accuracy": 0.75})
+    assert saved == []
+    saving.on_epoch_end(1, {"val_accuracy": 0.8})
+    assert saved == ["x"]
+
+
+def test_a_search_in_every_task_of_a_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy: Any = types.SimpleNamespace()
+    monkeypatch.setattr(job, "_made", [Job(strategy=strategy, kind="multiworker")])
+    model = tfdist.tuning.HyperModel(build)
+    with pytest.raises(UsageError, match=r"strategy='multiworker'"):
+        model.fit(keras_tuner.HyperParameters(), None, X, Y)
+
+
+def test_an_interactive_session_is_refused_and_a_program_is_found() -> None:
+    with pytest.raises(UsageError, match="interactive session or a notebook"):
+        own_program(types.ModuleType("__main__"), [])
+    script = types.ModuleType("__main__")
+    script.__file__, script.__spec__ = "train.py", None
+    program = own_program(script, ["--lr", "1"])
+    assert program.python_args == (str(Path("train.py").absolute()), "--lr", "1")
+    script.__spec__ = types.SimpleNamespace(name="package.__main__")  # type: ignore[assignment]
+    assert own_program(script, []).python_args == ("-m", "package")
+
+
+def test_a_search_from_a_task_of_a_job_is_refused() -> None:
+    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    with pytest.raises(UsageError, match="in a multiworker job of several tasks"):
+        require_alone({"TF_CONFIG": cluster})
+    require_alone({})
+
+
+def test_a_tuner_that_has_searched_is_refused(tmp_path: Path) -> None:
+    tuner = make_tuner(tmp_path)
+    tuner.oracle.create_trial("t")
+    with pytest.raises(UsageError, match="has searched already, 1 trials"):
+        tfdist.tuning.search(tuner, X, Y)
+    with pytest.raises(UsageError, match=r"keras_tuner\.Tuner"):
+        tfdist.tuning.search(build, X, Y)
+
+
+def test_an_empty_space_is_refused(tmp_path: Path) -> None:
+    tuner = make_tuner(tmp_path, lambda hp: build(keras_tuner.HyperParameters()))
+    options = from_python.RunOptions(sweep_dir=tmp_path)
+    with pytest.raises(UsageError, match="without a hyperparameter"):
+        from_python._describe(tuner, options, {})
+
+
+def assigned(tmp_path: Path, **values: Any) -> Assignment:
+    run_dir = tmp_path / "trials" / "0"
+    one = Assignment(
+        sweep_dir=str(tmp_path),
+        trial="0",
+        run_dir=str(run_dir),
+        checkpoints=str(run_dir / "checkpoints"),
+        values=values,
+        seed=1,
+    )
+    assert read(one.encode()) == one
+    return one
+
+
+def test_an_objective_that_the_model_does_not_report_is_one_line(
+    tmp_path: Path, strategies: Any
+) -> None:
+    objective = keras_tuner.Objective("val_acuracy", "max")
+    tuner = make_tuner(tmp_path, objective=objective, distribution_strategy=strategies[1])
+    with pytest.raises(UsageError, match=r"did you mean 'val_accuracy'\?\); expected what the mod"):
+        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), {"validation_data": (X, Y)})
+
+
+def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(
+    tmp_path: Path, strategies: Any
+) -> None:
+    class Late(OwnFit):
+        def build(self, hp: Any) -> keras.Model:
+            return build(hp)
+
+        def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return model.fit(*args, batch_size=hp.Choice("batch", [16, 32]), **kwargs)
+
+    tuner = make_tuner(tmp_path, Late(), distribution_strategy=strategies[1])
+    with pytest.raises(UsageError, match="'batch', first asked for in this trial"):
+        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), {})
+
+
+def test_what_a_trial_returns_is_its_result_whatever_the_epochs_say(
+    tmp_path: Path, strategies: Any
+) -> None:
+    class Own(keras_tuner.RandomSearch):
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+            return {"val_accuracy": 0.25, "size": 7}
+
+    tuner = Own(
+        build,
+        "val_accuracy",
+        max_trials=1,
+        directory=str(tmp_path),
+        distribution_strategy=strategies[1],
+    )
+    assignment = assigned(tmp_path, units=2)
+    inside.run_assigned(tuner, assignment, (), {})
+    directory = RunDirectory(tmp_path / "trials" / "0")
+    goal = Goal(objective="val_accuracy", direction="max")
+    outcome = completed(goal, summary=directory.read_summary(), metrics=directory.read_metrics())
+    assert isinstance(outcome, Completed)
+    assert outcome.score == 0.25
+
+
+def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a trial of a program's second search, the first one is met again."""
+    sweep_dir = tmp_path / "first"
+    sweep_dir.mkdir()
+    book = Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0)
+    book.add("begun", seed=3, max_trials=1)
+    values = {"units": 4}
+    book.add("asked", asker="r", status="RUNNING", trial="0", values=values, run="0", until=None)
+    history = [{"virtual_epoch": 1, "val_accuracy": 0.5}]
+    book.add("ended", trial="0", status="COMPLETED", history=history, reason="")
+    book.add("finished", reason="all trials have ended", is_complete=True)
+    for name, value in assigned(tmp_path / "second", units=2).encode().items():
+        monkeypatch.setenv(name, value)
+    tuner = make_tuner(tmp_path)
+    tfdist.tuning.search(tuner, X, Y, sweep_dir=sweep_dir)
+    assert tuner.get_best_hyperparameters()[0].get("units") == 4
+    assert tuner.project_dir == str(sweep_dir / "keras_tuner")
+    assert not (sweep_dir / "keras_tuner" / "oracle.json").exists(), "a trial writes none"
+
+
+def test_a_program_that_does_not_come_to_its_search_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.setattr(trial, "make_strategy", lambda: None)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(UsageError, match=r"ended before it came to its tfdist\.tuning\.search"):
+        trial.main([str(program), "--lr", "1"])
+    assert "__main__ ['--lr', '1']" in capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""A sweep of a user's own: 4 trials of a tiny model, a task of the second killed once.
+
+Usage: tuned.py SWEEP_DIR STRATEGY WORKERS
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import keras
+import keras_tuner
+import numpy as np
+
+import tfdist.tuning
+from tfdist.cluster import read_environment
+
+X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
+
+
+class Hyper(keras_tuner.HyperModel):
+    """With a fit of its own, as KerasTuner's guide has it for a batch size."""
+
+    def build(self, hp):
+        hp.Choice("batch", [16, 32])
+        units = hp.Int("units", 2, 8)
+        model = keras.Sequential(
+            [keras.layers.Input((4,)), keras.layers.Dense(units, "relu"), keras.layers.Dense(2)]
+        )
+        rate = hp.Float("lr", 1e-3, 1e-1, sampling="log")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
+        return model
+
+    def fit(self, hp, model, *args, **kwargs):
+        return model.fit(*args, batch_size=hp.get("batch"), **kwargs)
+
+
+class Killed(keras.callbacks.Callback):
+    """The last task of trial 1 is killed as its third epoch begins, once."""
+
+    def __init__(self, mark):
+        super().__init__()
+        self.mark = mark
+
+    def on_epoch_begin(self, epoch, logs=None):
+        config = read_environment(os.environ)
+        is_last = config.task.index == len(config.cluster.worker) - 1
+        if epoch == 2 and is_last and '"trial": "1"' in os.environ["TFDIST_TRIAL"]:
+            try:
+                self.mark.touch(exist_ok=False)
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sweep_dir, strategy, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    tuner = keras_tuner.RandomSearch(
+        Hyper(), "val_accuracy", max_trials=3, seed=5, directory=sweep_dir, project_name="own"
+    )
+    tfdist.tuning.search(
+        tuner,
+        X,
+        Y,
+        epochs=4,
+        validation_data=(X, Y),
+        callbacks=[Killed(sweep_dir / "killed")],
+        strategy=strategy,
+        workers=workers,
+        parallel_trials=2,
+        sweep_dir=sweep_dir / "sweep",
+        retrain_best=True,
+    )
+    best = tuner.oracle.get_best_trials()[0]
+    model = tuner.get_best_models()[0]
+    accuracy = model.evaluate(X, Y, verbose=0, return_dict=True)["accuracy"]
+    print(f"best {best.trial_id}: score {best.score:.6f}, evaluated {accuracy:.6f}")
+    saved = keras.saving.load_model(sweep_dir / "sweep" / "best" / "model.keras")
+    print(f"saved model of {saved.layers[-2].units} units")
+    print(f"learning rate {tuner.get_best_hyperparameters()[0].get('lr')}")

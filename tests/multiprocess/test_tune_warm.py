@@ -1,0 +1,129 @@
+"""Trials that are forked from one process which imports once: what stays, what ends, what dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.test_tune import Trial, _logs, until  # noqa: F401  # shows the logs
+from tfdist.launch.warm import WarmServer
+from tfdist.tuning.lock import is_held
+from tfdist.tuning.results import Completed, Killed
+
+MODULES = ("decimal", "wave")  # stand for TensorFlow and Keras; nothing else imports them
+TELL = """
+ppid = os.getppid()
+server = int(open(f"/proc/{ppid}/stat").read().rpartition(")")[2].split()[1])
+told = {"warm": server, "server": ppid, "is_imported": "wave" in sys.modules, "pid": os.getpid()}
+(run_dir / "told.json").write_text(json.dumps(told))
+"""
+
+
+@contextlib.contextmanager
+def warmed(tmp_path: Path, source: str) -> Iterator[Trial]:
+    trial = Trial(tmp_path, TELL + source)
+    trial.runner._launch_flags += ("--start", "fork")
+    trial.runner.warm = WarmServer(
+        MODULES, environ=trial.runner._environ, log_path=tmp_path / "fork-server.log"
+    )
+    try:
+        yield trial
+    finally:
+        trial.runner.close()
+
+
+def told(trial: Trial) -> dict[str, int]:
+    return json.loads((trial.run_dir / "told.json").read_text())
+
+
+def pid_of(trial: Trial) -> int:
+    assert trial.runner.warm is not None
+    assert trial.runner.warm.pid is not None
+    return trial.runner.warm.pid
+
+
+def rss_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path: Path) -> None:
+    with warmed(tmp_path, "x = bytearray(os.urandom(1)) * 50_000_000; done(1); finish()") as trial:
+        seen, memory = [], []
+        for number in range(5):
+            trial.run_dir = tmp_path / "trials" / str(number)
+            trial.program = (trial.program[0], str(trial.run_dir))
+            trial.runner._program = trial.program
+            assert isinstance(trial.run(), Completed)
+            seen.append(told(trial))
+            memory.append(rss_kib(pid_of(trial)))
+        assert {one["warm"] for one in seen} == {pid_of(trial)}
+        assert all(one["is_imported"] for one in seen)
+        assert len({one["server"] for one in seen}) == 5
+        assert len({one["pid"] for one in seen}) == 5
+        assert memory[-1] - memory[0] < 1024
+        pid = pid_of(trial)
+    assert not Path(f"/proc/{pid}").exists(), "it outlives the sweep"
+
+
+def test_a_trial_goes_on_without_it_and_the_next_has_another(tmp_path: Path) -> None:
+    source = """
+import time
+while not (run_dir / "go").exists(): time.sleep(0.05)
+done(1); finish()
+"""
+    with warmed(tmp_path, source) as trial:
+        killed: list[int] = []
+
+        def kill() -> None:
+            if (trial.run_dir / "told.json").exists() and not killed:
+                killed.append(pid_of(trial))
+                os.kill(killed[0], signal.SIGKILL)
+                (trial.run_dir / "go").touch()
+
+        wait = trial.runner.wait
+        trial.runner.wait = lambda *args: (kill(), wait(*args))  # type: ignore[assignment]
+        assert isinstance(trial.run(), Completed)
+        (trial.run_dir / "summary.json").unlink()
+        (trial.run_dir / "metrics.jsonl").unlink()
+        assert isinstance(trial.run(), Completed)
+        assert told(trial)["warm"] == pid_of(trial) != killed[0]
+
+
+@pytest.mark.parametrize("victim", ["server", "pid"])
+def test_a_task_or_its_fork_server_that_is_killed_is_worth_another_start(
+    tmp_path: Path, victim: str
+) -> None:
+    source = f"""
+if (run_dir / "again").exists():
+    done(1); finish(); sys.exit()
+(run_dir / "again").touch()
+os.kill(told["{victim}"], signal.SIGKILL)
+signal.pause()
+"""
+    with warmed(tmp_path, source) as trial:
+        assert isinstance(trial.run(), Killed)
+        assert isinstance(trial.run(), Completed)
+
+
+def test_nothing_is_left_of_a_trial_whose_launcher_is_killed(tmp_path: Path) -> None:
+    with warmed(tmp_path, "done(1); signal.pause()") as trial:
+
+        def kill() -> None:
+            if (trial.run_dir / "metrics.jsonl").exists() and trial.running is not None:
+                process = trial.running._process  # type: ignore[attr-defined]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+        wait = trial.runner.wait
+        trial.runner.wait = lambda *args: (kill(), wait(*args))  # type: ignore[assignment]
+        assert isinstance(trial.run(), Killed)
+        pids = [told(trial)["pid"], told(trial)["server"]]
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        until(lambda: not is_held(trial.run_dir / "logs"))

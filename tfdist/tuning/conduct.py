@@ -1,0 +1,153 @@
+"""Conducting a sweep from its directory to its end, whoever has described it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.errors import EXIT_OK
+from tfdist.launch.machine import Machine
+from tfdist.launch.warm import WarmServer
+from tfdist.tuning import directory
+from tfdist.tuning.board import HParamsBoard
+from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.journal import Journal
+from tfdist.tuning.lock import ChiefLock
+from tfdist.tuning.options import RunOptions
+from tfdist.tuning.oracle import Search
+from tfdist.tuning.retrain import Retraining
+from tfdist.tuning.runner import LauncherRunner, TrialJob
+from tfdist.tuning.screen import SweepScreen, leaderboard
+from tfdist.tuning.state import SweepState, Trial, fold
+
+logger = logging.getLogger(__name__)
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """A sweep as it was asked for."""
+
+    options: RunOptions
+    description: Mapping[str, Any]
+    """What it is, as JSON: a sweep that differs in it is another one."""
+    search_of: Callable[[Mapping[str, Any]], Search]
+    """Returns who chooses, from what the journal begins with, where every trial is yet to come."""
+    plan_of: Callable[[Mapping[str, Any]], Plan]
+    best_of: Callable[[Trial, Mapping[str, Any]], TrialJob]
+    """Returns the job that trains a trial's values anew, in full."""
+    runner: LauncherRunner
+
+
+def conduct(sweep: Sweep) -> tuple[int, SweepState]:
+    """Runs a sweep, or goes on with it; returns the exit code, and what has become of it.
+
+    Raises:
+      UsageError: before anything is started.
+      TfdistError: the sweep directory cannot be written.
+    """
+    sweep_dir = sweep.options.sweep_dir
+    directory.make(sweep_dir)
+    with ExitStack() as stack:
+        stack.enter_context(ChiefLock(sweep_dir))
+        directory.prepare(sweep_dir, overwrite=sweep.options.overwrite)
+        journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
+        begin(sweep, journal)
+        stack.callback(sweep.runner.close)
+        exit_code, state = _trials(sweep, journal)
+        if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
+            best = sweep.best_of(state.ranked()[0], state.begun)
+            retraining = Retraining(sweep.runner, best)
+            with _told_to_stop(retraining):
+                exit_code = retraining.run()
+        return exit_code, state
+
+
+def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
+    """Runs the trials that are left."""
+    sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
+    if state.is_complete:
+        logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
+        leaderboard(state, sweep_dir)
+        return EXIT_OK, state
+    search = sweep.search_of(journal.lines[0])
+    search.replay(journal.lines)
+    search.publish()
+    with SweepScreen(sweep_dir, also=HParamsBoard(sweep_dir).update) as screen:
+        chief = Chief(
+            sweep.plan_of(state.begun),
+            search=search,
+            journal=journal,
+            runner=sweep.runner,
+            observer=screen,
+        )
+        screen.begin(chief.state)
+        with _told_to_stop(chief):
+            exit_code = chief.run()
+        screen.end(chief.state)
+    return exit_code, chief.state
+
+
+def begin(sweep: Sweep, journal: Journal) -> None:
+    """Writes down which sweep this is, or makes sure that it is the one that was."""
+    now = sweep.description
+    if not journal.lines:
+        seed = now["seed"] or random.SystemRandom().randrange(1, 2**31)
+        journal.add("begun", **{**now, "seed": seed})
+        return
+    before = fold(journal.lines).begun
+    directory.require_same(sweep.options.sweep_dir, before, now)
+    if before["max_trials"] != now["max_trials"]:
+        journal.add("extended", max_trials=now["max_trials"])
+
+
+def warm_server(
+    options: RunOptions, *, machine: Machine, environ: Mapping[str, str], modules: Sequence[str]
+) -> WarmServer | None:
+    """Returns what imports once for all trials; None where a GPU may be, which no fork survives."""
+    if machine.gpus or machine.has_gpu_driver:
+        return None
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
+    return WarmServer(
+        ("tensorflow", "keras", *modules),
+        environ={**quiet, **environ},
+        log_path=options.sweep_dir / "fork-server.log",
+    )
+
+
+@contextmanager
+def _told_to_stop(asked: Chief | Retraining) -> Iterator[None]:
+    """Has signals ask for a stop, and gives them back."""
+    before = {
+        signum: signal.signal(signum, lambda received, _: asked.stop(received))
+        for signum in _STOP_SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
+    """Returns the launcher's flags of every trial; warns where there are more tasks than CPUs."""
+    tasks = options.parallel_trials * options.tasks_per_trial
+    if tasks > cpus:
+        logger.warning(
+            "%d trials at once are %d processes that compute, on %d CPUs: they share them",
+            options.parallel_trials,
+            tasks,
+            cpus,
+        )
+    flags = ["--strategy", options.strategy, "--workers", str(options.workers)]
+    flags += ["--ps", str(options.ps)] if options.strategy == "ps" else []
+    if options.devices_per_worker is not None:
+        flags += ["--devices_per_worker", str(options.devices_per_worker)]
+    return [*flags, "--threads_per_task", str(max(1, cpus // tasks))]

@@ -1,0 +1,68 @@
+"""Whether a trial is hopeless: the median stopping rule of Golovin et al., "Google Vizier", 2017.
+
+Pure, and a function of what trials have reported: a sweep that goes on decides as before.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LEAST_TRIALS = 5
+"""So many must have come as far before another one is measured by them."""
+LEAST_EPOCHS = 2
+"""No trial is stopped before it has done so many virtual epochs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedianRule:
+    """Stops a trial whose best so far is worse than the median of the others' averages so far.
+
+    Attributes:
+      direction: ``max`` or ``min``: which way is better.
+      others: the objective at each virtual epoch of the trials that have ended, finite or not.
+    """
+
+    objective: str
+    direction: str
+    others: tuple[tuple[float, ...], ...]
+
+    def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
+        """Returns the virtual epoch at which to stop, None where the trial is to go on.
+
+        `metrics` has a line for each virtual epoch that the trial has done.
+        """
+        values = values_of(metrics, self.objective)
+        for done in range(LEAST_EPOCHS, len(values) + 1):
+            if self._is_hopeless(values[:done]):
+                return int(metrics[done - 1]["virtual_epoch"])
+        return None
+
+    def _is_hopeless(self, values: Sequence[float]) -> bool:
+        averages = [_average(other[: len(values)]) for other in self.others]
+        come_as_far = [
+            average
+            for other, average in zip(self.others, averages, strict=True)
+            if len(other) >= len(values) and average is not None
+        ]
+        if len(come_as_far) < LEAST_TRIALS:
+            return False
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite:
+            return True
+        median = statistics.median(come_as_far)
+        return max(finite) < median if self.direction == "max" else min(finite) > median
+
+
+def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:
+    """Returns the objective of each line, NaN where it is not finite or not there."""
+    found = (line.get(objective) for line in metrics)
+    return tuple(math.nan if value is None else float(value) for value in found)
+
+
+def _average(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else None

@@ -1,0 +1,304 @@
+"""`search`: a sweep with a user's own KerasTuner tuner, whose trials are jobs of the launcher."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras_tuner
+import numpy as np
+
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, UsageError
+from tfdist.launch.machine import this_machine
+from tfdist.launch.target import imports_tensorflow
+from tfdist.tuning import directory, journal, retrain
+from tfdist.tuning.assignment import Assignment
+from tfdist.tuning.assignment import read as read_assignment
+from tfdist.tuning.chief import Plan
+from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
+from tfdist.tuning.options import NONE, RunOptions
+from tfdist.tuning.oracle import PROJECT, Search
+from tfdist.tuning.own_program import own_program, require_alone
+from tfdist.tuning.results import Goal
+from tfdist.tuning.runner import LauncherRunner, TrialJob
+from tfdist.tuning.state import SweepState, Trial
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINTS = "checkpoints"
+
+
+def search(
+    tuner: Any,
+    *fit_args: Any,
+    strategy: str = "single",
+    workers: int = 1,
+    ps: int = 1,
+    devices_per_worker: int | None = None,
+    parallel_trials: int = 1,
+    sweep_dir: str | os.PathLike[str] | None = None,
+    backup_every_steps: int | None = None,
+    max_failed_trials: int | None = None,
+    trial_timeout_s: float = math.inf,
+    early_stop: str = NONE,
+    retrain_best: bool = False,
+    overwrite: bool = False,
+    **fit_kwargs: Any,
+) -> None:
+    """Does what ``tuner.search(*fit_args, **fit_kwargs)`` does; every trial is a job of its own.
+
+    Each trial runs this program again, from its beginning to this call, under the strategy, and
+    ends there. What comes behind the call runs in the sweep alone, with the tuner as after
+    ``tuner.search``. The same program again goes on with a sweep that was broken off.
+
+    Args:
+      tuner: of any class of KerasTuner's or derived from one.
+      strategy, workers, ps, devices_per_worker: of every trial, as in `tfdist.launch`.
+      parallel_trials: trials at once; the CPUs and the GPUs are divided among them.
+      sweep_dir: by default the tuner's directory and project name with ``-sweep`` added.
+      backup_every_steps: how often a trial saves, beside the end of each epoch.
+      max_failed_trials: end the sweep at so many; it raises TfdistError then.
+      trial_timeout_s: a trial that finishes no epoch for so long is ended, and has failed.
+      early_stop: ``median``: end a trial that is hopeless by the median stopping rule.
+      retrain_best: train the best values anew in the end, and save ``best/model.keras``.
+      overwrite: move an earlier sweep in `sweep_dir` aside. The tuner's own `overwrite` concerns
+        what KerasTuner itself has written, and so nothing here.
+
+    Raises:
+      UsageError: before anything is started.
+      TfdistError: too many trials have failed.
+      SystemExit: in a trial, which is done; in a sweep that was asked to stop by a signal.
+    """
+    options = RunOptions(
+        sweep_dir=_sweep_dir(tuner, sweep_dir),
+        strategy=strategy,
+        workers=workers,
+        ps=ps,
+        devices_per_worker=devices_per_worker,
+        parallel_trials=parallel_trials,
+        max_failed_trials=max_failed_trials,
+        trial_timeout_s=trial_timeout_s,
+        early_stop=early_stop,
+        retrain_best=retrain_best,
+        overwrite=overwrite,
+    )
+    assignment = read_assignment(os.environ)
+    if assignment is not None and assignment.belongs_to(options.sweep_dir):
+        from tfdist.tuning.inside import run_assigned
+
+        run_assigned(tuner, assignment, fit_args, fit_kwargs)
+        sys.exit(EXIT_OK)
+    _require_fresh(tuner)
+    if assignment is None:  # else a search before the one whose trial this is: it is finished
+        require_alone(os.environ)
+        asked = _Asked(options=options, backup_every_steps=backup_every_steps)
+        exit_code, state = _conduct(tuner, asked, fit_kwargs)
+        _raise_unless_done(exit_code, state, options)
+    _take_over_results(tuner, options.sweep_dir)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    options: RunOptions
+    backup_every_steps: int | None
+
+    def assignment(
+        self,
+        trial: str,
+        values: Mapping[str, Any],
+        *,
+        seed: int,
+        run_dir: Path,
+        checkpoints: Path,
+        save_model: bool = False,
+    ) -> Assignment:
+        return Assignment(
+            sweep_dir=str(self.options.sweep_dir.absolute()),
+            trial=trial,
+            run_dir=str(run_dir.absolute()),
+            checkpoints=str(checkpoints.absolute()),
+            values=values,
+            seed=seed,
+            backup_every_steps=self.backup_every_steps,
+            save_model=save_model,
+        )
+
+
+def _conduct(tuner: Any, asked: _Asked, fit_kwargs: Mapping[str, Any]) -> tuple[int, SweepState]:
+    options, environ = asked.options, dict(os.environ)
+    machine = this_machine(environ)
+    program = own_program(sys.modules["__main__"], sys.argv[1:])
+    is_plain = imports_tensorflow(program, search=[os.getcwd(), *sys.path])
+    runner = LauncherRunner(
+        program=("-m", "tfdist.tuning.trial", *program.python_args),
+        launch_flags=(
+            *launch_flags(options, cpus=machine.cpus),
+            *("--start", "auto" if is_plain else "exec"),
+        ),
+        gpus=machine.gpus,
+        places=options.parallel_trials,
+        environ=environ,
+        timeout_s=options.trial_timeout_s,
+        warm=warm_server(
+            options, machine=machine, environ=environ, modules=["tfdist.tuning.inside"]
+        )
+        if is_plain
+        else None,
+    )
+    return conduct(
+        Sweep(
+            options=options,
+            description=_describe(tuner, options, fit_kwargs),
+            search_of=lambda begun: _search(tuner, options.sweep_dir, begun),
+            plan_of=lambda begun: _plan(tuner, asked, seed=begun["seed"]),
+            best_of=lambda trial, begun: _best(tuner, asked, trial, seed=begun["seed"]),
+            runner=runner,
+        )
+    )
+
+
+def _sweep_dir(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
+    if given is not None:
+        return Path(given)
+    if not isinstance(tuner, keras_tuner.Tuner):
+        raise UsageError(
+            "tfdist.tuning.search",
+            received=f"a {type(tuner).__name__}",
+            expected="a keras_tuner.Tuner, such as RandomSearch",
+            fix="make one from the build function",
+        )
+    return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
+
+
+def _require_fresh(tuner: Any) -> None:
+    if tuner.oracle.trials:
+        raise UsageError(
+            "tfdist.tuning.search",
+            received=f"a tuner that has searched already, {len(tuner.oracle.trials)} trials",
+            expected="a new one; what a sweep has found is read from its sweep_dir",
+            fix="give the tuner another project_name",
+        )
+
+
+def _describe(tuner: Any, options: RunOptions, fit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the sweep is; of the arguments of fit, those that JSON has."""
+    oracle = tuner.oracle
+    if not isinstance(oracle.objective.name, str) or not oracle.objective.direction:
+        raise UsageError(
+            "objective", received=repr(oracle.objective), expected="one", fix="name one metric"
+        )
+    plain = (bool, int, float, str)
+    space = json.loads(json.dumps(oracle.hyperparameters.get_config()["space"]))
+    if not space:
+        raise UsageError(
+            "tfdist.tuning.search",
+            received="a search space without a hyperparameter",
+            expected="one or more",
+            fix='ask hp for a value in build(hp): hp.Float("dropout", 0.0, 0.5)',
+        )
+    return {
+        "tuner": type(tuner).__name__,
+        "objective": oracle.objective.name,
+        "direction": oracle.objective.direction,
+        "strategy": options.strategy,
+        "workers": options.workers,
+        "ps": options.ps,
+        "early_stop": options.early_stop,
+        "seed": None,  # of the oracle, which draws one where none is given: that of the first start
+        "max_trials": oracle.max_trials,
+        "config": {
+            name: value
+            for name, value in fit_kwargs.items()
+            if isinstance(value, plain) and name != "verbose"
+        },
+        "space": space,
+    }
+
+
+def _search(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
+    """Returns the tuner's own oracle with the sweep's seed, and with no limit of its own."""
+    oracle, seed = tuner.oracle, begun["seed"]
+    oracle.seed = oracle._seed_state = seed
+    oracle.max_trials = begun["max_trials"]
+    oracle.max_consecutive_failed_trials = sys.maxsize  # it would raise with its lock held
+    if isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
+        oracle._random_state, oracle.gpr = np.random.RandomState(seed), oracle._make_gpr()
+    return Search(oracle, sweep_dir=sweep_dir)
+
+
+def _plan(tuner: Any, asked: _Asked, *, seed: int) -> Plan:
+    options, objective = asked.options, tuner.oracle.objective
+
+    def variables_of(trial: Trial) -> dict[str, str]:
+        trials = options.sweep_dir / directory.TRIALS
+        first = _first_of(trial.id, tuner.oracle)
+        return asked.assignment(
+            trial.id,
+            trial.values,
+            seed=seed,
+            run_dir=trials / trial.id,
+            checkpoints=trials / first / _CHECKPOINTS,
+        ).encode()
+
+    return Plan(
+        sweep_dir=options.sweep_dir,
+        parallel_trials=options.parallel_trials,
+        objective=objective.name,
+        direction=objective.direction,
+        max_epochs=None,
+        max_failed_trials=options.max_failed_trials,
+        early_stop=options.early_stop,
+        variables_of=variables_of,
+    )
+
+
+def _best(tuner: Any, asked: _Asked, trial: Trial, *, seed: int) -> TrialJob:
+    """Returns the job that trains a trial's values from the beginning, hyperband's in full."""
+    values, objective = dict(trial.values), tuner.oracle.objective
+    if "tuner/epochs" in values:
+        values |= {"tuner/epochs": tuner.oracle.max_epochs, "tuner/initial_epoch": 0}
+        values.pop("tuner/trial_id", None)
+    run_dir = asked.options.sweep_dir / retrain.NAME
+    assignment = asked.assignment(
+        retrain.NAME,
+        values,
+        seed=seed,
+        run_dir=run_dir,
+        checkpoints=run_dir / _CHECKPOINTS,
+        save_model=True,
+    )
+    goal = Goal(objective=objective.name, direction=objective.direction)
+    return TrialJob(run_dir=run_dir, flags=(), variables=assignment.encode(), goal=goal, place=0)
+
+
+def _first_of(trial: str, oracle: Any) -> str:
+    """Returns the trial that this one continues, by way of others or not; else itself."""
+    while past := oracle.trials[trial].hyperparameters.values.get("tuner/trial_id"):
+        trial = past
+    return trial
+
+
+def _raise_unless_done(exit_code: int, state: SweepState, options: RunOptions) -> None:
+    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+        sys.exit(exit_code)
+    if exit_code != EXIT_OK:
+        log = options.sweep_dir / retrain.NAME / "launch.log"
+        failed = f"the best trial could not be trained again; {log} says why"
+        raise TfdistError(
+            f"sweep {options.sweep_dir}: {failed if state.is_complete else state.finished}"
+        )
+
+
+def _take_over_results(tuner: Any, sweep_dir: Path) -> None:
+    """Leaves the tuner as its own search would, with the results of the sweep."""
+    if not tuner.oracle.trials:  # the sweep was finished before
+        lines = journal.read(sweep_dir / directory.JOURNAL)
+        _search(tuner, sweep_dir, lines[0]).replay(lines)
+    tuner.directory, tuner.project_name = str(sweep_dir), PROJECT
