@@ -10,38 +10,47 @@ from tests.slurm.cluster import Cluster
 from tfdist.cluster.hostlist import compress, expand
 
 LISTS = 300
-RNG = random.Random(6)
 
 
-def number() -> str:
-    """A number as it may stand in brackets, with zeros before it or not."""
-    return str(RNG.choice((0, 7, 9, 10, 98, 99, 100, RNG.randrange(1200)))).zfill(RNG.randint(1, 5))
+class Lists:
+    """Lists at random, the same in each run."""
 
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
 
-def bracket() -> str:
-    """Numbers and ranges, the ends of which need not be equally long."""
-    parts = []
-    for _ in range(RNG.randint(1, 4)):
-        low = number()
-        high = str(int(low) + RNG.randint(0, 12)).zfill(RNG.choice((1, len(low), 4)))
-        parts.append(RNG.choice((low, f"{low}-{high}")))
-    return f"[{','.join(parts)}]"
+    def text(self) -> str:
+        return ",".join(self._element() for _ in range(self.random.randint(1, 4)))
 
+    def _element(self) -> str:
+        """A name, or one with up to three brackets; Slurm refuses text after the last."""
+        word = self.random.choice(("n", "rack", "gpu-", "a1b", "x0", "node.", ""))
+        brackets = self.random.choice((0, 1, 1, 1, 2, 3))
+        if not brackets:
+            return f"{word or 'login'}{self.random.choice(('', self._number()))}"
+        between = self.random.choice(("", "n", "-", "c0"))
+        return word + between.join(self._bracket(4 // brackets) for _ in range(brackets))
 
-def element() -> str:
-    """A name, or one with up to three brackets; Slurm refuses text after the last."""
-    word = RNG.choice(("n", "rack", "gpu-", "a1b", "x0", "node.", ""))
-    brackets = RNG.choice((0, 1, 1, 1, 2, 3))
-    if not brackets:
-        return f"{word or 'login'}{RNG.choice(('', number()))}"
-    between = RNG.choice(("", "n", "-", "c0"))
-    return word + between.join(bracket() for _ in range(brackets))
+    def _bracket(self, parts: int) -> str:
+        """Numbers and ranges, the ends of which need not be equally long."""
+        made = []
+        for _ in range(self.random.randint(1, parts)):
+            low = self._number()
+            high = str(int(low) + self.random.randint(0, 3 * parts))
+            high = high.zfill(self.random.choice((1, len(low), 4)))
+            made.append(self.random.choice((low, f"{low}-{high}")))
+        return f"[{','.join(made)}]"
+
+    def _number(self) -> str:
+        """A number as it may stand in brackets, with zeros before it or not."""
+        number = self.random.choice((0, 7, 9, 10, 98, 99, 100, self.random.randrange(1200)))
+        return str(number).zfill(self.random.randint(1, 5))
 
 
 @pytest.mark.parametrize("kind", ["written at random", "as Slurm writes them"])
 def test_lists_are_expanded_as_slurm_expands_them(kind: str, cluster: Cluster) -> None:
+    lists = Lists(kind)
     for _ in range(LISTS):
-        text = ",".join(element() for _ in range(RNG.randint(1, 4)))
+        text = lists.text()
         if kind != "written at random":
             text = shown(cluster, "hostlist", ",".join(expand(text, where=kind)))[0]
         names = shown(cluster, "hostnames", text)
