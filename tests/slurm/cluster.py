@@ -25,6 +25,7 @@ _CPUS = 4  # of each node, however many there are
 _GPUS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")  # no task opens them
 DEADLINE_S = 20.0
 _PAUSE_S = 0.05
+_NODE = "TFDIST_TEST_NODE"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 
 # A credential that is valid for a shorter time lets a job that is queued again start sooner:
@@ -120,8 +121,17 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Kills all processes of a node at once, as the end of its power would."""
-        marks = (f"SLURMD_NODENAME={node}", f"TFDIST_TEST_NODE={node}")
-        self._kill(lambda environ: any(mark in environ for mark in marks))
+        self._kill(lambda environ: self._is_of(node, environ))
+
+    def mend(self) -> None:
+        """Ends all jobs and brings lost nodes back; waits until both are idle."""
+        self.ask("scancel", "--state=PENDING", "--user", getpass.getuser())
+        self.ask("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
+        for node in NODES:
+            if not self._found(lambda environ, node=node: self._is_of(node, environ)):
+                self.start_node(node)
+            self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
         """Waits until both nodes are idle."""
@@ -164,8 +174,13 @@ class Cluster:
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')}" for file in files)
 
+    @staticmethod
+    def _is_of(node: str, environ: list[str]) -> bool:
+        marks = {f"SLURMD_NODENAME={node}", f"{_NODE}={node}"}  # of its tasks, and of its daemon
+        return not marks.isdisjoint(environ)
+
     def _spawn(self, *argv: str, name: str) -> None:
-        node = {"TFDIST_TEST_NODE": name.partition("-")[2]} if "-" in name else {}
+        node = {_NODE: name.partition("-")[2]} if "-" in name else {}
         with (self.folder / f"{name}.log").open("ab") as log:
             self._children.append(
                 subprocess.Popen(

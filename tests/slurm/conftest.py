@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import NODES, Cluster
+from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import Slurm, launched
 
 
@@ -25,12 +25,8 @@ def slurm(cluster: Cluster, tmp_path: Path) -> Iterator[Slurm]:
     """Jobs in a folder of their own; shows all logs on failure, and leaves both nodes idle."""
     made = Slurm(cluster, tmp_path)
     yield made
-    cluster.ask("scancel", "--state=PENDING", "--user", str(os.getuid()))
-    cluster.ask("scancel", "--signal=KILL", "--full", "--user", str(os.getuid()))
     print(made.logs(), cluster.logs(), sep="\n")
-    for node in NODES:
-        cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
-    cluster.wait_until_idle()
+    cluster.mend()
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,6 @@ def test_a_job_that_loses_a_node_goes_on(kind: str, slurm: Slurm, undisturbed: d
     assert job.fact("Restarts") == "1"
     if kind == "one":
         assert job.fact("NodeList") == next(node for node in NODES if node != lost)
-        slurm.cluster.start_node(lost)
     summary = summary_of(slurm.folder / "run")
     assert summary["resumed_from_step"]
     assert_same(summary, undisturbed)
