@@ -30,7 +30,11 @@ _HELP = {
     "run_dir": "where the job writes (runs/NAME, in the first --volume)",
     "dry_run": "print what would be submitted",
 }
-_NOT_HERE = ("start", "restart_window_s", "isolate")
+_NOT_HERE = (
+    *("start", "restart_window_s", "isolate"),
+    # The scheduler knows the hosts, and each task finds itself.
+    *("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
+)
 _EXIT_SIGPIPE = 141
 
 

@@ -34,7 +34,10 @@ def test_every_flag_in_the_help_is_read(flag):
     example = examples.get(flag, "2")
     words = [f"--{flag}", example] if example else [f"--{flag}"]
     assert f"--{flag}" in help_text()
-    others = ["--ps", "1", "--workers", "2"] if flag == "min_workers" else []
+    others = {
+        "min_workers": ["--ps", "1", "--workers", "2"],
+        "node_rank": ["--hosts", "a,b,c"],
+    }.get(flag, [])
     assert parse([*others, *words]) != parse(others)
 
 

@@ -59,6 +59,7 @@ class History:
         self.deaf = {}
         self.delay_s = 0.5
         self.broken = set()
+        self.gone = set()
         self.alive = set()
         self.started_logs = []
         self.stacks_asked = []
@@ -135,6 +136,9 @@ class History:
         self.killed_alone.append((self.now_s, task))
         if task in self.alive:
             self.at(self.now_s, Ended(task=task, status=-signal.SIGKILL, at_s=self.now_s))
+
+    def can_start(self, task):
+        return task not in self.gone
 
     def wait(self, timeout_s):
         limit_s = self.now_s + (math.inf if timeout_s is None else timeout_s)

@@ -60,6 +60,4 @@ def _whole_or_not(filepath: str, write: Any) -> None:
                 os.fsync(file.fileno())
             os.replace(unfinished, filepath)
     except OSError as error:
-        raise TfdistError(
-            f"model: cannot write {filepath}: {error.strerror or error}"
-        ) from error
+        raise TfdistError(f"model: cannot write {filepath}: {error.strerror or error}") from error

@@ -70,7 +70,7 @@ class Alone:
         failed = {failure.task, *self._blame.tasks}
         if not all(map(self._is_worker, failed)):
             return False
-        return self.verdict_on(failure).restart or self._is_dispensable(failure, failed=failed)
+        return self._may_start(failure) or self._is_dispensable(failure, failed=failed)
 
     def take(self, failure: Failure) -> bool:
         """Has the others go on, with the failed task or without; returns whether they can."""
@@ -99,6 +99,10 @@ class Alone:
         self._settle(failure)
         return True
 
+    def _may_start(self, failure: Failure) -> bool:
+        """Whether the failed task can be started again alone: its host is still there."""
+        return self.verdict_on(failure).restart and self._processes.can_start(failure.task)
+
     def _is_worker(self, task: Task) -> bool:
         return self._is_ps and task.type == "worker"
 
@@ -114,17 +118,18 @@ class Alone:
 
     def _settle(self, failure: Failure) -> None:
         self._processes.kill_alone(failure.task)  # what it has left behind
-        if self.verdict_on(failure).restart:
+        if self._may_start(failure):
             self._start_again(failure)
         else:
             self._lose(failure)
 
     def _lose(self, failure: Failure) -> None:
         task, verdict = failure.task, self.verdict_on(failure)
+        reason = "" if verdict.restart else verdict.reason
         lines = self._screen.last_lines(task)
         self.lost.append(dataclasses.replace(failure, last_lines=lines))
         others = self._others({task})
-        why = f" (not started again: {verdict.reason})" if verdict.reason else ""
+        why = f" (not started again: {reason})" if reason else ""
         self._screen.say(f"{task} failed: {failure.cause}; going on with {named(others)}{why}")
 
     def _start_again(self, failure: Failure) -> None:

@@ -9,13 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import HeldPort, hold_ports, is_port_free
-from tfdist.errors import UsageError
+from tfdist.cluster import ClusterSpec, HeldPort, Task, hold_ports, is_port_free
+from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.options import LaunchOptions, StartMethod
-from tfdist.launch.plan import Place, ProcessSpec, plan, tasks_with_address
+from tfdist.launch.plan import Place, ProcessSpec, plan, plan_here, tasks_with_address
+from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
     Attempt,
     attempt_entry,
@@ -28,7 +30,9 @@ from tfdist.launch.restarts import RestartPolicy
 from tfdist.launch.rundir import RunDir
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.supervised import Screen
 from tfdist.launch.supervisor import Supervisor
+from tfdist.launch.team import Team, TeamProcesses, TeamScreen
 from tfdist.launch.watchdog import Watchdog
 from tfdist.launch.workshop import Workshop
 
@@ -54,7 +58,21 @@ class Job:
 
     def specs(self, ports: Sequence[HeldPort], *, attempt: int) -> tuple[ProcessSpec, ...]:
         """Returns its processes; the first is the chief's. `UsageError` if it cannot be run."""
-        place = Place(
+        addresses = [port.address for port in ports]
+        place = self._place(attempt)
+        return plan(self.options, strategy=self.strategy, place=place, addresses=addresses)
+
+    def specs_here(
+        self, cluster: ClusterSpec, here: Sequence[Task], *, attempt: int
+    ) -> tuple[ProcessSpec, ...]:
+        """Returns the processes of the tasks that are on this host, of a job on several."""
+        place = self._place(attempt)
+        return plan_here(
+            self.options, strategy=self.strategy, place=place, cluster=cluster, here=here
+        )
+
+    def _place(self, attempt: int) -> Place:
+        return Place(
             machine=self.machine,
             environ=self.environ,
             python=sys.executable,
@@ -62,8 +80,6 @@ class Job:
             attempt=attempt,
             is_terminal=self.is_terminal,
         )
-        addresses = [port.address for port in ports]
-        return plan(self.options, strategy=self.strategy, place=place, addresses=addresses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +105,15 @@ class JobRun:
         screen: JobScreen,
         signals: SignalPipe,
         open_files: tuple[int, int],
+        team: Team | None = None,
     ) -> None:
         self._job = job
+        self._team = team
         self._ports = list(ports)
         self._run_dir = run_dir
         self._screen = screen
         self._signals = signals
+        self._hold = partial(hold_ports, host=ports[0].host) if ports else hold_ports
         self._stack = contextlib.ExitStack()
         self._workshop = Workshop(
             environ=job.environ,
@@ -125,25 +144,25 @@ class JobRun:
         while True:
             attempt = self._run_attempt(logs, is_first=before is None)
             self._report(attempt, before=before)
-            asked = self._asked() if attempt.restart else None
-            next_logs = self._next_logs(attempt) if asked is None else None
+            ended = self._hindrance() if attempt.restart else None
+            next_logs = self._next_logs(attempt) if ended is None else None
             if next_logs is None:
                 was_asked = attempt.exit_code > 0 and attempt.first_failure is None
-                code = attempt.exit_code if asked is None else exit_code_for(asked)
+                code = attempt.exit_code if ended is None else ended
                 self._write(code)
-                return Outcome(exit_code=code, was_asked=was_asked or asked is not None)
+                return Outcome(exit_code=code, was_asked=was_asked or ended is not None)
             self._write(None)
             logs, before = next_logs, attempt
 
     def _run_attempt(self, logs: Path, *, is_first: bool) -> Attempt:
         self._workshop.check()
-        self._ports = replace_taken(self._ports, stack=self._stack)
-        specs = self._job.specs(self._ports, attempt=self._run_dir.attempt)
+        self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
+        specs = self._specs()
         if is_first:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
         options, chief = self._job.options, specs[0].task
         is_ps = self._job.strategy == "ps"
-        processes = self._workshop.processes(specs, chief=chief, fork_log=logs / "fork-server.log")
+        processes, screen = self._processes(specs, logs=logs)
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
@@ -162,13 +181,48 @@ class JobRun:
             policy=self._policy,
             watchdog=watchdog,
             processes=processes,
-            screen=self._screen,
+            screen=screen,
             clock=time.monotonic,
         )
         try:
             return supervisor.run()
         finally:
             processes.finish()
+
+    def _specs(self) -> tuple[ProcessSpec, ...]:
+        attempt = self._run_dir.attempt
+        if self._team is None:
+            return self._job.specs(self._ports, attempt=attempt)
+        return self._team.specs(
+            partial(self._job.specs_here, attempt=attempt),
+            ports=self._ports,
+            attempt=attempt,
+            run_dir=self._job.run_dir,
+        )
+
+    def _processes(
+        self, specs: Sequence[ProcessSpec], *, logs: Path
+    ) -> tuple[JobProcesses | TeamProcesses, Screen]:
+        team = self._team
+        here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
+        local = self._workshop.processes(
+            here, chief=specs[0].task, fork_log=logs / "fork-server.log"
+        )
+        if team is None:
+            return local, self._screen
+        processes = team.processes(local)
+        return processes, TeamScreen(self._screen, processes)
+
+    def _hindrance(self) -> int | None:
+        """Returns what the job ends with if something is in the way of another attempt."""
+        asked = self._asked()
+        try:
+            if asked is None and self._team is not None:
+                asked = self._team.gather()
+        except TfdistError as error:
+            self._screen.say(f"not started again: {error}")
+            return error.exit_code
+        return None if asked is None else exit_code_for(asked)
 
     def _asked(self) -> int | None:
         """Returns the signal by which somebody asked the job to stop between two attempts."""
@@ -195,7 +249,12 @@ class JobRun:
     def _report(self, attempt: Attempt, *, before: Attempt | None) -> None:
         if before is not None:
             self._entries[-1]["restart_s"] = restart_seconds(before, attempt)
-        entry = attempt_entry(attempt, number=self._run_dir.attempt, epoch_s=self._epoch_s)
+        entry = attempt_entry(
+            attempt,
+            number=self._run_dir.attempt,
+            epoch_s=self._epoch_s,
+            hosts=self._screen.hosts,
+        )
         self._entries.append(entry)
 
     def _write(self, exit_code: int | None) -> None:

@@ -109,6 +109,36 @@ FLAGS = (
         help="where the job writes (runs/<time>-<random>)",
     ),
     _Flag(
+        name="hosts",
+        read=_text,
+        shown="a:2,b:2",
+        help="the hosts of the job and how many tasks each has; start the same line on all of them",
+    ),
+    _Flag(
+        name="node_rank",
+        read=_integer,
+        shown="R",
+        help="which of --hosts this one is, from 0 on (found by its name)",
+    ),
+    _Flag(
+        name="rendezvous_port",
+        read=_integer,
+        shown="P",
+        help="where the launcher of host 0 listens for the others (2222)",
+    ),
+    _Flag(
+        name="rendezvous_token_file",
+        read=_text,
+        shown="F",
+        help="the secret that the hosts share (TFDIST_RENDEZVOUS_TOKEN in the environment)",
+    ),
+    _Flag(
+        name="host_timeout_s",
+        read=_seconds,
+        shown="S",
+        help="after how long without a word a host counts as gone (5)",
+    ),
+    _Flag(
         name="start",
         read=_text,
         shown="auto|exec|fork",
@@ -152,6 +182,13 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
         if flag.name == "help":
             return None
         values[flag.name] = flag.read(flag.name, text) if flag.read else _switch(flag.name, text)
+    if "hosts" in values and "workers" in values:
+        raise UsageError(
+            "--workers",
+            received=f"{values['workers']} with --hosts",
+            expected="the numbers of tasks in the list of hosts alone",
+            fix="leave --workers out, and write --hosts a:2,b:2 for two tasks on each",
+        )
     return LaunchOptions(**values, program=_program(rest))  # type: ignore[arg-type]
 
 

@@ -8,20 +8,21 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import HeldPort, hold_ports
+from tfdist.launch.across import run_across
 from tfdist.launch.attempts import Job, JobRun
+from tfdist.launch.hosts import Group, decided_group, environment_of_tasks, terms
 from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
 from tfdist.launch.options import LaunchOptions
-from tfdist.launch.plan import decided_strategy, render, start_method
+from tfdist.launch.plan import ProcessSpec, decided_strategy, render, start_method
 from tfdist.launch.process import raise_file_limit
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
-from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
+from tfdist.launch.screen import shows_in_place, standard_screen
 from tfdist.launch.signals import SignalPipe
-from tfdist.launch.target import check_program, imports_tensorflow
+from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 
 _FILES_PER_TASK = 5  # port, pipe, log, and two more while it is started
-_OTHER_FILES = 64
-_LAST_WORDS_S = 1.0
+_OTHER_FILES = 128
 
 
 def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
@@ -32,8 +33,22 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     """
     search = [os.getcwd(), *sys.path]
     check_program(options.program, search=search)
+    options, group = decided_group(options, environ)
+    job = _job(options, environ=environment_of_tasks(environ), search=search)
+    hosts = 0 if group is None else len(group.hosts)
+    open_files = raise_file_limit(job.num_ports * _FILES_PER_TASK + hosts + _OTHER_FILES)
+    if group is None:
+        return _run_here(job, open_files=open_files)
+    if options.dry_run:
+        return _show_part(job, group)
+    program_file = file_of_program(options.program, search=search)
+    alike = terms(options, environ, group=group, program_file=program_file)
+    return run_across(job, group, terms=alike, open_files=open_files)
+
+
+def _job(options: LaunchOptions, *, environ: Mapping[str, str], search: Sequence[str]) -> Job:
     machine = this_machine(environ)
-    job = Job(
+    return Job(
         options=options,
         strategy=decided_strategy(options, machine),
         machine=machine,
@@ -46,20 +61,36 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
         ),
         is_terminal=shows_in_place(1, environ),
     )
-    if options.isolate and not options.dry_run:
+
+
+def _run_here(job: Job, *, open_files: tuple[int, int]) -> int:
+    if job.options.isolate and not job.options.dry_run:
         isolate()
-    open_files = raise_file_limit(job.num_ports * _FILES_PER_TASK + _OTHER_FILES)
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(port) for port in hold_ports(job.num_ports)]
         specs = job.specs(ports, attempt=next_attempt(job.run_dir))
-        if options.dry_run:
-            print(
-                f"# strategy {job.strategy}, run directory {job.run_dir}\n\n{render(specs)}",
-                flush=True,
-            )
-            return 0
+        if job.options.dry_run:
+            return _show(job, specs, about="")
         run_dir = stack.enter_context(RunDir(job.run_dir))
         return _run(job, ports, run_dir=run_dir, open_files=open_files)
+
+
+def _show_part(job: Job, group: Group) -> int:
+    """Prints the tasks of this host."""
+    cluster = group.stand_in_cluster(strategy=job.strategy)
+    here = group.tasks(range(len(group.hosts)))[group.rank]
+    specs = job.specs_here(cluster, here, attempt=next_attempt(job.run_dir))
+    about = (
+        f"# host {group.hosts[group.rank]} (rank {group.rank} of {len(group.hosts)}); names and "
+        "ports stand for those that the launchers agree on\n"
+    )
+    return _show(job, specs, about=about)
+
+
+def _show(job: Job, specs: Sequence[ProcessSpec], *, about: str) -> int:
+    head = f"# strategy {job.strategy}, run directory {job.run_dir}\n{about}"
+    print(f"{head}\n{render(specs)}", flush=True)
+    return 0
 
 
 def _run(
@@ -79,12 +110,5 @@ def _run(
         ) as run,
     ):
         outcome = run.run()
-    _last_words(screen, is_hurried=outcome.was_asked)
+    screen.last_words(is_hurried=outcome.was_asked)
     return outcome.exit_code
-
-
-def _last_words(screen: JobScreen, *, is_hurried: bool) -> None:
-    """Waits for whoever reads the output, not for long when the job was asked to stop."""
-    with contextlib.suppress(KeyboardInterrupt):
-        for console in screen.consoles:
-            console.drain(_LAST_WORDS_S if is_hurried else None)

@@ -56,6 +56,11 @@ class LaunchOptions:
     max_restarts: int = 0
     restart_window_s: float = 3600.0
     hang_timeout_s: float = 300.0
+    hosts: str | None = None
+    node_rank: int | None = None
+    rendezvous_port: int | None = None
+    rendezvous_token_file: str | None = None
+    host_timeout_s: float = 5.0
     run_dir: str | None = None
     isolate: bool = False
     dry_run: bool = False
@@ -73,12 +78,14 @@ class LaunchOptions:
         _check_seconds("grace_s", self.grace_s, above_zero=False)
         _check_seconds("restart_window_s", self.restart_window_s, above_zero=True)
         _check_seconds("hang_timeout_s", self.hang_timeout_s, above_zero=False)
+        _check_seconds("host_timeout_s", self.host_timeout_s, above_zero=True)
         if not 0 <= self.max_restarts <= _MAX_RESTARTS:
             expected = f"an integer from 0 to {_MAX_RESTARTS}"
             _refuse("max_restarts", str(self.max_restarts), expected, "use --max_restarts 3")
         if self.run_dir is not None and not self.run_dir.strip():
             _refuse("run_dir", "''", "the path of a directory", "give one, or leave --run_dir out")
         _check_together(self)
+        _check_hosts(self)
 
     @property
     def num_ps(self) -> int:
@@ -92,10 +99,10 @@ def _check_together(options: LaunchOptions) -> None:
         fix = "leave --ps out, or use --strategy ps"
         _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix)
     fewest = options.min_workers
-    if fewest is not None and strategy != "ps" and ps is None:
-        fix = "leave --min_workers out, or use --strategy ps"
+    if fewest is not None and strategy != "ps" and ps is None and options.hosts is None:
+        fix = "leave --min_workers out, or use --strategy ps or --hosts"
         _refuse("min_workers", f"{fewest} in a job without ps", "no --min_workers", fix)
-    if fewest is not None and fewest > workers:
+    if fewest is not None and fewest > workers and options.hosts is None:
         received = f"{fewest} of --workers {workers}"
         _refuse("min_workers", received, f"at most {workers}", f"use --min_workers {workers}")
     if workers > 1 and strategy in ("single", "mirrored"):
@@ -105,6 +112,20 @@ def _check_together(options: LaunchOptions) -> None:
     if strategy == "single" and devices is not None and devices > 1:
         received = f"{devices} with --strategy single"
         _refuse("devices_per_worker", received, "1", "use --strategy mirrored")
+
+
+def _check_hosts(options: LaunchOptions) -> None:
+    if options.node_rank is not None and options.hosts is None:
+        fix = "give --hosts too, or leave --node_rank out"
+        _refuse("node_rank", f"{options.node_rank} without --hosts", "a list of hosts", fix)
+    port = options.rendezvous_port
+    if port is not None and not 1 <= port <= 65_535:
+        expected, fix = "a port from 1 to 65535", "use --rendezvous_port 2222, for example"
+        _refuse("rendezvous_port", str(port), expected, fix)
+    if options.hosts is not None and options.strategy in ("single", "mirrored"):
+        received = f"a list of hosts with --strategy {options.strategy}"
+        fix = "use --strategy multiworker or ps, or leave --hosts out"
+        _refuse("hosts", received, "a job of several tasks", fix)
 
 
 def _check_name(flag: str, value: str, choices: tuple[str, ...]) -> None:

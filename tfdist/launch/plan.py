@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.cluster import (
+    ClusterSpec,
     JobOptions,
     Task,
     TaskConfig,
@@ -15,6 +16,7 @@ from tfdist.cluster import (
     build_cluster,
     job_configs,
 )
+from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
@@ -93,20 +95,39 @@ def plan(
     """
     ps = options.num_ps if strategy == "ps" else 0
     cluster = build_cluster(strategy=strategy, addresses=addresses, workers=options.workers, ps=ps)
+    return plan_here(
+        options,
+        strategy=strategy,
+        place=place,
+        cluster=cluster,
+        here=tasks_with_address(options, strategy) or (Task("worker", 0),),
+    )
+
+
+def plan_here(
+    options: LaunchOptions,
+    *,
+    strategy: str,
+    place: Place,
+    cluster: ClusterSpec,
+    here: Collection[Task],
+) -> tuple[ProcessSpec, ...]:
+    """Returns a process for each task of `cluster` that is `here`, on this machine, as `plan`."""
     job = JobOptions(
         strategy=strategy,
         devices_per_worker=options.devices_per_worker,
-        min_workers=options.min_workers,
+        min_workers=options.min_workers if strategy == "ps" else None,
         startup_timeout_s=options.startup_timeout_s,
         run_dir=str(place.run_dir),
         attempt=place.attempt,
         threads_per_task=options.threads_per_task,
         terminal=place.is_terminal,
     )
-    gpus = _divide_gpus(options, strategy=strategy, gpus=place.machine.gpus)
+    gpus = _divide_gpus(options, strategy=strategy, gpus=place.machine.gpus, here=here)
     return tuple(
-        _process(config, options=options, place=place, gpus=gpus)
+        _process(config, options=options, place=place, gpus=gpus, here=here)
         for config in job_configs(cluster, options=job)
+        if config.task in here
     )
 
 
@@ -126,6 +147,7 @@ def _process(
     options: LaunchOptions,
     place: Place,
     gpus: Mapping[Task, str],
+    here: Collection[Task],
 ) -> ProcessSpec:
     task, program = config.task, options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
@@ -134,12 +156,12 @@ def _process(
     if options.threads_per_task is not None:
         forced |= _compute_threads(options.threads_per_task)
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONFAULTHANDLER": "1"}
-    defaults |= _thread_defaults(config, options=options, cpus=place.machine.cpus)
+    defaults |= _thread_defaults(config, options=options, cpus=place.machine.cpus, here=here)
     if not place.machine.has_gpu_driver:
         defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task complains that it found none
     if config.cluster.kind == "ps":
         defaults["GRPC_FAIL_FAST"] = "use_caller"
-    forced |= _without_proxy(place.environ)
+    forced |= _without_proxy(place.environ, config.cluster)
     added = forced | {k: v for k, v in defaults.items() if k not in {**place.environ, **forced}}
     return ProcessSpec(
         task=task,
@@ -152,14 +174,16 @@ def _process(
     )
 
 
-def _thread_defaults(config: TaskConfig, *, options: LaunchOptions, cpus: int) -> dict[str, str]:
+def _thread_defaults(
+    config: TaskConfig, *, options: LaunchOptions, cpus: int, here: Collection[Task]
+) -> dict[str, str]:
     """Returns the task's share of the CPUs; what the user has set himself goes before it.
 
     In a ps job an operation may hold an inter-op thread until a worker answers: with fewer
     threads than workers the job stands still.
     """
     cluster = config.cluster
-    computing = max(1, len(cluster.worker) + len(cluster.ps))
+    computing = max(1, sum(task.type in ("worker", "ps") for task in here))
     share = max(1, cpus // computing)
     inter_op = max(2, options.threads_per_task or share)
     if cluster.kind == "ps" and config.task.type in ("chief", "ps"):
@@ -171,51 +195,53 @@ def _compute_threads(count: int) -> dict[str, str]:
     return {"TF_NUM_INTRAOP_THREADS": str(count), "OMP_NUM_THREADS": str(count)}
 
 
-def _without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
+def _without_proxy(environ: Mapping[str, str], cluster: ClusterSpec) -> dict[str, str]:
     """Returns the variables that keep connections between the tasks away from any proxy.
 
     gRPC reads no_grpc_proxy before no_proxy, so where that is set it must say it too.
     """
+    addresses = (cluster.address(task) for task in cluster.tasks())
+    ours = dict.fromkeys((*_LOOPBACK, *(split_address(address)[0] for address in addresses)))
     names = ["no_proxy", "NO_PROXY", *(n for n in ("no_grpc_proxy",) if n in environ)]
     result = {}
     for name in names:
         given = environ.get(name) or environ.get(name.swapcase(), "")
         hosts = [host.strip() for host in given.split(",") if host.strip()]
-        hosts += [host for host in _LOOPBACK if host not in hosts]
+        hosts += [host for host in ours if host not in hosts]
         result[name] = ",".join(hosts)
     return result
 
 
-def _divide_gpus(options: LaunchOptions, *, strategy: str, gpus: Sequence[str]) -> dict[Task, str]:
+def _divide_gpus(
+    options: LaunchOptions, *, strategy: str, gpus: Sequence[str], here: Collection[Task]
+) -> dict[Task, str]:
     """Returns CUDA_VISIBLE_DEVICES for each task of a machine with GPUs."""
     if not gpus:
         return {}
-    workers = options.workers
-    each = options.devices_per_worker or max(1, len(gpus) // workers)
+    workers = [task for task in here if task.type == "worker"]
+    each = options.devices_per_worker or max(1, len(gpus) // max(1, len(workers)))
     if strategy == "single":
         each = 1
     shared = strategy == "ps" and each == 1  # workers of a ps job need no device of their own
-    if each * workers > len(gpus) and not shared:
-        raise _too_few_gpus(options, gpus=gpus)
-    tasks = tasks_with_address(options, strategy) or (Task("worker", 0),)
-    return {task: _gpus_of(task, gpus=gpus, each=each) for task in tasks}
+    if each * len(workers) > len(gpus) and not shared:
+        raise _too_few_gpus(options, gpus=gpus, workers=len(workers))
+    divided = {task: _gpus_of(n, gpus=gpus, each=each) for n, task in enumerate(workers)}
+    return {task: divided.get(task, "-1") for task in here}
 
 
-def _gpus_of(task: Task, *, gpus: Sequence[str], each: int) -> str:
-    if task.type != "worker":
-        return "-1"
-    first = task.index * each
+def _gpus_of(number: int, *, gpus: Sequence[str], each: int) -> str:
+    first = number * each
     return ",".join(gpus[(first + k) % len(gpus)] for k in range(each))
 
 
-def _too_few_gpus(options: LaunchOptions, *, gpus: Sequence[str]) -> UsageError:
+def _too_few_gpus(options: LaunchOptions, *, gpus: Sequence[str], workers: int) -> UsageError:
     cpu = "set CUDA_VISIBLE_DEVICES=-1 to use CPUs"
     if options.devices_per_worker is None:
         fix = f"use --workers {len(gpus)}, or {cpu}"
         expected = f"at most {len(gpus)}, one for each GPU"
-        return UsageError("--workers", received=options.workers, expected=expected, fix=fix)
-    most = len(gpus) // options.workers
-    received = f"{options.devices_per_worker} for each of {options.workers} workers"
+        return UsageError("--workers", received=workers, expected=expected, fix=fix)
+    most = len(gpus) // workers
+    received = f"{options.devices_per_worker} for each of {workers} workers"
     expected = f"at most {most}, as there are {len(gpus)} GPUs"
     fix = f"use --devices_per_worker {most}, or {cpu}" if most else f"use fewer workers, or {cpu}"
     return UsageError("--devices_per_worker", received=received, expected=expected, fix=fix)

@@ -124,9 +124,17 @@ class JobProcesses:
         pid = self._pids.get(task)
         return pid is None or holds_pipe(pid, pipe_fd=self._notes_fd)
 
-    def watch(self, fd: int, handler: Callable[[], object]) -> None:
-        """Calls `handler` when there is something to read from `fd`, a descriptor of another."""
-        self._watch(fd, handler)
+    def can_start(self, task: Task) -> bool:
+        """Returns True: this machine is there."""
+        return True
+
+    def watch(self, fd: int) -> None:
+        """Has `wait` return when there is something to read from a descriptor of another."""
+        self._watch(fd, lambda: None)
+
+    def unwatch(self, fd: int) -> None:
+        """Takes `watch` back."""
+        self._unwatch(fd)
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Returns what has happened, after `timeout_s` at the latest."""

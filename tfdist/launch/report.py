@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,8 +92,13 @@ def exit_code_of(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
-def attempt_entry(attempt: Attempt, *, number: int, epoch_s: float) -> dict[str, Any]:
-    """Returns the report's entry; `epoch_s` is the time of day when the clock stood at 0."""
+def attempt_entry(
+    attempt: Attempt, *, number: int, epoch_s: float, hosts: Mapping[Task, str] | None = None
+) -> dict[str, Any]:
+    """Returns the report's entry; `epoch_s` is the time of day when the clock stood at 0.
+
+    `hosts` says where each task was, in a job on several hosts.
+    """
 
     def time_of(at_s: float | None) -> str | None:
         if at_s is None:
@@ -101,11 +106,15 @@ def attempt_entry(attempt: Attempt, *, number: int, epoch_s: float) -> dict[str,
         moment = datetime.fromtimestamp(epoch_s + at_s, UTC)
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
+    def host_of(task: Task) -> dict[str, str]:
+        return {"host": hosts[task]} if hosts and task in hosts else {}
+
     def task_entry(record: TaskRecord) -> dict[str, Any]:
         status = record.status
         killed = status is not None and status < 0
         return {
             "task": str(record.task),
+            **host_of(record.task),
             "pid": record.pid,
             "exit_code": None if killed else status,
             "signal": signal_name(-status) if status is not None and killed else None,
@@ -118,6 +127,7 @@ def attempt_entry(attempt: Attempt, *, number: int, epoch_s: float) -> dict[str,
     def failure_entry(failure: Failure) -> dict[str, Any]:
         return {
             "task": str(failure.task),
+            **host_of(failure.task),
             "cause": failure.cause,
             "step": failure.step,
             "at": time_of(failure.at_s),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
@@ -9,6 +10,8 @@ from tfdist.cluster import Task
 from tfdist.launch.console import Console
 from tfdist.launch.output import TaskOutput
 from tfdist.launch.plan import ProcessSpec
+
+_LAST_WORDS_S = 1.0
 
 
 class JobScreen:
@@ -21,6 +24,9 @@ class JobScreen:
         self._outputs: dict[Task, TaskOutput] = {}
         self._log_paths: dict[Task, str] = {}
         self._hues: dict[Task, int] = {}
+        self._told: dict[Task, tuple[str, ...]] = {}
+        self.hosts: dict[Task, str] = {}
+        """Where each task is, in a job on several hosts."""
 
     def open(self, spec: ProcessSpec, *, is_chief: bool) -> TaskOutput:
         """Returns a new place for a task's output; OSError if its log cannot be made."""
@@ -53,7 +59,27 @@ class JobScreen:
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Returns the last lines of a task's output."""
         output = self._outputs.get(task)
-        return output.last_lines() if output else ()
+        return output.last_lines() if output else self._told.get(task, ())
+
+    def told(self, task: Task, lines: tuple[str, ...]) -> None:
+        """Takes the last lines of a task on another host."""
+        self._told[task] = lines
+
+    def forget(self) -> None:
+        """Lets go of the tasks: the next attempt may have others."""
+        self._outputs.clear()
+        self._told.clear()
+
+    def flush(self) -> None:
+        """Writes what the reader takes without waiting, where no processes do it in their loop."""
+        for console in self.consoles:
+            console.write()
+
+    def last_words(self, *, is_hurried: bool) -> None:
+        """Waits for whoever reads the output, not for long when the job was asked to stop."""
+        with contextlib.suppress(KeyboardInterrupt):
+            for console in self.consoles:
+                console.drain(_LAST_WORDS_S if is_hurried else None)
 
     def close(self) -> None:
         """Ends all logs and takes a progress line away."""
@@ -62,9 +88,11 @@ class JobScreen:
         self.out.drop_progress()
 
     def _failure_block(self, task: Task, output: TaskOutput | None, cause: str) -> str:
-        head = f"{task} failed first: {cause}"
+        where = f" on {self.hosts[task]}" if task in self.hosts else ""
+        head = f"{task}{where} failed first: {cause}"
         if output is None:
-            return head
+            told = [f"  {line}" for line in self._told.get(task, ())]
+            return "\n".join([f"{head}\nits last lines:" if told else head, *told])
         log = self._log_paths[task]
         lines = output.last_lines()
         if not lines:

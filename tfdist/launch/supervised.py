@@ -27,6 +27,9 @@ class Processes(Protocol):
     def kill_alone(self, task: Task) -> None:
         """Ends one task, and what it has left behind, while the job goes on."""
 
+    def can_start(self, task: Task) -> bool:
+        """Returns whether a task can be started now: its host is there."""
+
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Returns what has happened, after `timeout_s` at the latest."""
 

@@ -34,14 +34,19 @@ def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
     It looks for an import of tensorflow, keras or tfdist in the program's own file. A program that
     sets variables which TensorFlow or Keras read at their import wants to do so before.
     """
-    path = program.target
-    if program.is_module:
-        path = _file_of(program.target, search=search)
+    path = file_of_program(program, search=search)
     try:
         source = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     return bool(_IMPORTS.search(source)) and not _SETS.search(source)
+
+
+def file_of_program(program: Program, *, search: Sequence[str]) -> str:
+    """Returns the file of a program that is there; empty if it has none."""
+    if program.is_module:
+        return _file_of(program.target, search=search)
+    return program.target
 
 
 def _file_of(name: str, *, search: Sequence[str]) -> str:

@@ -1,0 +1,256 @@
+"""A job on several hosts: which they are, which this is, and which tasks are whose.
+
+Pure, but for the name of this machine. Each host has a launcher of its own; that of host 0 leads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import platform
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, slurm, wishes
+from tfdist.cluster.hosts import DEFAULT_PORT, parse_hosts
+from tfdist.cluster.wishes import Wishes
+from tfdist.errors import UsageError
+from tfdist.launch.options import LaunchOptions
+from tfdist.rendezvous import token as tokens
+from tfdist.rendezvous.terms import without_secrets
+
+_MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
+_OWN = re.compile(
+    r"TF_CONFIG|TF_CPP_|TF_NUM_|TF_GPU_|TFDIST_(NODE_RANK|LOCAL_RANK|JOB|RENDEZVOUS_TOKEN)"
+)
+"""Variables that may well differ from host to host."""
+
+_OWN_FLAGS = ("node_rank", "rendezvous_token_file", "start", "dry_run", "program", "host_timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The hosts of a job by rank, how many tasks each has, and which of them this is."""
+
+    hosts: tuple[str, ...]
+    slots: tuple[int, ...]
+    rank: int
+    port: int
+    """Where the launcher of host 0 listens."""
+    num_ps: int = 0
+    token: bytes = dataclasses.field(default=b"", repr=False)
+
+    def tasks(self, ranks: Sequence[int]) -> dict[int, tuple[Task, ...]]:
+        """Returns the tasks of each of the hosts `ranks`, numbered host after host.
+
+        Under ps the chief is on the first host and the ps are on the last.
+        """
+        of_slot = [rank for rank in ranks for _ in range(self.slots[rank])]
+        types = placement.task_types(len(of_slot), wished=Wishes(ps=self.num_ps))
+        tasks: dict[int, tuple[Task, ...]] = dict.fromkeys(ranks, ())
+        for number, (rank, type_) in enumerate(zip(of_slot, types, strict=True)):
+            tasks[rank] += (Task(type_, types[:number].count(type_)),)
+        return tasks
+
+    def cluster(self, at: Mapping[int, Sequence[str]], *, strategy: str) -> ClusterSpec:
+        """Returns the cluster of the hosts of which `at` has the addresses of the tasks."""
+        ranks = sorted(at)
+        tasks = self.tasks(ranks)
+        pairs = sorted(
+            (task, address)
+            for rank in ranks
+            for task, address in zip(tasks[rank], at[rank], strict=True)
+        )
+        return build_cluster(
+            strategy=strategy,
+            addresses=[address for _, address in pairs],
+            workers=sum(task.type == "worker" for task, _ in pairs),
+            ps=self.num_ps,
+        )
+
+    def stand_in_cluster(self, *, strategy: str) -> ClusterSpec:
+        """Returns the cluster with ports in a row, as nobody knows them before the rendezvous."""
+        ports = itertools.count(DEFAULT_PORT + 1)
+        at = {
+            rank: [placement.join(self.hosts[rank], next(ports)) for _ in range(slots)]
+            for rank, slots in enumerate(self.slots)
+        }
+        return self.cluster(at, strategy=strategy)
+
+
+def decided_group(
+    options: LaunchOptions, environ: Mapping[str, str]
+) -> tuple[LaunchOptions, Group | None]:
+    """Returns the options with the numbers that follow from the hosts, and the hosts.
+
+    They are those of --hosts, or the nodes of a Slurm step that has one launcher on each. A list
+    of one host is a job on this machine.
+
+    Raises:
+        UsageError: this machine is not in the list, there is no token, or the numbers do not fit.
+    """
+    if options.hosts is not None:
+        listed = parse_hosts(options.hosts)
+        hosts, slots = tuple(host for host, _ in listed), tuple(n for _, n in listed)
+        options = _with_counts(options, total=sum(slots))
+        rank, port = _rank(options, hosts), DEFAULT_PORT
+    else:
+        found = _slurm_nodes(options, environ)
+        if found is None:
+            return options, None
+        hosts, rank, port = found
+        options, slots = _divided(options, num_hosts=len(hosts))
+    _check_fewest(options)
+    if len(hosts) == 1:
+        return dataclasses.replace(options, hosts=None, node_rank=None), None
+    if options.isolate:
+        raise UsageError(
+            "--isolate",
+            received=f"it in a job on {len(hosts)} hosts",
+            expected="a job on this machine alone",
+            fix="leave it out: the hosts have to reach each other",
+        )
+    group = Group(
+        hosts=hosts,
+        slots=slots,
+        rank=rank,
+        port=options.rendezvous_port or port,
+        num_ps=options.num_ps if options.strategy == "ps" else 0,
+        token=tokens.read_token(environ, path=options.rendezvous_token_file, hosts=hosts),
+    )
+    return options, group
+
+
+def terms(
+    options: LaunchOptions, environ: Mapping[str, str], *, group: Group, program_file: str
+) -> dict[str, str]:
+    """Returns what must be the same on all hosts of the job."""
+    flags = {
+        f"--{name}": str(value)
+        for name, value in dataclasses.asdict(options).items()
+        if name not in _OWN_FLAGS and value is not None
+    }
+    program = options.program
+    args = without_secrets(program.args, key=group.token)
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: _version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")},
+        "hosts": ",".join(f"{h}:{n}" for h, n in zip(group.hosts, group.slots, strict=True)),
+        **flags,
+        "program": program.target,
+        "its text": _digest(program_file),
+        **{f"argument {number}": arg for number, arg in enumerate(args, 1)},
+        **{n: v for n, v in environ.items() if _MATTERS.match(n) and not _OWN.match(n)},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError:
+        return "not readable"
+
+
+def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
+    """Returns the options with the workers that a list of `total` slots leaves."""
+    strategy = options.strategy
+    if strategy == "auto":
+        strategy = "ps" if options.ps is not None else "multiworker" if total > 1 else "auto"
+    others = 1 + options.num_ps if strategy == "ps" else 0
+    if total <= others:
+        raise UsageError(
+            "--hosts",
+            received=f"{total} tasks",
+            expected=f"{others + 1} or more: the chief, a worker and {options.num_ps} ps",
+            fix="list more slots, or use fewer ps",
+        )
+    return dataclasses.replace(options, strategy=strategy, workers=total - others)
+
+
+def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[LaunchOptions, tuple[int, ...]]:
+    """Returns the options of a job without a list, and how many tasks each host has."""
+    if options.strategy in ("single", "mirrored"):
+        raise UsageError(
+            "--strategy",
+            received=f"{options.strategy} in a step of {num_hosts} launchers",
+            expected="multiworker or ps: together they run one job",
+            fix=f"use one, or set {wishes.CLUSTER}=none for {num_hosts} jobs on their own",
+        )
+    is_ps = options.strategy == "ps" or options.ps is not None
+    others = 1 + options.num_ps if is_ps else 0
+    workers = options.workers if options.workers > 1 else max(1, num_hosts - others)
+    total = workers + others
+    if total < num_hosts:
+        raise UsageError(
+            "--workers",
+            received=f"{workers}, {total} tasks with all others, on {num_hosts} hosts",
+            expected="a task for each host or more",
+            fix=f"use --workers {num_hosts - others}, or fewer nodes",
+        )
+    each, more = divmod(total, num_hosts)
+    slots = tuple(each + (rank < more) for rank in range(num_hosts))
+    return _with_counts(options, total=total), slots
+
+
+def _slurm_nodes(
+    options: LaunchOptions, environ: Mapping[str, str]
+) -> tuple[tuple[str, ...], int, int] | None:
+    if wishes.text(environ, wishes.CLUSTER) not in ("", "auto", "slurm"):
+        return None
+    found = slurm.node_of(environ)
+    if found is None:
+        return None
+    hosts, rank = found
+    return tuple(hosts), rank, slurm.first_port(environ, wishes.from_environ(environ))
+
+
+def _rank(options: LaunchOptions, hosts: Sequence[str]) -> int:
+    """Returns which of the hosts this one is, as it was told or by its name."""
+    if options.node_rank is not None:
+        if 0 <= options.node_rank < len(hosts):
+            return options.node_rank
+        raise UsageError(
+            "--node_rank",
+            received=str(options.node_rank),
+            expected=f"0 to {len(hosts) - 1}: the list has {len(hosts)} hosts",
+            fix="give each host its position in the list, from 0 on",
+        )
+    name = socket.gethostname()
+    ranks = [rank for rank, host in enumerate(hosts) if placement.same_host(host, name)]
+    if len(ranks) == 1:
+        return ranks[0]
+    times = "more than once" if ranks else "not there"
+    raise UsageError(
+        "--hosts",
+        received=f"a list in which this host, {name}, is {times}",
+        expected="each host once, by its name",
+        fix="say which one this is by --node_rank, from 0 on, or correct the list",
+    )
+
+
+def _check_fewest(options: LaunchOptions) -> None:
+    fewest = options.min_workers
+    if fewest is not None and fewest > options.workers:
+        raise UsageError(
+            "--min_workers",
+            received=f"{fewest} of {options.workers} workers",
+            expected=f"at most {options.workers}",
+            fix=f"use --min_workers {options.workers}",
+        )
+
+
+def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what the tasks get of the environment: not the secret of the launchers."""
+    return {name: value for name, value in environ.items() if name != tokens.VARIABLE}

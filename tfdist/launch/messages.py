@@ -1,0 +1,85 @@
+"""What happens to a task on another host, as messages. Moments travel as ages: clocks differ."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tfdist.cluster import Task
+from tfdist.launch.events import Beat, Ended, Raised, Started
+
+TaskEvent = Started | Raised | Beat | Ended
+Message = dict[str, Any]
+
+NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
+"""What the functions here raise for a message that makes no sense."""
+
+_TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")
+
+
+def told(event: TaskEvent, *, now_s: float) -> Message:
+    """Returns an event as a message."""
+    message: Message = {
+        "event": type(event).__name__.lower(),
+        "task": str(event.task),
+        "age_s": now_s - event.at_s,
+    }
+    match event:
+        case Started():
+            return {**message, "pid": event.pid}
+        case Raised():
+            own = {"exit_code": event.exit_code, "cause": event.cause, "step": event.step}
+            return {**message, **own}
+        case Ended():
+            return {**message, "status": event.status, "cause": event.cause}
+        case Beat():
+            first_s = event.first_step_s
+            return {
+                **message,
+                "phase": event.phase,
+                "step": event.step,
+                "since_age_s": now_s - event.since_s,
+                "first_step_age_s": None if first_s is None else now_s - first_s,
+            }
+
+
+def heard(message: Message, *, now_s: float) -> TaskEvent:
+    """Returns the event of a message; raises one of `NO_SENSE` if it is none."""
+    task, at_s = task_of(message["task"]), now_s - float(message["age_s"])
+    match message["event"]:
+        case "started":
+            return Started(task=task, pid=int(message["pid"]), at_s=at_s)
+        case "raised":
+            return Raised(
+                task=task,
+                exit_code=int(message["exit_code"]),
+                cause=str(message["cause"]),
+                step=_optional(message["step"]),
+                at_s=at_s,
+            )
+        case "ended":
+            cause = str(message["cause"])
+            return Ended(task=task, status=int(message["status"]), cause=cause, at_s=at_s)
+        case "beat":
+            first_age_s = message["first_step_age_s"]
+            return Beat(
+                task=task,
+                phase=str(message["phase"]),
+                step=_optional(message["step"]),
+                since_s=now_s - float(message["since_age_s"]),
+                first_step_s=None if first_age_s is None else now_s - float(first_age_s),
+                at_s=at_s,
+            )
+    raise ValueError(f"no event: {message['event']!r}")
+
+
+def task_of(name: object) -> Task:
+    """Returns the task that `str` gives as ``worker-1``; raises ValueError if it is none."""
+    match = _TASK.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError("no task's name")
+    return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
+
+
+def _optional(number: Any) -> int | None:
+    return None if number is None else int(number)

@@ -1,0 +1,297 @@
+"""The launcher of any host but 0: it starts and ends what it is told to, and tells what happens.
+
+It runs its own program with its own environment and nothing else, whoever tells it: what comes from
+host 0 are the addresses of the job and the names of tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from tfdist.cluster import ClusterSpec, HeldPort, Task, hold_ports
+from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
+from tfdist.launch.attempts import Job, replace_taken
+from tfdist.launch.events import Asked, Beat, Ended, Event, Started
+from tfdist.launch.hosts import Group
+from tfdist.launch.messages import NO_SENSE, task_of, told
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.processes import JobProcesses
+from tfdist.launch.report import signal_name
+from tfdist.launch.screen import JobScreen
+from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.supervisor import RESTART_GRACE_S
+from tfdist.launch.workshop import Workshop
+from tfdist.rendezvous.link import Message
+from tfdist.rendezvous.member import Joining, Member
+
+_LOOK_EVERY_S = 0.5
+_STATES_EVERY_S = 1.0
+_SILENT_S = 3.0
+_STACKS_S = 0.3  # until the stacks that were asked for are in a task's output
+_GIVE_UP_S = 10.0
+_LOG = re.compile(r"[\w.-]+\.log")
+
+
+class Node:
+    """This host's part of a job; `run` returns the exit code of the whole."""
+
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        joining: Joining,
+        *,
+        ports: Sequence[HeldPort],
+        workshop: Workshop,
+        screen: JobScreen,
+        signals: SignalPipe,
+        stack: contextlib.ExitStack,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job = job
+        self._group = group
+        self._joining = joining
+        self._ports = list(ports)
+        self._hold = partial(hold_ports, host=ports[0].host)
+        self._workshop = workshop
+        self._screen = screen
+        self._signals = signals
+        self._stack = stack
+        self._clock = clock
+        self._asked: int | None = None
+        self._here: _Attempt | None = None
+
+    def run(self) -> int:
+        """Comes to host 0, as often as it is lost and the job may be started again."""
+        options = self._job.options
+        while True:
+            member = self._joining.join(
+                within_s=options.startup_timeout_s,
+                wake_fds=[self._signals.fd],
+                is_over=self._is_asked,
+            )
+            if member is None:
+                return exit_code_for(self._asked or signal.SIGTERM)
+            try:
+                code = self._serve(member)
+            finally:
+                member.close()
+                self._end_attempt()
+            if code is not None:
+                return code
+            self._screen.say(f"the launcher of {self._group.hosts[0]} is gone: {member.lost}")
+            self._screen.flush()
+            if self._asked is not None:
+                return exit_code_for(self._asked)
+            if not options.max_restarts:
+                return EXIT_PEER_MISSING
+
+    def _is_asked(self) -> bool:
+        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
+        if came and self._asked is None:
+            self._asked = came[0]
+        return self._asked is not None
+
+    def _serve(self, member: Member) -> int | None:
+        """Does what host 0 says; returns the job's exit code, None if host 0 is lost."""
+        self._say_ready(member)
+        while not member.lost:
+            for event in self._wait(member):
+                self._tell(member, event)
+            member.turn()
+            for message in member.take_messages():
+                if "end" in message:
+                    return self._ended(message)
+                with contextlib.suppress(*NO_SENSE):
+                    self._obey(member, message)
+            if self._here is not None:
+                self._here.report_to(member)
+        return None
+
+    def _ended(self, message: Message) -> int:
+        if why := str(message.get("why", "")):
+            self._screen.say(why)
+        code = message["end"]
+        return code if isinstance(code, int) and 0 <= code < 256 else EXIT_FAILED
+
+    def _wait(self, member: Member) -> Sequence[Event]:
+        """Returns what has happened here, after a moment at the latest."""
+        if self._here is not None:
+            return self._here.processes.wait(_LOOK_EVERY_S)
+        self._screen.flush()
+        poll = select.poll()
+        for fd in (member.fileno(), self._signals.fd):
+            poll.register(fd, select.POLLIN)
+        poll.poll(_LOOK_EVERY_S * 1000)
+        return [Asked(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
+
+    def _tell(self, member: Member, event: Event) -> None:
+        if isinstance(event, Asked):
+            self._asked = event.signum if self._asked is None else self._asked
+            self._screen.say(f"{_name(event.signum)}: {self._group.hosts[0]} ends the job")
+            member.send({"asked": int(event.signum)})
+        elif self._here is not None:
+            self._here.note(event)
+            lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
+            member.send({**told(event, now_s=self._clock()), "lines": lines})
+
+    def _obey(self, member: Member, message: Message) -> None:
+        match message:
+            case {"attempt": dict(attempt)}:
+                self._end_attempt()
+                self._begin(member, attempt)
+            case {"start": name, "log": str(log)}:
+                if self._here is not None:
+                    for event in self._here.start(task_of(name), log=log):
+                        self._tell(member, event)
+            case {"finish": _}:
+                self._end_attempt()
+                self._say_ready(member)
+            case {"failed": name, "cause": str(cause)}:
+                self._screen.show_failure(task_of(name), cause)
+            case _:
+                if self._here is not None:
+                    self._here.obey(message)
+
+    def _begin(self, member: Member, told: Message) -> None:
+        """Plans this host's tasks of an attempt, as the whole cluster is known now."""
+        job = dataclasses.replace(self._job, run_dir=Path(told["run_dir"]))
+        cluster = ClusterSpec.from_dict(told["cluster"])
+        tasks = [task_of(name) for name in told["tasks"]]
+        number = int(told["number"])
+        self._screen.forget()
+        self._screen.hosts = {task_of(name): str(host) for name, host in told["hosts"].items()}
+        logs = job.run_dir / "logs" / f"attempt-{number}"
+        specs: Sequence[ProcessSpec] = ()
+        cause = ""
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            specs = job.specs_here(cluster, tasks, attempt=number)
+        except OSError as error:
+            cause = f"{logs}: {error.strerror}"
+        except UsageError as error:
+            cause = str(error)
+        self._workshop.check()
+        processes = self._workshop.processes(
+            specs, chief=cluster.chief_task, fork_log=logs / f"fork-server-{self._group.rank}.log"
+        )
+        processes.watch(member.fileno())
+        self._here = _Attempt(
+            specs, processes, screen=self._screen, cause=cause, fd=member.fileno()
+        )
+        self._screen.announce(f"attempt {number}: {', '.join(map(str, tasks))} in {job.run_dir}")
+
+    def _say_ready(self, member: Member) -> None:
+        self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
+        member.send({"ready": [port.port for port in self._ports]})
+
+    def _end_attempt(self) -> None:
+        here, self._here = self._here, None
+        if here is not None:
+            here.end(grace_s=self._grace_s())
+
+    def _grace_s(self) -> float:
+        options = self._job.options
+        return min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+
+
+class _Attempt:
+    """The tasks of one attempt on this host."""
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        processes: JobProcesses,
+        *,
+        screen: JobScreen,
+        cause: str,
+        fd: int,
+    ) -> None:
+        self._specs = {spec.task: spec for spec in specs}
+        self.processes = processes
+        self._screen = screen
+        self._cause = cause
+        self._fd = fd
+        self._clock = time.monotonic
+        self._running: dict[Task, float] = {}  # and when it last spoke
+        self._told_s = -math.inf
+        self._stacks: dict[Task, float] = {}
+
+    def start(self, task: Task, *, log: str) -> Sequence[Event]:
+        """Starts a task; returns its end where that cannot be."""
+        now_s = self._clock()
+        if self._cause:
+            return [Ended(task=task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)]
+        if task not in self._specs or not _LOG.fullmatch(log):
+            return []
+        spec = self._specs[task]
+        self._running[task] = now_s
+        try:
+            self.processes.start(dataclasses.replace(spec, log_path=spec.log_path.with_name(log)))
+        except OSError as error:
+            self._running.pop(task)
+            cause = f"cannot be started: {error.strerror or error}"
+            return [Ended(task=task, status=1, at_s=now_s, cause=cause)]
+        return []
+
+    def note(self, event: Event) -> None:
+        """Takes down what has happened to a task."""
+        match event:
+            case Ended(task=task):
+                self._running.pop(task, None)
+            case Started(task=task) | Beat(task=task):
+                self._running[task] = self._clock()
+            case _:
+                pass
+
+    def obey(self, message: Message) -> None:
+        """Does something with a task that runs."""
+        match message:
+            case {"signal": name, "number": int(number)}:
+                self.processes.signal(task_of(name), signal.Signals(number))
+            case {"stacks": name}:
+                self.processes.ask_for_stacks(task_of(name))
+                self._stacks[task_of(name)] = self._clock() + _STACKS_S
+            case {"kill_alone": name}:
+                self.processes.kill_alone(task_of(name))
+            case _:
+                pass
+
+    def report_to(self, member: Member) -> None:
+        """Tells once a second in which state the tasks are, and the stacks that were asked for."""
+        now_s = self._clock()
+        for task in [task for task, due_s in self._stacks.items() if now_s >= due_s]:
+            del self._stacks[task]
+            member.send({"lines": list(self._screen.last_lines(task)), "task": str(task)})
+        if now_s - self._told_s < _STATES_EVERY_S or not self._running:
+            return
+        self._told_s = now_s
+        silent = [task for task, at_s in self._running.items() if now_s - at_s > _SILENT_S]
+        mute = [str(task) for task in silent if not self.processes.can_speak(task)]
+        states = {str(task): self.processes.state_of(task) for task in self._running}
+        member.send({"states": states, "mute": mute})
+
+    def end(self, *, grace_s: float) -> None:
+        """Ends what still runs: host 0 is lost, or done with it."""
+        self.processes.unwatch(self._fd)
+        for signum, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _GIVE_UP_S)):
+            for task in self._running:
+                self.processes.signal(task, signum)
+            deadline_s = self._clock() + within_s
+            while self._running and (left_s := deadline_s - self._clock()) > 0:
+                for event in self.processes.wait(left_s):
+                    self.note(event)
+        self.processes.finish()
+
+
+def _name(signum: int) -> str:
+    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)

@@ -1,0 +1,412 @@
+"""Host 0's view of a job on several hosts: who is there, and their tasks as if they were its own.
+
+The supervisor decides about all tasks here. The launchers of the other hosts start what they are
+told to, and tell what happens to it (`tfdist.launch.node`).
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tfdist.cluster import ClusterSpec, HeldPort, Task, placement
+from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
+from tfdist.launch.events import Asked, Ended, Event, Started
+from tfdist.launch.hosts import Group
+from tfdist.launch.messages import NO_SENSE, heard, task_of
+from tfdist.launch.options import LaunchOptions
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.processes import JobProcesses
+from tfdist.launch.screen import JobScreen
+from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
+from tfdist.rendezvous.hub import Differs, Heard, Hub, Lost
+from tfdist.rendezvous.link import Message
+from tfdist.rendezvous.terms import summary
+
+_TELL_S = 5.0  # before it is said who is being waited for
+_GOODBYE_S = 2.0
+_MAX_NAMES = 8
+_MAX_LINES, _MAX_LINE_CHARS = 20, 1000
+
+
+class Team:
+    """The other hosts, from the first attempt to the last."""
+
+    def __init__(
+        self,
+        group: Group,
+        hub: Hub,
+        *,
+        options: LaunchOptions,
+        strategy: str,
+        screen: JobScreen,
+        signals: SignalPipe,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._group = group
+        self._hub = hub
+        self._options = options
+        self._strategy = strategy
+        self._screen = screen
+        self._signals = signals
+        self._clock = clock
+        self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
+        self._others = tuple(range(1, len(group.hosts)))
+        self._began = False
+        self.host_of: dict[Task, int] = {}
+        """The rank of the host of each task of this attempt."""
+
+    @property
+    def hub(self) -> Hub:
+        """Returns the connections."""
+        return self._hub
+
+    def name(self, rank: int) -> str:
+        """Returns the host of a rank as the user wrote it."""
+        return self._group.hosts[rank]
+
+    def gather(self) -> int | None:
+        """Waits until all hosts are ready; returns the signal that asks to stop meanwhile.
+
+        Raises:
+            StartupTimeout: too few have come in time; the message names the others.
+            UsageError: one of them differs from this one.
+        """
+        began_s, said = self._clock(), False
+        while missing := [rank for rank in self._others if rank not in self._ports]:
+            waited_s = self._clock() - began_s
+            if waited_s >= self._options.startup_timeout_s:
+                break
+            if waited_s >= _TELL_S and not said:
+                said = True
+                self._screen.say(f"waiting for {self._named(missing)}")
+            asked = self._wait()
+            if asked is not None:
+                return asked
+        if missing:
+            self._do_without(missing)
+        return None
+
+    def specs(
+        self,
+        local: Callable[[ClusterSpec, Sequence[Task]], Sequence[ProcessSpec]],
+        *,
+        ports: Sequence[HeldPort],
+        attempt: int,
+        run_dir: Path,
+    ) -> tuple[ProcessSpec, ...]:
+        """Returns the processes of all tasks, and tells the hosts of the attempt.
+
+        `local` makes those of this host; the others make theirs by themselves.
+        """
+        self._began = True
+        at = {0: [port.address for port in ports]} | {
+            rank: [placement.join(self._hub.address_of(rank), port) for port in self._ports[rank]]
+            for rank in sorted(self._ports)
+            if rank in self._hub.present
+        }
+        cluster = self._group.cluster(at, strategy=self._strategy)
+        tasks = self._group.tasks(sorted(at))
+        self.host_of = {task: rank for rank in tasks for task in tasks[rank]}
+        self._screen.forget()
+        self._screen.hosts = {task: self.name(rank) for task, rank in self.host_of.items()}
+        self._ports.clear()
+        logs = run_dir / "logs" / f"attempt-{attempt}"
+        for rank in at.keys() - {0}:
+            told = {"cluster": cluster.as_dict(), "tasks": [str(task) for task in tasks[rank]]}
+            hosts = {str(task): host for task, host in self._screen.hosts.items()}
+            where = {"number": attempt, "run_dir": str(run_dir), "strategy": self._strategy}
+            self._hub.send(rank, {"attempt": {**told, **where, "hosts": hosts}})
+        away = [
+            _elsewhere(task, options=self._options, logs=logs)
+            for task, rank in self.host_of.items()
+            if rank
+        ]
+        here = local(cluster, tasks[0])
+        return tuple(sorted([*here, *away], key=lambda spec: spec.task))
+
+    def processes(self, local: JobProcesses) -> TeamProcesses:
+        """Returns the processes of an attempt, on all hosts."""
+        return TeamProcesses(local, self, screen=self._screen, clock=self._clock)
+
+    def ready(self, rank: int, message: Message) -> None:
+        """Takes down that a host is ready for an attempt, with these ports."""
+        ports = message.get("ready")
+        if isinstance(ports, list) and len(ports) == self._group.slots[rank]:
+            self._ports[rank] = [int(port) for port in ports]
+
+    def lost(self, rank: int) -> None:
+        """Takes down that a host is gone."""
+        self._ports.pop(rank, None)
+
+    def end(self, exit_code: int, *, why: str = "") -> None:
+        """Tells all hosts that the job is over, and waits a moment for them to hang up."""
+        for rank in self._hub.present:
+            self._hub.send(rank, {"end": exit_code, "why": why})
+        deadline_s = self._clock() + _GOODBYE_S
+        while self._hub.present and self._clock() < deadline_s:
+            select.select([self._hub], [], [], 0.1)
+            self._hub.turn()
+        self._hub.close()
+
+    def _wait(self) -> int | None:
+        """Waits for news; returns a signal to stop, wherever it came from."""
+        self._screen.flush()
+        left_s = max(0.0, self._hub.next_s - self._clock())
+        poll = select.poll()
+        for fd in (self._hub.fileno(), self._signals.fd):
+            poll.register(fd, select.POLLIN)
+        poll.poll(left_s * 1000)
+        self._hub.turn()
+        for news in self._hub.take_news():
+            match news:
+                case Differs(rank=rank, what=what):
+                    raise self._differs(rank, what)
+                case Heard(rank=rank, message={"asked": int(signum)}):
+                    return signum
+                case Heard(rank=rank, message=message):
+                    self.ready(rank, message)
+                case Lost(rank=rank):
+                    self.lost(rank)
+        return next((s for s in self._signals.read() if s in STOP_SIGNALS), None)
+
+    def _do_without(self, missing: Sequence[int]) -> None:
+        """Goes on with the hosts that are there, where that was asked for; else gives up."""
+        there = 1 + len(self._others) - len(missing)
+        fewest = self._options.min_workers
+        workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
+        can = self._began and self._strategy == "multiworker" and fewest is not None
+        if can and fewest is not None and workers >= fewest:
+            self._screen.say(f"going on without {self._named(missing)}: {workers} workers")
+            return
+        waited = f"waited {self._options.startup_timeout_s:g} s"
+        turned_away = "; ".join(self._hub.turned_away)
+        raise StartupTimeout(
+            f"{there} of {len(self._group.hosts)} hosts are there: {waited} for "
+            f"{self._named(missing)} at {placement.join(self.name(0), self._group.port)}"
+            + (f" (turned away: {turned_away})" if turned_away else "")
+            + ". Fix: start the launcher on each host, with the same line but for --node_rank, or "
+            "raise --startup_timeout_s"
+        )
+
+    def _differs(self, rank: int, what: Sequence[str]) -> UsageError:
+        known = 0 < rank < len(self._group.hosts)
+        return UsageError(
+            f"host {self.name(rank)} (rank {rank})" if known else f"rank {rank}",
+            received=summary(what),
+            expected=f"the same as on {self.name(0)} (rank 0)",
+            fix="start the same line, of the same installation, on all hosts",
+        )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        names = ", ".join(f"{self.name(rank)} (rank {rank})" for rank in ranks[:_MAX_NAMES])
+        more = len(ranks) - _MAX_NAMES
+        return names + (f" and {more} more" if more > 0 else "")
+
+
+class TeamProcesses:
+    """The processes of one attempt on all hosts, for the supervisor."""
+
+    def __init__(
+        self, local: JobProcesses, team: Team, *, screen: JobScreen, clock: Callable[[], float]
+    ) -> None:
+        self._local = local
+        self._team = team
+        self._screen = screen
+        self._clock = clock
+        self._news: list[Event] = []
+        self._alive: dict[Task, int] = {}
+        self._lost: dict[int, str] = {}
+        self._states: dict[Task, str | None] = {}
+        self._mute: set[Task] = set()
+        self._askers: set[int] = set()
+        local.watch(team.hub.fileno())
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Starts a task on its host. Raises OSError if it cannot."""
+        rank = self._team.host_of[spec.task]
+        if not rank:
+            self._local.start(spec)
+            return
+        self._alive[spec.task] = rank
+        self._mute.discard(spec.task)
+        self._send(spec.task, {"start": str(spec.task), "log": spec.log_path.name})
+        if not self.can_start(spec.task):
+            self._end(spec.task, self._lost.get(rank, "it is not there"))
+
+    def signal(self, task: Task, signum: int) -> None:
+        """Sends a signal to a task's whole process group."""
+        if not self._team.host_of[task]:
+            self._local.signal(task, signum)
+        elif task in self._alive:
+            self._send(task, {"signal": str(task), "number": int(signum)})
+
+    def ask_for_stacks(self, task: Task) -> None:
+        """Has a task print its Python stacks."""
+        if not self._team.host_of[task]:
+            self._local.ask_for_stacks(task)
+        else:
+            self._send(task, {"stacks": str(task)})
+
+    def kill_alone(self, task: Task) -> None:
+        """Ends one task, and what it has left behind, while the job goes on."""
+        if not self._team.host_of[task]:
+            self._local.kill_alone(task)
+        else:
+            self._send(task, {"kill_alone": str(task)})
+
+    def can_start(self, task: Task) -> bool:
+        """Returns whether the host of a task has been there all the time."""
+        rank = self._team.host_of[task]
+        return not rank or (rank in self._team.hub.present and rank not in self._lost)
+
+    def state_of(self, task: Task) -> str | None:
+        """Returns the state letter of a task's process, as its host last told it."""
+        if not self._team.host_of[task]:
+            return self._local.state_of(task)
+        return self._states.get(task, "S")
+
+    def can_speak(self, task: Task) -> bool:
+        """Returns whether a task still has the pipe on which it tells what it does."""
+        if not self._team.host_of[task]:
+            return self._local.can_speak(task)
+        return task not in self._mute
+
+    def show_failure(self, task: Task, cause: str) -> None:
+        """Has every host show what failed first."""
+        for rank in self._team.hub.present:
+            self._team.hub.send(rank, {"failed": str(task), "cause": cause})
+
+    def wait(self, timeout_s: float | None) -> Sequence[Event]:
+        """Returns what has happened, after `timeout_s` at the latest."""
+        self._turn()
+        left_s = max(0.0, self._team.hub.next_s - self._clock())
+        limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
+        events = [*self._local.wait(0.0 if self._news else limit_s)]
+        self._turn()
+        news, self._news = self._news, []
+        return [*news, *(event for event in events if self._counts(event, rank=0))]
+
+    def finish(self) -> None:
+        """Ends what the tasks have left behind, on all hosts."""
+        for rank in self._team.hub.present:
+            self._team.hub.send(rank, {"finish": True})
+        self._local.unwatch(self._team.hub.fileno())
+        self._local.finish()
+
+    def _send(self, task: Task, message: Message) -> None:
+        self._team.hub.send(self._team.host_of[task], message)
+
+    def _turn(self) -> None:
+        self._team.hub.turn()
+        for news in self._team.hub.take_news():
+            match news:
+                case Heard(rank=rank, message=message):
+                    self._heard(rank, message)
+                case Lost(rank=rank, cause=cause):
+                    self._lost_host(rank, cause)
+                case Differs(rank=rank, what=what):
+                    self._screen.say(f"rank {rank} was sent away: {summary(what)}")
+
+    def _lost_host(self, rank: int, cause: str) -> None:
+        self._team.lost(rank)
+        self._lost[rank] = cause
+        for task in [task for task, host in self._alive.items() if host == rank]:
+            self._end(task, cause)
+
+    def _end(self, task: Task, why: str) -> None:
+        """Has a task end with its host."""
+        rank = self._alive.pop(task)
+        cause = f"host {self._team.name(rank)} is gone: {why}"
+        now_s = self._clock()
+        self._news.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
+
+    def _heard(self, rank: int, message: Message) -> None:
+        """Takes a message; what makes no sense is left out, as it has no meaning for the job."""
+        try:
+            if "event" in message:
+                self._event(rank, message)
+            elif "asked" in message:
+                asked = Asked(signum=int(signal.Signals(message["asked"])))
+                self._news += [asked] if self._counts(asked, rank=rank) else []
+            elif "states" in message:
+                self._watched(rank, message)
+            elif "lines" in message:
+                self._screen.told(task_of(message["task"]), _lines(message["lines"]))
+            else:
+                self._team.ready(rank, message)
+        except NO_SENSE:
+            return
+
+    def _event(self, rank: int, message: Message) -> None:
+        event = heard(message, now_s=self._clock())
+        if self._alive.get(event.task) != rank:
+            return
+        if isinstance(event, Ended):
+            del self._alive[event.task]
+            self._screen.told(event.task, _lines(message["lines"]))
+        if isinstance(event, Started):
+            self._states[event.task] = "R"
+        self._news.append(event)
+
+    def _watched(self, rank: int, message: Message) -> None:
+        for name, state in dict(message["states"]).items():
+            if self._alive.get(task := task_of(name)) == rank:
+                self._states[task] = None if state is None else str(state)
+        self._mute |= {task_of(name) for name in message["mute"]}
+
+    def _counts(self, event: Event, *, rank: int) -> bool:
+        """Whether a request to stop counts: of those that several hosts get together, the first.
+
+        A second one from the same host is meant to kill.
+        """
+        if not isinstance(event, Asked):
+            return True
+        is_new = rank not in self._askers
+        is_first = not self._askers
+        self._askers.add(rank)
+        return is_first or not is_new
+
+
+class TeamScreen:
+    """The screen of host 0, of which the others show what failed first too."""
+
+    def __init__(self, screen: JobScreen, processes: TeamProcesses) -> None:
+        self._screen = screen
+        self._processes = processes
+
+    def say(self, text: str) -> None:
+        """Shows lines of the launcher's own."""
+        self._screen.say(text)
+
+    def show_failure(self, task: Task, cause: str) -> None:
+        """Shows what failed first, here and on the other hosts."""
+        self._screen.show_failure(task, cause)
+        self._processes.show_failure(task, cause)
+
+    def last_lines(self, task: Task) -> tuple[str, ...]:
+        """Returns the last lines of a task's output."""
+        return self._screen.last_lines(task)
+
+
+def _lines(lines: object) -> tuple[str, ...]:
+    if not isinstance(lines, list):
+        raise TypeError("no lines")
+    return tuple(str(line)[:_MAX_LINE_CHARS] for line in lines[:_MAX_LINES])
+
+
+def _elsewhere(task: Task, *, options: LaunchOptions, logs: Path) -> ProcessSpec:
+    """Returns what is known here of a process on another host."""
+    environ: Mapping[str, str] = {}
+    return ProcessSpec(
+        task=task,
+        program=options.program,
+        argv=(),
+        env=environ,
+        added=(),
+        log_path=logs / f"{task}.log",
+        title="",
+    )
