@@ -169,3 +169,15 @@ def test_ps_serves_callbacks_and_resumes(parameter_server):
     assert all_losses[:2] == losses
     assert len(all_losses) == 4
     assert seen["own step"] == [["loss"], 8, {"examples": 64.0}]
+
+
+def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server):
+    workers, _, seen = parameter_server
+    for bound in (None, 0, 1, 5):
+        ages = {int(age): count for age, count in seen[f"staleness {bound}"].items()}
+        assert sum(ages.values()) == 7 * 15
+        assert bound is None or max(ages) <= bound
+        if workers == 1:
+            assert ages == {0: 7 * 15}
+    assert workers == 1 or max(map(int, seen["staleness None"])) > 0
+    assert (seen["applied twice"], seen["repeated"]) == (0, [])

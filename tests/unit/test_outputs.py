@@ -164,6 +164,16 @@ def test_a_resumed_run_and_a_loss_that_is_not_finite_are_said() -> None:
 def test_under_ps_the_table_says_each_workers_share() -> None:
     text = shown(terminal=False, worker_steps={"worker-0": 300, "worker-1": 100})
     assert "steps by        worker-0 75%, worker-1 25%" in text
+    assert "staleness" not in text
+
+
+def test_the_table_says_how_stale_the_steps_were_and_what_was_applied_twice():
+    ages = {"0": 50, "1": 25, "2": 10, "3": 10, "7": 5}
+    text = shown(
+        terminal=False, staleness=ages, steps_applied_twice=9, repeated_ranges=[[3, 35, 2]]
+    )
+    assert "staleness       0: 50%, 1: 25%, 2-3: 20%, 4-7: 5%" in text
+    assert "applied twice   9 steps, in 1 range of workers that died" in text
 
 
 def test_under_ps_the_table_says_what_each_server_holds() -> None:

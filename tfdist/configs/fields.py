@@ -140,6 +140,13 @@ FIELDS: tuple[Field, ...] = (
         choices=("off", "hash", "full"),
         help="write down which examples each step consumes; hash: sums of hashes, in less room",
     ),
+    Field(
+        name="max_staleness",
+        default=None,
+        optional_type=int,
+        least=0,
+        help="under ps: steps of others between a step's reading and its writing; null for any",
+    ),
     # To look into a run
     Field(
         name="overfit_batches",
@@ -164,6 +171,7 @@ FREE = frozenset(
         "keep_checkpoints",
         "save_model",
         "ledger",
+        "max_staleness",
         "profile_steps",
     }
 )

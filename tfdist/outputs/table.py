@@ -50,6 +50,12 @@ def result_rows(
         total = max(sum(shares.values()), 1)
         parts = [f"{worker} {steps / total:.0%}" for worker, steps in shares.items()]
         rows.append(("steps by", ", ".join(parts)))
+    if ages := summary.get("staleness"):
+        rows.append(("staleness", _staleness(ages)))
+    if twice := summary.get("steps_applied_twice"):
+        count = len(summary["repeated_ranges"])
+        ranges = f"{count} range{'s' * (count != 1)} of workers that died"
+        rows.append(("applied twice", f"{twice} steps, in {ranges}"))
     if sizes := summary.get("ps_bytes"):
         held = [f"{server} {size:,} bytes" for server, size in sizes.items()]
         rows.append(("variables on", ", ".join(held)))
@@ -68,6 +74,17 @@ def strategy_line(summary: Mapping[str, Any]) -> str:
     else:
         parts.append(f"{replicas} replica{'s' * (replicas != 1)}")
     return f"{summary['strategy']}, {', '.join(parts)}"
+
+
+def _staleness(ages: Mapping[str, int]) -> str:
+    """Returns ``0: 71%, 1: 20%, 2-3: 9%``: the share of the steps by updates that came between."""
+    total = sum(ages.values())
+    bins: dict[str, int] = {}
+    for age, count in sorted((int(age), count) for age, count in ages.items()):
+        low = 1 << age.bit_length() >> 1
+        name = str(age) if age < 2 else f"{low}-{2 * low - 1}"
+        bins[name] = bins.get(name, 0) + count
+    return ", ".join(f"{name}: {count / total:.0%}" for name, count in bins.items())
 
 
 def _metric_rows(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:

@@ -47,13 +47,16 @@ class Attempt:
         requests: StopRequests,
         seed: int,
         ledger: Ledger | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         self._session = session
         self._plan = data.plan
         self._seed = seed
         exactness.require_exact(backups, data, job=session.job)
         exact = any(backup.exact for backup in backups)
-        self._program = session.program("train_step", data.feed, seed=seed, exact=exact)
+        self._program = session.program(
+            "train_step", data.feed, seed=seed, exact=exact, max_staleness=max_staleness
+        )
         self._validation = validation
         self._backups = backups
         self._saved = saved

@@ -46,6 +46,7 @@ def fit(
     overfit_batches: int | None = None,
     initial_weights: str | os.PathLike[str] | None = None,
     ledger: Ledger | None = None,
+    max_staleness: int | None = None,
 ) -> keras.callbacks.History:
     """Trains a compiled model; what `keras.Model.fit` does, under every strategy.
 
@@ -60,6 +61,8 @@ def fit(
       initial_weights: a `.keras` or `.weights.h5` file or a checkpoint directory to start from;
         see `tfdist.load_weights`. A run that is resumed goes on with its own.
       ledger: writes down which examples each step consumes; see `tfdist.Ledger`.
+      max_staleness: under ps, so many steps of other workers at the most between a step's reading
+        of the weights and its writing; None for any number. Under other strategies there are none.
 
     Returns:
       Keras' `History`, the same in every task.
@@ -73,6 +76,7 @@ def fit(
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
     require_whole("initial_epoch", initial_epoch, least=0)
+    require_whole("max_staleness", max_staleness, least=0)
     if isinstance(validation_freq, int):
         require_whole("validation_freq", validation_freq, least=1)
     if validation_split and validation_data is None:
@@ -122,6 +126,7 @@ def fit(
                 requests=requests,
                 seed=seed,
                 ledger=ledger,
+                max_staleness=max_staleness,
             )
             return attempt.train(
                 callbacks,

@@ -25,6 +25,7 @@ class StepProgram:
       metrics: Keras variables that a replica with an empty share leaves as they were.
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
+      max_staleness: under ps, steps of others that may come between one's reading and its writing.
       recorder: notes in graph which examples a step consumes; None to leave it out of the graph.
     """
 
@@ -36,6 +37,7 @@ class StepProgram:
     keep_logs: bool = False
     recorder: Recorder | None = None
     exact: bool = False
+    max_staleness: int | None = None
 
 
 def run_replica(

@@ -158,6 +158,7 @@ def _fit(
         validation_data=datasets.validation,
         virtual_epochs=recipe.virtual_epochs(config),
         seed=seed,
+        max_staleness=config.max_staleness,
         **{name: value for name, value in options.items() if value},
     )
     losses = history.history.get("loss", [])
@@ -215,10 +216,11 @@ def _summary(
 
 
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
-    """The steps each worker has done since this process started, and the bytes on each ps."""
-    shares = crew_of(job.strategy, patience_s=0).shares
+    """What became of the steps since this process started, and the bytes on each ps."""
+    crew = crew_of(job.strategy, patience_s=0)
     return {
-        "worker_steps": {f"worker-{index}": share.steps for index, share in shares.items()},
+        "worker_steps": {f"worker-{i}": share.steps for i, share in crew.shares.items()},
+        **crew.account.summary(),
         "ps_bytes": bytes_on_servers(model, job),
     }
 

@@ -31,7 +31,15 @@ class Session:
         self._read_metrics: Any = None
         self._has_run: weakref.WeakSet[StepProgram] = weakref.WeakSet()
 
-    def program(self, step: str, feed: Any, *, seed: int, exact: bool = False) -> StepProgram:
+    def program(
+        self,
+        step: str,
+        feed: Any,
+        *,
+        seed: int,
+        exact: bool = False,
+        max_staleness: int | None = None,
+    ) -> StepProgram:
         """The program of ``train_step``, ``test_step`` or ``predict_step`` over a feed."""
         own = getattr(type(self.model), step) is not getattr(TensorFlowTrainer, step)
         return StepProgram(
@@ -42,6 +50,7 @@ class Session:
             metrics=() if step == "predict_step" else tuple(self.model.metrics_variables),
             keep_logs=own and step != "predict_step",
             exact=exact,
+            max_staleness=max_staleness,
         )
 
     def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:

@@ -35,6 +35,7 @@ class StepLoop:
       seed: of the order of the examples and of random layers; the chief draws one if None.
       metrics: Keras metrics that the step updates; `results` reads them.
       first_step: where to go on.
+      max_staleness: as in `tfdist.fit`.
 
     Every training task makes one alike and calls it alike.
     """
@@ -49,6 +50,7 @@ class StepLoop:
         shuffle: bool = True,
         metrics: Sequence[keras.metrics.Metric] = (),
         first_step: int = 0,
+        max_staleness: int | None = None,
     ) -> None:
         self._job = _job()
         self._metrics = list(metrics)
@@ -66,6 +68,7 @@ class StepLoop:
             training=True,
             metrics=tuple(v for metric in metrics for v in metric.variables),
             keep_logs=True,
+            max_staleness=max_staleness,
         )
         self.step = first_step
 

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tfdist.training.engines.crew import crew_of
 
 strategy = tfdist.make_strategy()
 
@@ -163,7 +164,19 @@ def own_step():
     SEEN["own step"] = [sorted(logs), loop.step, loop.results()]
 
 
-for part in (counts, grid, sources, callbacks, resume, own_step):
+def staleness():
+    account = crew_of(strategy, patience_s=0).account
+    for bound in (None, 0, 1, 5):
+        with strategy.scope():
+            model = zoo.dense("adam")
+        account.staleness.clear()
+        tfdist.fit(model, zoo.X, zoo.Y, batch_size=4, epochs=7, verbose=0, max_staleness=bound)
+        SEEN[f"staleness {bound}"] = account.summary()["staleness"]
+    SEEN["applied twice"] = account.summary()["steps_applied_twice"]
+    SEEN["repeated"] = account.summary()["repeated_ranges"]
+
+
+for part in (counts, grid, sources, callbacks, resume, own_step, staleness):
     print(f"doing {part.__name__}", flush=True)
     part()
 (OUT / "seen.json").write_text(json.dumps(SEEN))

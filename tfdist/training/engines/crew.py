@@ -26,6 +26,8 @@ from tensorflow.python.eager import executor as tf_executor
 from tfdist.cluster import phases
 from tfdist.errors import PeerLost
 from tfdist.strategy.members import Members
+from tfdist.training.engines.account import Account, Share
+from tfdist.training.engines.in_flight import InFlight
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
@@ -47,6 +49,7 @@ class _Piece:
     function: Callable[[Place], Any]
     future: Future[Done]
     steps: int
+    max_staleness: int | None = None
     losses: int = 0
 
 
@@ -79,23 +82,6 @@ class Done:
     times: int
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Share:
-    """What one worker has done.
-
-    Attributes:
-      pieces: that it finished.
-      steps: of training in them.
-      seconds: that these took.
-      losses: pieces that were under way when it died; each may have been applied in part.
-    """
-
-    pieces: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    losses: int = 0
-
-
 class Crew:
     """A thread for each declared worker; each hands one piece at a time to its worker."""
 
@@ -110,29 +96,36 @@ class Crew:
         self._patience_s = patience_s
         self._clock = clock
         self._waiting: collections.deque[_Piece] = collections.deque()
+        self._in_flight: InFlight[_Piece] = InFlight()
         self._changed = threading.Condition()
         self._fatal: BaseException | None = None
         self._nobody_since: float | None = None
         self._under_way: dict[int, phases.Awaited] = {}
         self._begun: set[Place] = set()
         self.shares = {i: Share() for i in range(members.num_workers)}
+        self.account = Account()
         for worker in self.shares:
             threading.Thread(
                 target=self._serve, args=(worker,), name=f"tfdist-worker-{worker}", daemon=True
             ).start()
 
-    def submit(self, function: Callable[[Place], Any], *, steps: int = 0) -> Future[Done]:
+    def submit(
+        self, function: Callable[[Place], Any], *, steps: int = 0, max_staleness: int | None = None
+    ) -> Future[Done]:
         """Has `function` called for whichever worker is free, with its devices as the default.
 
         The result, or what it raised, comes by the future. It is called again if its worker dies.
-        `steps` are those of training in it, for the account. Raises PeerLost once a ps or all
-        workers have gone.
+        `steps` are those of training in it. It begins only when none of them can have more than
+        `max_staleness` steps of other pieces between its beginning and its end, nor those that
+        are under way. Raises PeerLost once a ps or all workers have gone.
         """
         future: Future[Done] = Future()
         with self._changed:
             if self._fatal is not None:
                 raise self._fatal
-            self._waiting.append(_Piece(function=function, future=future, steps=steps))
+            self._waiting.append(
+                _Piece(function=function, future=future, steps=steps, max_staleness=max_staleness)
+            )
             self._changed.notify()
         return future
 
@@ -183,16 +176,34 @@ class Crew:
 
     def _next(self) -> _Piece | None:
         with self._changed:
-            while not self._waiting and self._fatal is None:
+            while not self._may_begin() and self._fatal is None:
                 self._changed.wait()
-            return None if self._fatal is not None else self._waiting.popleft()
+            if self._fatal is not None:
+                return None
+            piece = self._waiting.popleft()
+            self._in_flight.begin(piece, steps=piece.steps)
+            return piece
+
+    def _may_begin(self) -> bool:
+        if not self._waiting:
+            return False
+        piece = self._waiting[0]
+        return self._in_flight.admits(piece.steps, max_staleness=piece.max_staleness)
+
+    def _called(self, piece: _Piece, place: Place, executor: Any) -> Any:
+        try:
+            with self._awaited(place), _at(place, executor):
+                return piece.function(place)
+        finally:
+            with self._changed:
+                self._in_flight.end(piece)
+                self._changed.notify_all()
 
     def _run(self, piece: _Piece, place: Place, executor: Any) -> bool:
         """Runs a piece; returns whether the worker is still there."""
         start_s = self._clock()
         try:
-            with self._awaited(place), _at(place, executor):
-                result = piece.function(place)
+            result = self._called(piece, place, executor)
         except BaseException as error:
             if isinstance(error, tf.errors.OpError) and self._has_lost(piece, place, error):
                 return False

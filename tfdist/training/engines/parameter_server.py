@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +22,8 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.engines.crew import Done, Place, crew_of
+from tfdist.training.engines.in_flight import steps_of_a_piece
+from tfdist.training.engines.update_clock import UpdateClock
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram, run_replica
@@ -63,20 +65,25 @@ class ParameterServerEngine:
         patience_s = job.config.options.startup_timeout_s if job.config else _PATIENCE_S
         self._crew = crew_of(job.strategy, patience_s=patience_s)
         self._workers = len(self._crew.shares)
+        self._clock: UpdateClock | None = None
+        self._applied_before = self._crew.account.applied
         self._work: weakref.WeakKeyDictionary[StepProgram, _Work] = weakref.WeakKeyDictionary()
 
     def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
         """Runs the steps ``[first, last)`` on whatever workers there are; waits for all."""
         work = self._prepared(program, self._range_of)
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
-        each = min(max(each, 1), _CLOSURE_STEPS)
+        each = min(max(each, 1), self._most_steps(program))
         spans = [(start, min(start + each, last)) for start in range(first, last, each)]
-        waiting = [self._hand_out(work, *span) for span in spans]
+        bound = program.max_staleness
+        waiting = [self._hand_out(work, *span, max_staleness=bound) for span in spans]
         try:
             done = [piece.result() for piece in waiting]
         except BaseException:
             self._crew.drop()
             raise
+        if program.training:
+            self._account(spans, done)
         totals = np.sum([piece.value[0] for piece in done], axis=0)
         work.totals = totals if work.totals is None else work.totals + totals
         if program.recorder is not None:
@@ -118,9 +125,24 @@ class ParameterServerEngine:
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
         self._prepared(program, self._range_of).totals = np.concatenate([*flat, np.zeros(0)])
 
-    def _hand_out(self, work: _Work, first: int, last: int) -> Future[Done]:
+    def _hand_out(
+        self, work: _Work, first: int, last: int, *, max_staleness: int | None = None
+    ) -> Future[Done]:
         steps = last - first if work.training else 0
-        return self._crew.submit(functools.partial(work, first, last), steps=steps)
+        function = functools.partial(work, first, last)
+        return self._crew.submit(function, steps=steps, max_staleness=max_staleness)
+
+    def _most_steps(self, program: StepProgram) -> int:
+        return steps_of_a_piece(
+            most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
+        )
+
+    def _account(self, spans: Sequence[tuple[int, int]], done: Sequence[Done]) -> None:
+        account, clock = self._crew.account, self._clock
+        for span, piece in zip(spans, done, strict=True):
+            account.done(*span, times=piece.times, staleness=piece.value[3])
+        if clock is not None:
+            account.applied = self._applied_before + clock.applied
 
     def _prepared(self, program: StepProgram, make: Callable[..., Any]) -> _Work:
         work = self._work.get(program)
@@ -128,6 +150,8 @@ class ParameterServerEngine:
             _require_sums(program)
             names: list[str] = []
             with self._job.strategy.scope():
+                if program.training and self._clock is None:
+                    self._clock = UpdateClock()
                 dataset = compiled(program.feed.worker_dataset).get_concrete_function()
                 iterator = tf.data.IteratorSpec(dataset.structured_outputs.element_spec)
                 bound = tf.TensorSpec([], tf.int64)
@@ -143,39 +167,48 @@ class ParameterServerEngine:
     def _range_of(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
         shapes = [tuple(v.shape) for v in program.metrics]
         recorder = program.recorder
+        clock = self._clock if program.training else None
 
         def run_range(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
             batches = program.feed.worker_batches(data, first, last)
             logs: list[tf.Tensor] = []
             rows = recorder.rows(last - first) if recorder else []
 
-            def body(step: tf.Tensor, kept: tf.Tensor, rows: Any, *totals: tf.Tensor) -> Any:
+            start, now, updates = clock.begin(first) if clock else (first, first, [])
+
+            def body(step: tf.Tensor, kept: Any, rows: Any, updates: Any, *totals: Any) -> Any:
                 part = Part(*batches.get_next()[0])
                 if recorder:
                     rows = list(recorder.noted(rows, step - first, [part]))
-                outputs, totals = self._step(program, step, part, totals)
+                one_step = functools.partial(self._step, program, step, part, totals)
+                if clock:
+                    (outputs, totals), updates = clock.step(updates, work=one_step)
+                else:
+                    outputs, totals = one_step()
                 if program.keep_logs:
                     names[:] = sorted(outputs)
                     logs[:] = [tf.cast(outputs[name], tf.float32) for name in names]
                     kept = tf.stack(logs)
-                return step + 1, kept, rows, *totals
+                return step + 1, kept, rows, updates, *totals
 
             zeros = [tf.zeros(s, v.dtype) for s, v in zip(shapes, program.metrics, strict=True)]
-            kept, rows, *totals = tf.while_loop(
+            kept, rows, updates, *totals = tf.while_loop(
                 lambda step, *_: step < last,
                 body,
-                [first, tf.zeros([0]), rows, *zeros],
+                [start, tf.zeros([0]), rows, updates, *zeros],
                 shape_invariants=[
                     tf.TensorShape([]),
                     tf.TensorShape([None]),
                     [tf.TensorShape(None) for _ in rows],
+                    [tf.TensorShape([]) for _ in updates],
                     *map(tf.TensorShape, shapes),
                 ],
                 parallel_iterations=1,
             )[1:]
             flat = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in totals]
             total = tf.concat([*flat, tf.zeros([0], tf.float64)], 0)
-            return total, kept, [row.stack() for row in rows]
+            ages = clock.staleness(now, updates) if clock else ()
+            return total, kept, [row.stack() for row in rows], ages
 
         return run_range
 

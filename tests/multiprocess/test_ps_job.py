@@ -1,0 +1,83 @@
+"""Whole ps jobs under the launcher: workers, a ps and the chief die, and somebody asks to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.jobs import report
+from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
+
+STEPS = 600
+
+
+def ps_job(run_dir: Path, *flags: str, workers: int = 2) -> TrainingJob:
+    return TrainingJob(run_dir, "--strategy=ps", f"--workers={workers}", "--ps=1", *flags)
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path: Path) -> None:
+    job = ps_job(tmp_path, workers=3)
+    for worker in ("worker-0", "worker-2"):
+        job.trained_beyond(max(job.saved_steps(), default=0))
+        job.kill(worker)
+    assert job.end() == 0, job.logs()
+    (attempt,) = report(tmp_path)["attempts"]
+    assert [lost["task"] for lost in attempt["lost"]] == ["worker-0", "worker-2"], job.logs()
+    cause = "killed by SIGKILL, not by the launcher"
+    assert f"worker-0 failed: {cause}; going on with worker-1, worker-2\n" in job.logs()
+    assert "done without worker-0, worker-2\n" in job.logs()
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["steps"]) == ("done", STEPS)
+    assert sum(summary["worker_steps"].values()) == STEPS
+    assert max(summary["worker_steps"], key=summary["worker_steps"].get) == "worker-1"
+    assert sum(summary["staleness"].values()) == STEPS
+    repeated = summary["repeated_ranges"]
+    assert len(repeated) <= 2
+    most = sum((last - first) * (times - 1) for first, last, times in repeated)
+    assert 0 <= summary["steps_applied_twice"] <= most
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_ps_job_that_is_asked_to_stop_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    job = ps_job(tmp_path)
+    job.trained_beyond(0)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 143, job.logs()
+    assert "Traceback" not in job.logs(), job.logs()
+    (said,) = job.chiefs_words()
+    stopped = summary_of(tmp_path)
+    assert stopped["status"] == "stopped"
+    assert said == f"SIGTERM at step {stopped['steps']}, state saved", job.logs()
+    assert 0 < stopped["steps"] < STEPS
+
+    job = ps_job(tmp_path)
+    assert job.end() == 0, job.logs()
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["steps"]) == ("done", STEPS)
+    assert summary["resumed_from_step"] == stopped["steps"], job.logs()
+    assert sum(summary["worker_steps"].values()) == STEPS - stopped["steps"]
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_a_ps_and_then_the_chief_die_and_the_job_goes_on_by_itself(tmp_path: Path) -> None:
+    job = ps_job(tmp_path, "--max_restarts=2")
+    saved = 0
+    for attempt, victim in ((1, "ps-0"), (2, "chief-0")):
+        job.trained_beyond(saved)
+        saved = max(job.saved_steps())
+        job.kill(victim)
+        job.until(lambda attempt=attempt: f"again as attempt {attempt + 1}" in "".join(job.said))
+    assert job.end() == 0, job.logs()
+    attempts = report(tmp_path)["attempts"]
+    failures = [a["first_failure"] and a["first_failure"]["task"] for a in attempts]
+    assert failures == ["ps-0", "chief-0", None], job.logs()
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["steps"]) == ("done", STEPS)
+    assert summary["resumed_from_step"] >= saved, job.logs()
+    pids = {task["pid"] for attempt in attempts for task in attempt["tasks"]}
+    assert len(pids) == 3 * 4
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], "outlives the job"

@@ -1,0 +1,117 @@
+"""Jobs of tfdist.train through the launcher: what the tests wait for, and all they said."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tfdist.outputs.run_directory import RunDirectory
+
+DEADLINE_S = 150
+EPOCH_STEPS = 60
+FLAGS = (
+    "--config.total_examples=30000", "--config.checkpoints=10",
+    "--config.global_batch_size=50", "--config.seed=3", "--config.backup_every_steps=7",
+)  # fmt: skip
+
+
+class TrainingJob:
+    """A job in a run directory, of tfdist.train if not said; on failure, shows all its logs."""
+
+    def __init__(
+        self, run_dir: Path, *launch: str, program: Sequence[str] = ("--", *FLAGS)
+    ) -> None:
+        self.run_dir = run_dir
+        self.directory = RunDirectory(run_dir)
+        command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir), *launch]
+        self.process = subprocess.Popen(
+            [*command, "--start", "exec", "--grace_s", "60", *program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        self.said: list[str] = []
+        # Its output is read all the while, so that it never waits for us.
+        self._reader = threading.Thread(target=lambda: self.said.extend(self.process.stdout or ()))
+        self._reader.start()
+
+    def trained_beyond(self, step: int) -> None:
+        """Returns when there is a checkpoint of a later step, inside an epoch."""
+        self.until(lambda: any(s > step and s % EPOCH_STEPS for s in self.saved_steps()))
+
+    def saved_steps(self) -> list[int]:
+        """The steps of the checkpoints that are there."""
+        names = [path.name for path in self.directory.checkpoints.glob("step-*")]
+        return [int(re.findall(r"\d+", name)[0]) for name in names]
+
+    def until(self, true: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not true():
+            assert self.process.poll() is None, self.logs()
+            if time.monotonic() > deadline_s:
+                self._give_up("it did not happen")
+            time.sleep(0.01)
+
+    def task(self, name: str) -> int:
+        """The process of a task, a child of the launcher."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in map(int, children.split()):
+            with contextlib.suppress(OSError):
+                if name in Path(f"/proc/{pid}/cmdline").read_text():
+                    return pid
+        raise AssertionError(f"no process of {name}\n{self.logs()}")
+
+    def kill(self, name: str) -> None:
+        """Ends a task at once."""
+        os.kill(self.task(name), signal.SIGKILL)
+
+    def end(self) -> int:
+        try:
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._give_up("it did not end")
+        self._reader.join(DEADLINE_S)
+        return code
+
+    def _give_up(self, what: str) -> NoReturn:
+        """Fails with the stacks of all tasks in their logs, and leaves none of them."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in map(int, children.split()):
+            if Path(f"/proc/{pid}/cmdline").read_text().startswith("tfdist "):
+                os.kill(pid, signal.SIGQUIT)
+        time.sleep(1)
+        launcher = Path(f"/proc/{self.process.pid}/stat").read_text().split()
+        told = f"launcher in state {launcher[2]} with {launcher[13]} ticks of its own"
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        pytest.fail(f"{what}; {told}; checkpoints {self.saved_steps()}\n{self.logs()}")
+
+    def logs(self) -> str:
+        files = sorted(self.run_dir.glob("logs/*/*.log"))
+        return "\n".join(["".join(self.said), *(f"== {f}\n{f.read_text()}" for f in files)])
+
+    def chiefs_words(self) -> list[str]:
+        """What the tasks have said about a stop; the chief alone should."""
+        *_, attempt = sorted(self.run_dir.glob("logs/*"), key=lambda path: path.stat().st_mtime)
+        text = "\n".join(file.read_text() for file in attempt.glob("*.log"))
+        return re.findall(r"stopped by (\w+ at step \d+, state saved); run the same", text)
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
