@@ -25,6 +25,7 @@ _HOME_OF = {
     "Ledger": "tfdist.training.ledger",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint",
+    "Evaluator": "tfdist.training.evaluator",
     "ModelCheckpoint": "tfdist.checkpoint",
     "load_weights": "tfdist.checkpoint",
     "TfdistError": "tfdist.errors",
@@ -44,10 +45,12 @@ if TYPE_CHECKING:
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.training import InExamples, StepLoop, evaluate, fit, predict
     from tfdist.training.epochs import VirtualEpochs
+    from tfdist.training.evaluator import Evaluator
     from tfdist.training.ledger import Ledger
 
 __all__ = [
     "BackupAndRestore",
+    "Evaluator",
     "InExamples",
     "Ledger",
     "ModelCheckpoint",

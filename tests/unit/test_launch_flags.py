@@ -30,11 +30,13 @@ def test_restarts_are_to_be_asked_for_and_a_hang_timeout_can_be_turned_off():
 
 @pytest.mark.parametrize("flag", [flag.name for flag in FLAGS if flag.name != "help"])
 def test_every_flag_in_the_help_is_read(flag):
-    examples = {"strategy": "ps", "start": "fork", "run_dir": "x", "isolate": "", "dry_run": ""}
+    examples = {"strategy": "ps", "start": "fork", "run_dir": "x"}
+    examples |= dict.fromkeys(("isolate", "dry_run", "evaluator"), "")
     example = examples.get(flag, "2")
     words = [f"--{flag}", example] if example else [f"--{flag}"]
     assert f"--{flag}" in help_text()
     others = {
+        "evaluator": ["--ps", "1", "--workers", "2"],
         "min_workers": ["--ps", "1", "--workers", "2"],
         "node_rank": ["--hosts", "a,b,c"],
     }.get(flag, [])

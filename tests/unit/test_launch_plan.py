@@ -78,6 +78,8 @@ def test_auto_is_decided_by_the_numbers_asked_for(line, gpus, strategy):
         ("--workers 3", "worker-0 worker-1 worker-2"),
         ("--strategy ps", "chief-0 worker-0 ps-0"),
         ("--ps 2 --workers 2", "chief-0 worker-0 worker-1 ps-0 ps-1"),
+        ("--ps 1 --evaluator", "chief-0 worker-0 ps-0 evaluator-0"),
+        ("--workers 2 --evaluator", "worker-0 worker-1 evaluator-0"),
     ],
 )
 def test_tasks_start_with_the_chief(line, tasks):
@@ -96,6 +98,22 @@ def test_each_task_is_told_its_own_part_of_one_cluster():
     assert options.attempt == 3
     assert options.startup_timeout_s == 7
     assert options.threads_per_task == 3
+
+
+def test_the_evaluator_is_outside_the_training_and_takes_a_share_of_the_cpus_but_no_gpu():
+    specs = planned("--ps 1 --workers 2 --evaluator", cpus=8, gpus=("0", "1"))
+    configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
+    assert all(config.options.evaluator for config in configs.values())
+    seen = {name for name, config in configs.items() if "evaluator" in config.cluster.as_dict()}
+    assert seen == {"evaluator-0"}
+    assert values(specs, "CUDA_VISIBLE_DEVICES")["evaluator-0"] == "-1"
+    assert set(values(specs, "TF_NUM_INTRAOP_THREADS").values()) == {"2"}
+
+
+@pytest.mark.parametrize("line", ["", "--strategy single", "--strategy mirrored"])
+def test_a_job_of_one_process_has_no_evaluator(line):
+    with pytest.raises(UsageError, match="--evaluator: received a job of one process"):
+        parse([*line.split(), "--evaluator"])
 
 
 def test_one_process_gets_no_address():

@@ -830,6 +830,91 @@ def test_workers_return_while_they_may_and_are_done_without_after_that(history):
     )
 
 
+# an evaluator
+
+
+EVALUATOR = Task("evaluator", 0)
+WITH_EVALUATOR = (*PS_JOB, EVALUATOR)
+
+
+def test_the_servers_go_on_until_the_evaluator_is_done_with_the_last_checkpoint(history):
+    history.ends(CHIEF, 30)
+    history.ends(W0, 36)  # as they see that the chief is gone
+    history.ends(EVALUATOR, 40)
+    attempt = history.run(WITH_EVALUATOR, is_ps=True)
+    assert (attempt.exit_code, attempt.first_failure, attempt.lost) == (0, None, ())
+    assert history.sent(EVALUATOR) == []
+    assert history.sent(PS) == [(40, signal.SIGTERM)]
+    assert not history.said
+
+
+def test_an_evaluator_that_is_done_before_the_chief_is_no_failure(history):
+    history.ends(EVALUATOR, 20)
+    history.ends(CHIEF, 30)
+    attempt = history.run(WITH_EVALUATOR, is_ps=True)
+    assert (attempt.exit_code, attempt.lost) == (0, ())
+    assert history.sent(PS) == [(30, signal.SIGTERM)]
+
+
+def test_an_evaluator_that_takes_too_long_after_the_chief_is_done_without(history):
+    history.deaf[EVALUATOR] = {signal.SIGTERM}
+    history.ends(CHIEF, 30)
+    attempt = history.run(WITH_EVALUATOR, is_ps=True)
+    assert attempt.exit_code == 0
+    assert [lost.cause for lost in attempt.lost] == ["still running 60 s after chief-0 was done"]
+    limit_s = 30 + STRAGGLER_GRACES * GRACE_S
+    assert history.sent(EVALUATOR) == [
+        (limit_s, signal.SIGTERM),
+        (limit_s + SERVER_GRACE_S, signal.SIGKILL),
+    ]
+
+
+@pytest.mark.parametrize("is_ps", [True, False])
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_the_end_of_an_evaluator_does_not_end_the_training(history, is_ps, max_restarts):
+    tasks = WITH_EVALUATOR if is_ps else (W0, W1, EVALUATOR)
+    history.beats(tasks[0], 4, step=7)
+    history.ends(EVALUATOR, 5, status=-signal.SIGKILL)
+    history.ends(tasks[0], 30)
+    history.ends(W1, 30)
+    history.ends(EVALUATOR, 31)
+    attempt = history.run(tasks, is_ps=is_ps, max_restarts=max_restarts)
+    assert attempt.exit_code == 0
+    assert len(attempt.restarts) == max_restarts
+    assert len(attempt.lost) == 1 - max_restarts
+    if not max_restarts:
+        assert history.said[0].endswith("; going on without it")
+
+
+def test_what_an_evaluator_raises_before_the_first_step_ends_the_job(history):
+    history.ends(EVALUATOR, 5, status=1)
+    attempt = history.run(WITH_EVALUATOR, is_ps=True)
+    assert (attempt.exit_code, attempt.first_failure.task) == (1, EVALUATOR)
+
+
+def test_a_mistake_that_an_evaluator_finds_ends_the_job(history):
+    history.beats(CHIEF, 4, step=7)
+    history.ends(EVALUATOR, 5, status=2)
+    assert history.run(WITH_EVALUATOR, is_ps=True).exit_code == 2
+
+
+def test_an_evaluator_that_fails_on_the_last_checkpoint_is_reported(history):
+    history.beats(CHIEF, 4, step=7)
+    history.ends(CHIEF, 30)
+    history.ends(EVALUATOR, 32, status=1)
+    attempt = history.run(WITH_EVALUATOR, is_ps=True)
+    assert attempt.exit_code == 0
+    assert [lost.task for lost in attempt.lost] == [EVALUATOR]
+    assert history.sent(PS) == [(32, signal.SIGTERM)]
+
+
+def test_workers_that_go_on_long_after_their_chief_are_blamed_and_not_the_evaluator(history):
+    history.ends(W0, 10)
+    attempt = history.run([W0, EVALUATOR, W1])
+    assert attempt.exit_code == 1
+    assert attempt.first_failure.cause == "still running 60 s after worker-0 was done: worker-1"
+
+
 # standing still
 
 

@@ -89,6 +89,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         _require_interval("every_s", every_s, whole=False)
         self.store = CheckpointStore(directory, keep=keep)
         self.exact = exact
+        self.best = best
         self._every_steps = every_steps
         self._every_s = every_s
         self._best = Best(best, mode)

@@ -27,7 +27,7 @@ class Best:
 
     def __init__(self, name: str | None, mode: str) -> None:
         self._name = name
-        self._less = name is None or _less_is_better(name, mode)
+        self._less = name is None or less_is_better(name, mode, where="BackupAndRestore: mode")
         self._value: float | None = None
         self._improved = False
         self._warned = False
@@ -84,14 +84,15 @@ class Best:
         return False
 
 
-def _less_is_better(name: str, mode: str) -> bool:
+def less_is_better(name: str, mode: str, *, where: str) -> bool:
+    """Returns which way a figure gets better; UsageError at `where` where nothing tells."""
     less, more = name.endswith(_LESS), any(part in name for part in _MORE)
     if mode == "auto" and less != more:
         return less
     if mode in ("min", "max"):
         return mode == "min"
     raise UsageError(
-        "BackupAndRestore: mode",
+        where,
         received=f"mode={mode!r} for {name!r}",
         expected='"min" or "max", or "auto" with a name that tells (val_loss, val_accuracy)',
         fix='say mode="min" where less of it is better, else mode="max"',

@@ -148,6 +148,11 @@ class CheckpointStore:
         steps = self.steps()
         return steps[-1] if steps else None
 
+    def newest_name(self) -> str | None:
+        """Returns the name of the directory that was written last, whole or not."""
+        places = self._places()
+        return places[-1].path.name if places else None
+
     def best(self) -> int | None:
         """Returns the step of the last checkpoint written with `best`."""
         steps = [place.step for place, manifest in self._sound() if manifest.best]

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint import state
-from tfdist.checkpoint.store import CheckpointStore
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore
 from tfdist.errors import UsageError, near
 from tfdist.strategy import Job
 
@@ -100,6 +100,10 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
         values = _from_weights_file(model, path)
     else:
         raise _unreadable(path, "a file that is neither .keras nor .weights.h5")
+    return _checked(values, wanted, path=path)
+
+
+def _checked(values: dict[str, Any], wanted: dict[str, Any], *, path: str) -> dict[str, Any]:
     for key, variable in wanted.items():
         found = values.get(key)
         if found is None or tuple(np.shape(found)) != tuple(variable.shape):
@@ -131,12 +135,23 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
 
 
 def _from_checkpoint(model: keras.Model, path: str, *, best: bool) -> dict[str, Any]:
-    """Reads by the order of the weights where the model is the same, else by their paths."""
     store = CheckpointStore(path)
     step = store.best() if best else None
     if best and step is None:
         raise _unreadable(path, "best=True and no checkpoint that was marked best")
-    checkpoint = store.read(step)
+    return _values_of(model, store.read(step))
+
+
+def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> None:
+    """Sets the weights of a model of this process alone; raises UsageError for another model's."""
+    wanted = _wanted(model, None)
+    values = _checked(_values_of(model, checkpoint), wanted, path=where)
+    for name, variable in wanted.items():
+        variable.assign(values[name])
+
+
+def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Takes them by the order of the weights where the model is the same, else by their paths."""
     saved = checkpoint.meta["variables"]
     weights = {n: a for n, a in checkpoint.arrays.items() if n.startswith("weights/")}
     by_path = {saved[name][0]: array for name, array in weights.items()}

@@ -33,6 +33,8 @@ class JobOptions:
     """Which start of the job by its supervisor this is, from 1 on."""
     threads_per_task: int | None = None
     """CPU threads of each task; None leaves it to the strategy."""
+    evaluator: bool = False
+    """Whether a task beside the training evaluates its checkpoints."""
     terminal: bool = False
     """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
@@ -45,6 +47,7 @@ class JobOptions:
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
         _check_directory("run_dir", self.run_dir)
+        _check_switch("evaluator", self.evaluator)
         _check_switch("terminal", self.terminal)
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import shown
 from tfdist.cluster.config_text import parse_object
@@ -53,6 +53,8 @@ class TaskConfig:
     options: JobOptions = field(default_factory=JobOptions)
 
     def __post_init__(self) -> None:
+        if self.cluster.evaluator or self.task.type == "evaluator":
+            object.__setattr__(self, "options", replace(self.options, evaluator=True))
         if self.task.type != "evaluator":
             object.__setattr__(self, "cluster", self.cluster.without_evaluator())
         _check_membership(self)
@@ -99,6 +101,7 @@ def job_configs(cluster: ClusterSpec, *, options: JobOptions) -> Iterator[TaskCo
     A job of one process has ``worker-0``, and an evaluator if the cluster holds one.
     """
     training = cluster.without_evaluator()  # once, and not again for each task
+    options = replace(options, evaluator=options.evaluator or bool(cluster.evaluator))
     alone = (Task("worker", 0),) if cluster.kind == "single" else ()
     for task in alone + cluster.tasks():
         seen = cluster if task.type == "evaluator" else training

@@ -1,4 +1,7 @@
-"""Workers of a ps job that fail alone: each is started again, or the others go on without it."""
+"""Tasks whose failure need not end the others: workers of a ps job, and the evaluator.
+
+Each is started again alone, or the others go on without it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from tfdist.launch.report import Failure
 from tfdist.launch.restarts import RestartPolicy, Verdict
 from tfdist.launch.rundir import restart_log
 from tfdist.launch.supervised import Processes, Screen, named
+
+EVALUATOR = Task("evaluator", 0)
 
 
 class Alone:
@@ -63,12 +68,12 @@ class Alone:
 
     def verdict_on(self, failure: Failure) -> Verdict:
         """Returns whether the failed task alone, where that can be, or the job starts again."""
-        return self._policy.verdict(failure, alone=self._is_worker(failure.task))
+        return self._policy.verdict(failure, alone=self._is_alone(failure.task))
 
     def can_take(self, failure: Failure) -> bool:
-        """Returns whether the others can go on: in a ps job of which only workers failed."""
+        """Returns whether the others can go on: only an evaluator or workers of a ps job failed."""
         failed = {failure.task, *self._blame.tasks}
-        if not all(map(self._is_worker, failed)):
+        if not all(map(self._is_alone, failed)):
             return False
         return self._may_start(failure) or self._is_dispensable(failure, failed=failed)
 
@@ -86,9 +91,10 @@ class Alone:
 
     def first(self, failure: Failure) -> Failure:
         """Returns the first of the failures that have left a job without workers."""
+        lost = [past for past in self.lost if self._is_worker(past.task)]
         is_last = self._is_worker(failure.task) and not self._others({failure.task})
-        is_cause = not self.lost or failure.exit_code == EXIT_USAGE
-        return failure if is_cause or not is_last else self.lost[0]
+        is_mistake = failure.exit_code == EXIT_USAGE
+        return lost[0] if lost and is_last and not is_mistake else failure
 
     def has_left(self, task: Task) -> bool:
         """Deals with the end of a task; returns whether it was one that had failed alone."""
@@ -103,6 +109,19 @@ class Alone:
         """Whether the failed task can be started again alone: its host is still there."""
         return self.verdict_on(failure).restart and self._processes.can_start(failure.task)
 
+    def lose(self, failure: Failure) -> None:
+        """Goes on without the failed task."""
+        task, verdict = failure.task, self.verdict_on(failure)
+        lines = self._screen.last_lines(task)
+        self.lost.append(dataclasses.replace(failure, last_lines=lines))
+        others = "without it" if task == EVALUATOR else f"with {named(self._others({task}))}"
+        reason = "" if verdict.restart else verdict.reason
+        why = f" (not started again: {reason})" if reason else ""
+        self._screen.say(f"{task} failed: {failure.cause}; going on {others}{why}")
+
+    def _is_alone(self, task: Task) -> bool:
+        return task == EVALUATOR or self._is_worker(task)
+
     def _is_worker(self, task: Task) -> bool:
         return self._is_ps and task.type == "worker"
 
@@ -113,24 +132,19 @@ class Alone:
 
     def _is_dispensable(self, failure: Failure, *, failed: Container[Task]) -> bool:
         """Whether enough workers are left. A mistake in the program would be made by all."""
-        needed = 1 if self._progress.step is not None else self._min_workers
-        return failure.exit_code != EXIT_USAGE and len(self._others(failed)) >= needed
+        has_begun = self._progress.step is not None
+        if failure.exit_code == EXIT_USAGE:
+            return False
+        if failure.task == EVALUATOR:
+            return has_begun
+        return len(self._others(failed)) >= (1 if has_begun else self._min_workers)
 
     def _settle(self, failure: Failure) -> None:
         self._processes.kill_alone(failure.task)  # what it has left behind
         if self._may_start(failure):
             self._start_again(failure)
         else:
-            self._lose(failure)
-
-    def _lose(self, failure: Failure) -> None:
-        task, verdict = failure.task, self.verdict_on(failure)
-        reason = "" if verdict.restart else verdict.reason
-        lines = self._screen.last_lines(task)
-        self.lost.append(dataclasses.replace(failure, last_lines=lines))
-        others = self._others({task})
-        why = f" (not started again: {reason})" if reason else ""
-        self._screen.say(f"{task} failed: {failure.cause}; going on with {named(others)}{why}")
+            self.lose(failure)
 
     def _start_again(self, failure: Failure) -> None:
         task = failure.task

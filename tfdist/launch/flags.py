@@ -61,6 +61,12 @@ FLAGS = (
         help="start a ps job with so many workers when the others do not come (all of them)",
     ),
     _Flag(
+        name="evaluator",
+        read=None,
+        shown="",
+        help="one more task, outside the training, that evaluates each checkpoint",
+    ),
+    _Flag(
         name="devices_per_worker",
         read=_integer,
         shown="K",

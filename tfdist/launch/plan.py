@@ -82,7 +82,9 @@ def start_method(
 def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:
     """Returns the tasks that need a port, in the order in which `plan` takes addresses."""
     ps = options.num_ps if strategy == "ps" else 0
-    return addressed_tasks(strategy=strategy, workers=options.workers, ps=ps)
+    return addressed_tasks(
+        strategy=strategy, workers=options.workers, ps=ps, evaluator=options.evaluator
+    )
 
 
 def plan(
@@ -94,7 +96,13 @@ def plan(
         UsageError: the job cannot be divided over this machine.
     """
     ps = options.num_ps if strategy == "ps" else 0
-    cluster = build_cluster(strategy=strategy, addresses=addresses, workers=options.workers, ps=ps)
+    cluster = build_cluster(
+        strategy=strategy,
+        addresses=addresses,
+        workers=options.workers,
+        ps=ps,
+        evaluator=options.evaluator,
+    )
     return plan_here(
         options,
         strategy=strategy,
@@ -117,6 +125,7 @@ def plan_here(
         strategy=strategy,
         devices_per_worker=options.devices_per_worker,
         min_workers=options.min_workers if strategy == "ps" else None,
+        evaluator=options.evaluator,
         startup_timeout_s=options.startup_timeout_s,
         run_dir=str(place.run_dir),
         attempt=place.attempt,
@@ -183,7 +192,7 @@ def _thread_defaults(
     threads than workers the job stands still.
     """
     cluster = config.cluster
-    computing = max(1, sum(task.type in ("worker", "ps") for task in here))
+    computing = max(1, sum(task.type in ("worker", "ps", "evaluator") for task in here))
     share = max(1, cpus // computing)
     inter_op = max(2, options.threads_per_task or share)
     if cluster.kind == "ps" and config.task.type in ("chief", "ps"):

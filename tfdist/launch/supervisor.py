@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Container, Sequence
 
 from tfdist.cluster import Task
-from tfdist.launch.alone import Alone
+from tfdist.launch.alone import EVALUATOR, Alone
 from tfdist.launch.blame import Blame
 from tfdist.launch.ending import Ending
 from tfdist.launch.events import Asked, Beat, Ended, Event, Raised, Started
@@ -21,6 +21,7 @@ from tfdist.launch.progress import Progress, Watcher
 from tfdist.launch.records import Records
 from tfdist.launch.report import Attempt, Failure, signal_name
 from tfdist.launch.restarts import RestartPolicy, Verdict
+from tfdist.launch.servers import Servers
 from tfdist.launch.signals import exit_code_for
 from tfdist.launch.supervised import Processes, Screen, named
 
@@ -73,6 +74,12 @@ class Supervisor:
         self._ending = Ending(
             self._running, processes=processes, records=self._records, clock=clock
         )
+        self._servers = Servers(
+            self._running,
+            is_ps=is_ps,
+            ending=self._ending,
+            grace_s=min(grace_s, SERVER_GRACE_S),
+        )
         self._alone = Alone(
             self._specs,
             is_ps=is_ps,
@@ -100,6 +107,7 @@ class Supervisor:
             for event in events:
                 self._handle(event, since_s=since_s)
             self._judge()
+            self._servers.end()
             if not self._running:  # the last ones could not even print their stacks
                 self._end_hang()
             self._keep_deadlines()
@@ -137,18 +145,19 @@ class Supervisor:
 
     def _after_end(self, ended: Ended, *, since_s: float) -> None:
         task = ended.task
-        is_over = self._ending.has_begun or not ended.status
-        if self._is_ps and task == self._chief and is_over:
-            self._ending.stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
+        if task == self._chief and (self._ending.has_begun or not ended.status):
+            self._straggler_deadline_s = self._clock() + STRAGGLER_GRACES * self._grace_s
+            self._servers.is_over = True
+            self._servers.end()
+            for served in filter(self._servers.serve_nobody, self._blame.tasks):
+                self._blame.forget(served)  # they have seen it before
         if self._ending.has_begun:
             return
-        if self._alone.has_left(task):
+        if self._alone.has_left(task) or self._servers.serve_nobody(task):
             return
         if not ended.status:
             self._blame.forget(task)
-            if not self._is_ps:
-                if task == self._chief:
-                    self._straggler_deadline_s = self._clock() + STRAGGLER_GRACES * self._grace_s
+            if not self._is_ps or task in (self._chief, EVALUATOR):
                 return
             ended = dataclasses.replace(ended, cause="ended before the chief (exit code 0)")
         self._blame.ended(ended, since_s=since_s, now_s=self._clock())
@@ -242,14 +251,19 @@ class Supervisor:
         elif now_s >= self._stacks_deadline_s:
             self._end_hang()
         elif now_s >= self._straggler_deadline_s and not self._ending.has_begun and self._running:
-            self._fail_stragglers(now_s)
+            self._end_stragglers(now_s)
 
-    def _fail_stragglers(self, now_s: float) -> None:
+    def _end_stragglers(self, now_s: float) -> None:
         waited_s = STRAGGLER_GRACES * self._grace_s
-        tasks = named(self._running)
-        cause = f"still running {waited_s:g} s after {self._chief} was done: {tasks}"
-        first = next(iter(self._running))
-        self._fail(Failure(task=first, cause=cause, exit_code=1, at_s=now_s, detect_s=waited_s))
+        late = [t for t in self._running if t != EVALUATOR and not self._servers.serve_nobody(t)]
+        cause = f"still running {waited_s:g} s after {self._chief} was done"
+        failure = Failure(task=EVALUATOR, cause=cause, exit_code=1, at_s=now_s, detect_s=waited_s)
+        if late:
+            cause += f": {named(late)}"
+            self._fail(dataclasses.replace(failure, task=late[0], cause=cause))
+        else:
+            self._alone.lose(failure)
+            self._servers.end_all()
 
     def _timeout_s(self) -> float | None:
         if self._ending.has_begun:

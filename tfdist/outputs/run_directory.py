@@ -87,7 +87,7 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the resolved configuration, whole or not at all."""
         with self._one_line_errors():
-            _write_atomically(self.config_file, _to_json(config, indent=1))
+            write_atomically(self.config_file, to_json(config, indent=1))
 
     def read_config(self) -> dict[str, Any] | None:
         """Returns the configuration of the run that owns the directory, None where none does."""
@@ -96,7 +96,7 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the result of the run, whole or not at all."""
         with self._one_line_errors():
-            _write_atomically(self.summary_file, _to_json(summary, indent=1))
+            write_atomically(self.summary_file, to_json(summary, indent=1))
 
     def read_summary(self) -> dict[str, Any] | None:
         """Returns the summary, None before there is one."""
@@ -105,7 +105,7 @@ class RunDirectory:
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Adds a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null."""
         with self._one_line_errors(), open(self.metrics_file, "a", encoding="utf-8") as file:
-            file.write(_to_json(line) + "\n")
+            file.write(to_json(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the lines of `metrics.jsonl`, without one that a crash cut short."""
@@ -125,13 +125,13 @@ class RunDirectory:
         lines = [line for line in self.read_metrics() if line["step"] <= step]
         with self._one_line_errors():
             if self.metrics_file.exists():
-                text = "".join(_to_json(line) + "\n" for line in lines)
-                _write_atomically(self.metrics_file, text.rstrip("\n"))
+                text = "".join(to_json(line) + "\n" for line in lines)
+                write_atomically(self.metrics_file, text.rstrip("\n"))
 
     def _require_same(
         self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
     ) -> None:
-        before, now = _flat(theirs), _flat(json.loads(_to_json(ours)))
+        before, now = _flat(theirs), _flat(json.loads(to_json(ours)))
         keys = [key for key in before | now if key not in free]
         missing = object()
         different = [k for k in keys if before.get(k, missing) != now.get(k, missing)]
@@ -182,7 +182,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _to_json(value: Any, *, indent: int | None = None) -> str:
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Returns JSON that every reader takes: what is not finite becomes null."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
@@ -216,7 +217,8 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return content
 
 
-def _write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         with open(unfinished, "w", encoding="utf-8") as stream:

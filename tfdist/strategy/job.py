@@ -34,6 +34,16 @@ class Job:
         return self.config.task == self.config.cluster.chief_task
 
     @property
+    def has_evaluator(self) -> bool:
+        """True in every task of a job with an evaluator."""
+        return self.config is not None and self.config.options.evaluator
+
+    @property
+    def is_evaluator(self) -> bool:
+        """True in the task that evaluates what the others train."""
+        return self.config is not None and self.config.task.type == "evaluator"
+
+    @property
     def name(self) -> str:
         """The task's name, ``worker-0`` for a process that stands alone."""
         return str(self.config.task) if self.config else "worker-0"

@@ -15,7 +15,7 @@ from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.members import ElasticParameterServerStrategy, Members
-from tfdist.strategy.serve import serve
+from tfdist.strategy.serve import chief_watch, serve
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ def make_strategy(
             strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers)
     _hear_sigterm()
     job = remember(Job(strategy=strategy, kind=kind, config=config))
+    if config is not None and config.task.type == "evaluator":
+        chief_watch(config, timeout_s=timeout_s)  # it may be done before this task needs to know
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
     return strategy
 
@@ -87,6 +89,8 @@ def _resolve(kind: str, config: TaskConfig | None) -> str:
             fix="name one of them",
         )
     told = resolved_strategy(config) if config else "auto"
+    if config is not None and config.task.type == "evaluator" and kind in ("ps", "multiworker"):
+        kind = told  # that of the training, which it takes no part in
     if kind != "auto" and told not in ("auto", kind):
         raise UsageError(
             "make_strategy",

@@ -73,6 +73,35 @@ def wait_for_chief_to_end(
     return EXIT_STOPPED
 
 
+class ChiefWatch:
+    """Watches over the chief's port from a thread, for a task that the chief knows nothing of.
+
+    Attributes:
+      exit_code: of this task, once the chief has ended or has not come in time; None before.
+    """
+
+    def __init__(self, config: TaskConfig, *, timeout_s: float) -> None:
+        self.exit_code: int | None = None
+        self._config = config
+        self._timeout_s = timeout_s
+        threading.Thread(target=self._watch, name="tfdist-chief-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        self.exit_code = wait_for_chief_to_end(
+            self._config, stop=threading.Event(), timeout_s=self._timeout_s
+        )
+
+
+_watches: list[ChiefWatch] = []
+
+
+def chief_watch(config: TaskConfig, *, timeout_s: float) -> ChiefWatch:
+    """The one watch of this process; begun with the first call."""
+    if not _watches:
+        _watches.append(ChiefWatch(config, timeout_s=timeout_s))
+    return _watches[0]
+
+
 def _start(config: TaskConfig) -> tf.distribute.Server:
     cluster = config.cluster.as_dict()
     cluster.pop("evaluator", None)

@@ -17,6 +17,7 @@ from tfdist.training.arguments import require_whole
 from tfdist.training.attempt import Attempt
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation
+from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.ledger import Ledger
 from tfdist.training.session import Session
@@ -51,7 +52,8 @@ def fit(
     """Trains a compiled model; what `keras.Model.fit` does, under every strategy.
 
     The arguments and their meaning are Keras' own; `batch_size` is the global batch. A collective:
-    every training task calls it alike (under ps only the chief gets this far).
+    every training task calls it alike (under ps only the chief gets this far). In an evaluator it
+    evaluates checkpoints until the training has ended, and then ends the program.
 
     Args:
       virtual_epochs: the length of the run in examples, instead of `epochs`.
@@ -84,6 +86,20 @@ def fit(
         (x, y, sample_weight), validation_data = inputs.split(
             arrays, validation_split=validation_split
         )
+    evaluator = evaluator_of(callbacks, job=job, validation_data=validation_data)
+    if evaluator is not None and job.is_evaluator:
+        evaluate_checkpoints(
+            model,
+            keras.utils.unpack_x_y_sample_weight(validation_data),
+            job=job,
+            callbacks=callbacks,
+            evaluator=evaluator,
+            batch_size=validation_batch_size or batch_size,
+            steps=validation_steps,
+        )
+    if evaluator is not None:
+        validation_data = None  # the evaluator's
+        callbacks = [c for c in keras.tree.flatten(callbacks) if c is not evaluator] + [evaluator]
     backups = [c for c in keras.tree.flatten(callbacks or []) if isinstance(c, BackupAndRestore)]
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)

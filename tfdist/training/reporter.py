@@ -42,6 +42,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
         self._display = display
         self._profiler = profiler
         self._clock = clock
+        self.log_dir = str(directory.tensorboard)
         self._scalars = ScalarWriter(directory.tensorboard)
         self._epoch = 0
         self._ranges: list[tuple[int, float]] = []

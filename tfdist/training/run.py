@@ -27,6 +27,7 @@ from tfdist.training.building import bytes_on_servers
 from tfdist.training.datasets import Datasets, load_datasets
 from tfdist.training.engines.crew import crew_of
 from tfdist.training.epochs import EpochPlan
+from tfdist.training.evaluator import Evaluator
 from tfdist.training.ledger import Ledger
 from tfdist.training.reporter import RunReporter
 
@@ -58,12 +59,23 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
         claim = directory.claim({**config.to_dict(), "seed": seed}, overwrite, free=FREE)
     if claim is Claim.FINISHED and (task is None or task.cluster.kind != "multiworker"):
         return _say_finished(directory)
+    if not overwrite and _is_evaluator(task) and _is_finished(directory):
+        return {}
     try:
         return _run_as_task(config, directory, claim, seed=seed, environ=environ)
     except UsageError:
         if claim is Claim.NEW:
             directory.withdraw()  # so that the corrected run is not refused for being another
         raise
+
+
+def _is_evaluator(task: TaskConfig | None) -> bool:
+    return task is not None and task.task.type == "evaluator"
+
+
+def _is_finished(directory: RunDirectory) -> bool:
+    """Whether there is nothing left to evaluate, as the chief will find too."""
+    return (directory.read_summary() or {}).get("status") == DONE
 
 
 def _run_as_task(
@@ -136,10 +148,9 @@ def _fit(
     seed: int,
 ) -> bool:
     """Trains; returns whether the run came to its end, and was not asked to stop before."""
-    patience = config.early_stopping_patience
-    stopping = keras.callbacks.EarlyStopping("val_loss", patience=patience or 2**31)
+    stopping = _stopping(config)
     callbacks = [
-        *([stopping] if patience else []),
+        *([stopping] if stopping else []),
         _backup(config, directory),
         keras.callbacks.TerminateOnNaN(),
         reporter,
@@ -167,7 +178,18 @@ def _fit(
             f"training: the loss became {losses[-1]} in virtual epoch {len(losses)}. "
             "Fix: lower learning_rate, or set clip_norm"
         )
-    return bool(not model.stop_training or stopping.stopped_epoch)
+    has_ended = stopping is not None and (
+        stopping.has_stopped if isinstance(stopping, Evaluator) else stopping.stopped_epoch
+    )
+    return bool(not model.stop_training or has_ended)
+
+
+def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
+    """What ends the run early: the chief's own validation, or an evaluator's."""
+    patience, job = config.early_stopping_patience, current_job()
+    if job is not None and job.has_evaluator:
+        return Evaluator("val_loss", patience=patience or None)
+    return keras.callbacks.EarlyStopping("val_loss", patience=patience) if patience else None
 
 
 def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:

@@ -1,0 +1,160 @@
+"""The evaluator in one process: what `fit` does in it, and what it refuses in a job with one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
+from tfdist.outputs.evaluations import Evaluations
+from tfdist.strategy import job_of
+from tfdist.training import evaluator as evaluators
+from tfdist.training import fitting
+
+X = np.linspace(-1, 1, 40, dtype="float32")[:, None]
+Y = 3 * X + 1
+CLUSTER = ClusterSpec(worker=("a:1", "b:1"), evaluator=("c:1",))
+CONFIG = TaskConfig(cluster=CLUSTER, task=Task("evaluator", 0), options=JobOptions())
+
+
+def model():
+    made = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    made.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return made
+
+
+def train(folder, **options):
+    made = model()
+    options = {"batch_size": 8, "epochs": 4, "seed": 1, "verbose": 0, **options}
+    tfdist.fit(made, X, Y, callbacks=[tfdist.BackupAndRestore(folder)], **options)
+    return made
+
+
+@contextlib.contextmanager
+def in_evaluator(exit_code=0):
+    """Has `fit` take this process for the evaluator of a job whose chief has gone."""
+
+    def job_for(made, doing):
+        job = dataclasses.replace(job_of(made.distribute_strategy), config=CONFIG)
+        assert job.is_evaluator
+        assert not job.is_chief
+        return job
+
+    with pytest.MonkeyPatch.context() as patched:
+        watch = types.SimpleNamespace(exit_code=exit_code)
+        patched.setattr(evaluators, "chief_watch", lambda config, timeout_s: watch)
+        patched.setattr(fitting.building, "job_for", job_for)
+        yield
+
+
+def evaluate(folder, *callbacks, exit_code=0):
+    """Returns the model of an evaluator, and its exit code."""
+    made = model()
+    callbacks = [tfdist.BackupAndRestore(folder), *callbacks]
+    with in_evaluator(exit_code), pytest.raises(SystemExit) as ended:
+        tfdist.fit(made, X, Y, batch_size=8, callbacks=callbacks, validation_data=(X, Y))
+    return made, ended.value.code
+
+
+def test_the_last_checkpoint_is_evaluated_written_down_and_kept(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    trained = train(folder)
+    expected = trained.evaluate(X, Y, verbose=0, return_dict=True)
+    board = keras.callbacks.TensorBoard(tmp_path / "board")
+    made, code = evaluate(folder, board)
+    assert code == 0
+    np.testing.assert_array_equal(made.get_weights()[0], trained.get_weights()[0])
+    files = Evaluations(folder)
+    (line,) = files.lines()
+    assert (line["step"], line["examples"]) == (20, 160)
+    assert line["val_loss"] == pytest.approx(expected["loss"])
+    assert line["val_mae"] == pytest.approx(expected["mae"])
+    best = keras.models.load_model(files.best_file)
+    np.testing.assert_array_equal(best.get_weights()[0], trained.get_weights()[0])
+    assert list((tmp_path / "board" / "evaluator").iterdir())
+    assert not files.asks_to_stop
+
+    assert evaluate(folder)[1] == 0  # started again, it has nothing left to do
+    assert len(files.lines()) == 1
+
+
+def test_it_asks_to_stop_when_nothing_gets_better(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for epochs in (1, 2, 3):
+        train(folder, epochs=epochs)
+        evaluate(folder, tfdist.Evaluator("val_mae", mode="max", patience=2))
+        assert Evaluations(folder).asks_to_stop is (epochs == 3)
+    assert [line["step"] for line in Evaluations(folder).lines()] == [5, 10, 15]
+
+
+def test_without_training_and_checkpoint_it_ends_with_the_code_of_the_watch(tmp_path):
+    assert evaluate(tmp_path / "checkpoints", exit_code=75)[1] == 75
+
+
+def test_the_chief_ends_its_training_when_it_is_asked_to(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    config = TaskConfig(
+        cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(evaluator=True)
+    )
+    made = model()
+    job = dataclasses.replace(job_of(made.distribute_strategy), config=config)
+    monkeypatch.setattr(fitting.building, "job_for", lambda made, doing: job)
+    asking = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: epoch == 1 and Evaluations(folder).ask_to_stop({})
+    )
+    backup = tfdist.BackupAndRestore(folder)
+    history = tfdist.fit(
+        made, X, Y, batch_size=8, epochs=9, verbose=0, validation_data=(X, Y),
+        callbacks=[asking, backup],
+    )  # fmt: skip
+    assert 2 <= len(history.history["loss"]) <= 3
+    assert "val_loss" not in history.history  # the evaluator's
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: keras.callbacks.EarlyStopping("val_loss"),
+        lambda: keras.callbacks.ReduceLROnPlateau("val_mae"),
+        lambda: tfdist.ModelCheckpoint("x.keras", save_best_only=True),
+        lambda: tfdist.BackupAndRestore("x", best="val_loss"),
+    ],
+)
+def test_what_needs_the_validation_at_an_epochs_end_is_refused(tmp_path, callback):
+    callbacks = [tfdist.BackupAndRestore(tmp_path), callback()]
+    with in_evaluator(), pytest.raises(tfdist.UsageError, match=r"which follows 'val_.*Evaluator"):
+        tfdist.fit(model(), X, Y, validation_data=(X, Y), callbacks=callbacks)
+
+
+def test_what_goes_by_the_training_is_not_refused(tmp_path):
+    others = keras.callbacks.EarlyStopping("loss"), tfdist.ModelCheckpoint(tmp_path / "x.keras")
+    assert evaluate(tmp_path / "c", *others, exit_code=75)[1] == 75
+
+
+def test_an_evaluator_without_anything_to_evaluate_is_refused(tmp_path):
+    backup = tfdist.BackupAndRestore(tmp_path)
+    with in_evaluator(), pytest.raises(tfdist.UsageError, match="no validation_data in a job"):
+        tfdist.fit(model(), X, Y, callbacks=[backup])
+    with in_evaluator(), pytest.raises(tfdist.UsageError, match=r"no tfdist\.BackupAndRestore"):
+        tfdist.fit(model(), X, Y, validation_data=(X, Y))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    other = keras.Sequential([keras.Input((1,)), keras.layers.Dense(7), keras.layers.Dense(1)])
+    other.compile("sgd", "mse")
+    tfdist.fit(other, X, Y, verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path / "c")])
+    backup = tfdist.BackupAndRestore(tmp_path / "c")
+    with in_evaluator(), pytest.raises(tfdist.UsageError, match=r"weights in .*/c"):
+        tfdist.fit(model(), X, Y, validation_data=(X, Y), callbacks=[backup])
+
+
+def test_an_evaluator_among_the_callbacks_of_a_job_without_one_is_told(tmp_path, caplog):
+    tfdist.fit(model(), X, Y, verbose=0, callbacks=[tfdist.Evaluator(patience=3)])
+    assert "no evaluator in this job: start it with --evaluator" in caplog.text

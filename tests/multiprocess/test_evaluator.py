@@ -1,0 +1,53 @@
+"""Jobs with an evaluator: beside tfdist.train, and in a program that stops early."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import keras
+import pytest
+
+from tests.multiprocess.jobs import report
+from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
+from tfdist.outputs.evaluations import Evaluations
+
+PROGRAM = Path(__file__).parent / "programs" / "evaluated.py"
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_checkpoints_are_evaluated_beside_a_multiworker_training(tmp_path: Path) -> None:
+    job = TrainingJob(tmp_path, "--strategy=multiworker", "--workers=2", "--evaluator")
+    assert job.end() == 0, job.logs()
+    (attempt,) = report(tmp_path)["attempts"]
+    assert attempt["lost"] == [], job.logs()
+    codes = {task["task"]: task["exit_code"] for task in attempt["tasks"]}
+    assert codes == {"worker-0": 0, "worker-1": 0, "evaluator-0": 0}, job.logs()
+    files = Evaluations(tmp_path / "checkpoints")
+    lines = files.lines()
+    assert (lines[-1]["step"], lines[-1]["examples"]) == (600, 30000), job.logs()
+    assert lines[-1]["val_accuracy"] > 0.95
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    assert keras.models.load_model(files.best_file) is not None
+    assert list((tmp_path / "tensorboard" / "evaluator").iterdir())
+    assert not [line for line in job.directory.read_metrics() if "val_loss" in line]
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["steps"]) == ("done", 600)
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_an_evaluator_ends_the_training_of_a_ps_job_and_ends_with_it(tmp_path: Path) -> None:
+    job = TrainingJob(
+        tmp_path / "run", "--strategy=ps", "--workers=2", "--evaluator",
+        program=(str(PROGRAM), str(tmp_path)),
+    )  # fmt: skip
+    assert job.end() == 0, job.logs()
+    assert job.logs().count("the training has ended in the chief\n") >= 1
+    assert "the training has ended in another task" not in job.logs()
+    (attempt,) = report(tmp_path / "run")["attempts"]
+    assert (attempt["lost"], attempt["first_failure"]) == ([], None), job.logs()
+    files = Evaluations(tmp_path / "backup")
+    asked, lines = json.loads(files.stop_file.read_text()), files.lines()
+    assert asked["best_step"] == lines[0]["step"]
+    assert asked["step"] == lines[2]["step"]
+    assert lines[-1]["step"] >= asked["step"]

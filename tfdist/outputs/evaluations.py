@@ -1,0 +1,67 @@
+"""What an evaluator writes beside a run: a line for each checkpoint, and a request to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfdist.errors import TfdistError
+from tfdist.outputs.run_directory import to_json, write_atomically
+
+
+class Evaluations:
+    """The files of one run's evaluator; creating the object touches nothing.
+
+    They are beside the directory of the checkpoints. The request to stop is in it, so that it
+    goes where the checkpoints go.
+    """
+
+    def __init__(self, checkpoints: str | os.PathLike[str]) -> None:
+        folder = Path(checkpoints)
+        self.metrics_file = folder.parent / "metrics.evaluator.jsonl"
+        self.best_file = folder.parent / "best.evaluator.keras"
+        self.stop_file = folder / "stop.evaluator.json"
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Returns the lines, without one that a crash cut short."""
+        with self._one_line_errors():
+            try:
+                text = self.metrics_file.read_text(encoding="utf-8")
+            except FileNotFoundError:
+                return []
+        lines = []
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+        return lines
+
+    def add(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Writes a line; takes back those of its step and of later ones, which a run that went
+        back to a checkpoint does again. Returns all there are."""
+        lines = [past for past in self.lines() if past["step"] < line["step"]]
+        lines.append(dict(line))
+        with self._one_line_errors():
+            write_atomically(self.metrics_file, "\n".join(map(to_json, lines)))
+        return lines
+
+    def ask_to_stop(self, why: Mapping[str, Any]) -> None:
+        """Has the chief end the training before its next range of steps."""
+        with self._one_line_errors():
+            write_atomically(self.stop_file, to_json(why))
+
+    @property
+    def asks_to_stop(self) -> bool:
+        """Returns whether the evaluator has asked for the end of the training."""
+        return self.stop_file.exists()
+
+    @contextlib.contextmanager
+    def _one_line_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = self.metrics_file.parent
+            raise TfdistError(f"evaluator, in {where}: {error.strerror or error}") from error
