@@ -31,13 +31,14 @@ def test_restarts_are_to_be_asked_for_and_a_hang_timeout_can_be_turned_off():
 @pytest.mark.parametrize("flag", [flag.name for flag in FLAGS if flag.name != "help"])
 def test_every_flag_in_the_help_is_read(flag):
     examples = {"strategy": "ps", "start": "fork", "run_dir": "x"}
-    examples |= dict.fromkeys(("isolate", "dry_run", "evaluator"), "")
+    examples |= dict.fromkeys(("isolate", "dry_run", "evaluator", "profile_ps"), "")
     example = examples.get(flag, "2")
     words = [f"--{flag}", example] if example else [f"--{flag}"]
     assert f"--{flag}" in help_text()
     others = {
         "evaluator": ["--ps", "1", "--workers", "2"],
         "min_workers": ["--ps", "1", "--workers", "2"],
+        "profile_ps": ["--ps", "1", "--workers", "2"],
         "node_rank": ["--hosts", "a,b,c"],
     }.get(flag, [])
     assert parse([*others, *words]) != parse(others)
@@ -112,6 +113,7 @@ def test_help_after_the_program_is_the_programs():
         (["--grace_s", "-1"], "--grace_s: received -1"),
         (["--grace_s", "nan"], "--grace_s: received nan"),
         (["--min_workers", "2"], "--min_workers: received 2 in a job without ps"),
+        (["--profile_ps"], "--profile_ps: received True in a job without ps"),
         (["--min_workers", "3", "--ps", "1", "--workers", "2"], "--min_workers: received 3 of"),
         (["--max_restarts", "-1"], "--max_restarts: received -1"),
         (["--max_restarts", "often"], "expected an integer"),

@@ -326,6 +326,12 @@ def test_the_run_directory_is_absolute_and_new_unless_given(tmp_path, monkeypatc
     assert chosen_run_dir(None) != chosen_run_dir(None)
 
 
+def test_every_task_of_a_ps_job_is_told_whether_to_profile():
+    for spec in planned("--ps 2 --profile_ps").values():
+        options = decode(spec.env["TF_CONFIG"]).options
+        assert options.profile_ps
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_tasks_are_told_whether_their_lines_can_be_written_over(is_terminal):
     for spec in planned("--workers 2", is_terminal=is_terminal).values():

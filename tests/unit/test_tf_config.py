@@ -87,6 +87,7 @@ def configs(draw: st.DrawFn) -> TaskConfig:
         run_dir=draw(st.none() | st.text(min_size=1).filter(lambda s: s.strip() and "\0" not in s)),
         attempt=draw(st.integers(1, 2**31 - 1)),
         threads_per_task=draw(st.none() | st.integers(1, 1024)),
+        profile_ps=draw(st.booleans()),
         min_workers=draw(st.none() | st.integers(1, 1024)),
         terminal=draw(st.booleans()),
     )

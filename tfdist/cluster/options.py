@@ -35,6 +35,8 @@ class JobOptions:
     """CPU threads of each task; None leaves it to the strategy."""
     evaluator: bool = False
     """Whether a task beside the training evaluates its checkpoints."""
+    profile_ps: bool = False
+    """Whether a ps job measures what its steps cost; see docs/placement.md."""
     terminal: bool = False
     """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
@@ -48,6 +50,7 @@ class JobOptions:
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
         _check_directory("run_dir", self.run_dir)
         _check_switch("evaluator", self.evaluator)
+        _check_switch("profile_ps", self.profile_ps)
         _check_switch("terminal", self.terminal)
 
     @classmethod

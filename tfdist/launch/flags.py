@@ -151,6 +151,12 @@ FLAGS = (
         help="a new Python for each task, or TensorFlow imported once and forked",
     ),
     _Flag(
+        name="profile_ps",
+        read=None,
+        shown="",
+        help="measure what the steps of a ps job cost, and say it at the end",
+    ),
+    _Flag(
         name="isolate",
         read=None,
         shown="",

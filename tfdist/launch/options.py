@@ -63,6 +63,7 @@ class LaunchOptions:
     rendezvous_token_file: str | None = None
     host_timeout_s: float = 5.0
     run_dir: str | None = None
+    profile_ps: bool = False
     isolate: bool = False
     dry_run: bool = False
     start: str = "auto"
@@ -99,6 +100,9 @@ def _check_together(options: LaunchOptions) -> None:
     if ps is not None and strategy not in ("auto", "ps"):
         fix = "leave --ps out, or use --strategy ps"
         _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix)
+    if options.profile_ps and strategy != "ps" and ps is None:
+        fix = "leave --profile_ps out, or use --strategy ps"
+        _refuse("profile_ps", "a job without ps", "no --profile_ps", fix)
     fewest = options.min_workers
     if fewest is not None and strategy != "ps" and ps is None and options.hosts is None:
         fix = "leave --min_workers out, or use --strategy ps or --hosts"

@@ -130,6 +130,7 @@ def plan_here(
         run_dir=str(place.run_dir),
         attempt=place.attempt,
         threads_per_task=options.threads_per_task,
+        profile_ps=options.profile_ps,
         terminal=place.is_terminal,
     )
     gpus = _divide_gpus(options, strategy=strategy, gpus=place.machine.gpus, here=here)

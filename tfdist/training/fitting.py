@@ -11,6 +11,7 @@ import keras
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.preemption import StopRequests
 from tfdist.checkpoint.warm_start import load_weights
+from tfdist.outputs import costs
 from tfdist.strategy import broadcast
 from tfdist.training import building, inputs, resume
 from tfdist.training.arguments import require_whole
@@ -20,6 +21,7 @@ from tfdist.training.evaluation import Evaluation
 from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.ledger import Ledger
+from tfdist.training.profile import profile_of
 from tfdist.training.session import Session
 
 
@@ -144,12 +146,15 @@ def fit(
                 ledger=ledger,
                 max_staleness=max_staleness,
             )
-            return attempt.train(
+            history = attempt.train(
                 callbacks,
                 verbose=verbose,
                 initial_epoch=initial_epoch,
                 validation_freq=validation_freq,
             )
+            if job.config and job.config.options.profile_ps:
+                costs.show(profile_of(job.strategy).summary())
+            return history
         finally:
             for backup in backups:
                 backup.close()

@@ -29,6 +29,7 @@ from tfdist.training.engines.crew import crew_of
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
 from tfdist.training.ledger import Ledger
+from tfdist.training.profile import profile_of
 from tfdist.training.reporter import RunReporter
 
 logger = logging.getLogger(__name__)
@@ -240,10 +241,12 @@ def _summary(
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     """What became of the steps since this process started, and the bytes on each ps."""
     crew = crew_of(job.strategy, patience_s=0)
+    profiled = job.config is not None and job.config.options.profile_ps
     return {
         "worker_steps": {f"worker-{i}": share.steps for i, share in crew.shares.items()},
         **crew.account.summary(),
         "ps_bytes": bytes_on_servers(model, job),
+        **({"ps_profile": profile_of(job.strategy).summary()} if profiled else {}),
     }
 
 

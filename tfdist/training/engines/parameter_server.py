@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from tfdist.training.engines.in_flight import steps_of_a_piece
 from tfdist.training.engines.update_clock import UpdateClock
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
+from tfdist.training.profile import Phases, PsProfile, profile_of
 from tfdist.training.program import StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
@@ -68,6 +70,9 @@ class ParameterServerEngine:
         self._clock: UpdateClock | None = None
         self._applied_before = self._crew.account.applied
         self._work: weakref.WeakKeyDictionary[StepProgram, _Work] = weakref.WeakKeyDictionary()
+        self._profile: PsProfile | None = None
+        if job.config and job.config.options.profile_ps:
+            self._profile = profile_of(job.strategy)
 
     def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
         """Runs the steps ``[first, last)`` on whatever workers there are; waits for all."""
@@ -75,6 +80,7 @@ class ParameterServerEngine:
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
         each = min(max(each, 1), self._most_steps(program))
         spans = [(start, min(start + each, last)) for start in range(first, last, each)]
+        start_s = time.perf_counter()
         bound = program.max_staleness
         waiting = [self._hand_out(work, *span, max_staleness=bound) for span in spans]
         try:
@@ -84,6 +90,9 @@ class ParameterServerEngine:
             raise
         if program.training:
             self._account(spans, done)
+        if self._profile is not None and program.training:
+            times = [(piece.worker_index, piece.value[-1]) for piece in done]
+            self._profile.add(times, wall_s=time.perf_counter() - start_s)
         totals = np.sum([piece.value[0] for piece in done], axis=0)
         work.totals = totals if work.totals is None else work.totals + totals
         if program.recorder is not None:
@@ -168,6 +177,7 @@ class ParameterServerEngine:
         shapes = [tuple(v.shape) for v in program.metrics]
         recorder = program.recorder
         clock = self._clock if program.training else None
+        profile = self._profile if program.training else None
 
         def run_range(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
             batches = program.feed.worker_batches(data, first, last)
@@ -175,32 +185,41 @@ class ParameterServerEngine:
             rows = recorder.rows(last - first) if recorder else []
 
             start, now, updates = clock.begin(first) if clock else (first, first, [])
+            times = [tf.TensorArray(tf.float64, tf.cast(last - first, tf.int32))] * bool(profile)
 
-            def body(step: tf.Tensor, kept: Any, rows: Any, updates: Any, *totals: Any) -> Any:
+            def body(
+                step: tf.Tensor, kept: Any, rows: Any, updates: Any, times: Any, *totals: Any
+            ) -> Any:
+                phases = Phases(step) if profile else None
                 part = Part(*batches.get_next()[0])
                 if recorder:
                     rows = list(recorder.noted(rows, step - first, [part]))
-                one_step = functools.partial(self._step, program, step, part, totals)
+                one_step = functools.partial(self._step, program, step, part, totals, phases)
                 if clock:
                     (outputs, totals), updates = clock.step(updates, work=one_step)
                 else:
                     outputs, totals = one_step()
+                if profile and phases:
+                    at = tf.cast(step - first, tf.int32)
+                    times = [array.write(at, phases.end()) for array in times]
+                    profile.links = phases.links()
                 if program.keep_logs:
                     names[:] = sorted(outputs)
                     logs[:] = [tf.cast(outputs[name], tf.float32) for name in names]
                     kept = tf.stack(logs)
-                return step + 1, kept, rows, updates, *totals
+                return step + 1, kept, rows, updates, times, *totals
 
             zeros = [tf.zeros(s, v.dtype) for s, v in zip(shapes, program.metrics, strict=True)]
-            kept, rows, updates, *totals = tf.while_loop(
+            kept, rows, updates, times, *totals = tf.while_loop(
                 lambda step, *_: step < last,
                 body,
-                [start, tf.zeros([0]), rows, updates, *zeros],
+                [start, tf.zeros([0]), rows, updates, times, *zeros],
                 shape_invariants=[
                     tf.TensorShape([]),
                     tf.TensorShape([None]),
                     [tf.TensorShape(None) for _ in rows],
                     [tf.TensorShape([]) for _ in updates],
+                    [tf.TensorShape(None) for _ in times],
                     *map(tf.TensorShape, shapes),
                 ],
                 parallel_iterations=1,
@@ -208,7 +227,8 @@ class ParameterServerEngine:
             flat = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in totals]
             total = tf.concat([*flat, tf.zeros([0], tf.float64)], 0)
             ages = clock.staleness(now, updates) if clock else ()
-            return total, kept, [row.stack() for row in rows], ages
+            found = total, kept, [row.stack() for row in rows], ages
+            return *found, *(t.stack() for t in times)
 
         return run_range
 
@@ -219,13 +239,26 @@ class ParameterServerEngine:
 
         return run_step
 
-    def _step(self, program: StepProgram, step: Any, part: Any, totals: Any) -> tuple[Any, Any]:
+    def _step(
+        self, program: StepProgram, step: Any, part: Part, totals: Any, phases: Phases | None = None
+    ) -> tuple[Any, Any]:
         """Runs one step; returns what it returned, and the metric totals after it."""
+        at_door = phases.gradients if phases else None
+        if phases:
+            phases.batch(part.data)
         returned: list[Any] = []
         local = dict(zip(map(id, program.metrics), totals, strict=False))
 
         def in_replica() -> None:
-            outputs = run_replica(program, part, step=step, replica=0, num_replicas=1, local=local)
+            outputs = run_replica(
+                program,
+                part,
+                step=step,
+                replica=0,
+                num_replicas=1,
+                local=local,
+                at_door=at_door,
+            )
             returned.append(outputs)
 
         self._job.strategy.run(in_replica)

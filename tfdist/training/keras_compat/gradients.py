@@ -32,6 +32,8 @@ def _door(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, grads, trainable_variables)
         if trace.num_replicas > 1:
             grads = reduced(_weighted(list(grads), trace), trace)
+        if trace.at_door is not None:
+            trace.at_door(grads)
         trace.in_door = True
         try:
             with _cross_replica_on_ps():

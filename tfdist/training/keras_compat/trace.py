@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,6 +23,7 @@ class StepTrace:
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       training: False leaves losses as they are.
       local: values of variables, by `id`, that live in the step and not in the variable.
+      at_door: called with the gradients where they enter an optimizer.
     """
 
     num_replicas: int
@@ -31,6 +32,7 @@ class StepTrace:
     random_key: tf.Tensor
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    at_door: Callable[[Sequence[Any]], None] | None = None
     draws: int = 0
     in_door: bool = False
     in_losses: bool = False
