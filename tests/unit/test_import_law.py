@@ -28,10 +28,11 @@ MAY_IMPORT = {
     "data": {"errors", "cluster", "strategy"},
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
+    "bench": {"errors", "outputs"},
 }
 WITHOUT_TENSORFLOW = (
     *("errors", "cluster", "rendezvous", "launch"),
-    *("schedulers", "configs", "outputs", "lint"),
+    *("schedulers", "configs", "outputs", "lint", "bench"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

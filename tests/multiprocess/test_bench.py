@@ -1,0 +1,55 @@
+"""``python -m tfdist.bench scaling`` over real jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+
+DEADLINE_S = 220
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_two_jobs_are_measured_beside_each_other(tmp_path):
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(out)),
+            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "100", "--"),
+            *("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1"),
+            *("--config.model=dense", "--config.validation_split="),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    logs = "".join(log.read_text() for log in sorted(out.glob("runs/*/said.log")))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    table = json.loads((out / "scaling.json").read_text())
+    assert [row["shape"] for row in table["shapes"]] == ["1W1PS", "2W"]
+    for row in table["shapes"]:
+        summary = json.loads((out / "runs" / f"{row['shape']}-0" / "summary.json").read_text())
+        assert summary["steps"] == 100
+        assert row["examples_per_second"]["median"] == summary["examples_per_second"] > 0
+        assert row["last_loss"]["median"] <= table["loss"]
+        assert row["seconds_to_loss"]["median"] > 0
+    assert matplotlib.image.imread(out / "scaling.png").shape[0] == 600
+    assert str(out / "scaling.png") in done.stdout
+
+
+def test_a_job_that_fails_fails_the_measurement_with_its_last_lines(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(tmp_path / "out")),
+            *("--shapes", "2W", "--", "--config.modle=dense"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "2W: the job ended with code 2; its last lines" in done.stderr
+    assert "did you mean 'model'?" in done.stderr

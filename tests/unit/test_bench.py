@@ -1,0 +1,99 @@
+"""Jobs of several sizes beside each other: which, what is read of them, what is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from tfdist.bench import picture, scaling
+from tfdist.bench.__main__ import main
+from tfdist.bench.jobs import seconds_to_loss
+from tfdist.bench.shapes import Shape, parse_shapes
+
+
+@pytest.mark.parametrize(
+    ("word", "flags"),
+    [
+        ("2w1ps", "--strategy ps --workers 2 --ps 1"),
+        ("2W2PS", "--strategy ps --workers 2 --ps 2"),
+        ("4W", "--strategy multiworker --workers 4"),
+    ],
+)
+def test_a_shape_is_flags_of_the_launcher(word: str, flags: str) -> None:
+    shape = Shape.parse(word)
+    assert shape.flags == tuple(flags.split())
+    assert shape.name == word.upper()
+
+
+def test_a_shape_twice_is_measured_once() -> None:
+    assert parse_shapes("1W1PS, 1w1ps,2W") == (Shape(workers=1, ps=1), Shape(workers=2))
+
+
+@pytest.mark.parametrize("word", ["", "0W1PS", "2PS", "1W0PS", "two"])
+def test_what_is_no_shape_is_refused(word: str, capsys: Any, tmp_path: Path) -> None:
+    assert main(["scaling", "--shapes", word, "--out", str(tmp_path / "new")]) == 2
+    assert f"--shapes: received {word!r}" in capsys.readouterr().err
+
+
+def test_runs_of_before_are_not_taken_for_new_ones(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert main(["scaling", "--out", str(tmp_path)]) == 2
+    assert "name another directory" in capsys.readouterr().err
+
+
+def epochs(*rows: tuple[int, float, float | None]) -> list[dict[str, Any]]:
+    return [{"examples": e, "loss": loss, "examples_per_second": rate} for e, loss, rate in rows]
+
+
+def test_the_time_to_a_loss_is_read_between_two_virtual_epochs() -> None:
+    lines = epochs((100, 2.0, 50.0), (200, 1.0, 100.0), (300, 0.5, 100.0))
+    assert seconds_to_loss(lines, 2.5) == 2.0
+    assert seconds_to_loss(lines, 1.0) == 3.0
+    assert seconds_to_loss(lines, 1.5) == 2.5
+    assert seconds_to_loss(lines, 0.75) == 3.5
+    assert seconds_to_loss(lines, 0.1) is None
+    assert seconds_to_loss(epochs((100, 2.0, None), (200, 1.0, 100.0)), 1.0) is None
+
+
+def table(tmp_path: Path, *, loss: float | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The table of jobs that are as fast as they have workers, and the order they ran in."""
+    order = []
+
+    def run(shape: Shape, run_dir: Path) -> dict[str, Any]:
+        order.append(run_dir.name)
+        rate = 100.0 * shape.workers + len(order)
+        last = 0.5 + shape.ps / 10
+        lines = epochs((100, 2.0, rate), (200, last, rate))
+        return {"examples_per_second": rate, "metrics": {"loss": last}, "lines": lines}
+
+    shapes = parse_shapes("1W1PS,2W")
+    return scaling.measure(shapes, repeats=2, loss=loss, out=tmp_path, run=run), order
+
+
+def test_shapes_run_in_turn_and_the_loss_is_what_all_reach(tmp_path: Path) -> None:
+    found, order = table(tmp_path)
+    assert order == ["1W1PS-0", "2W-0", "1W1PS-1", "2W-1"]
+    assert found["loss"] == 0.6
+    first, second = found["shapes"]
+    assert first["examples_per_second"] == {
+        "median": 102.0,
+        "least": 101.0,
+        "most": 103.0,
+        "all": [101.0, 103.0],
+    }
+    assert first["seconds_to_loss"]["least"] == pytest.approx(200 / 103)
+    assert second["seconds_to_loss"]["most"] < first["seconds_to_loss"]["least"]
+    shown = scaling.lines(found)
+    assert shown[1].split()[:5] == ["1W1PS", "102", "101", "to", "103"]
+
+
+def test_a_loss_that_was_not_reached_has_no_time_and_a_picture_all_the_same(tmp_path: Path) -> None:
+    found, _ = table(tmp_path, loss=0.55)
+    assert [row["seconds_to_loss"] is None for row in found["shapes"]] == [True, False]
+    path = picture.draw(found, tmp_path / "scaling.png", title="digits")
+    assert path is not None
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert (height, abs(width - 1560) <= 2) == (600, True)

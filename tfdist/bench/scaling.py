@@ -1,0 +1,80 @@
+"""Examples per second and time to a loss, over the numbers of workers and parameter servers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.bench.jobs import seconds_to_loss
+from tfdist.bench.shapes import Shape
+
+_LOG = logging.getLogger(__name__)
+Run = Callable[[Shape, Path], Mapping[str, Any]]
+
+
+def measure(
+    shapes: Sequence[Shape], *, repeats: int, loss: float | None, out: Path, run: Run
+) -> dict[str, Any]:
+    """Runs every shape `repeats` times, in turn; returns the table as JSON.
+
+    In turn, so that a machine that is slow for a while is slow for all of them. Without `loss` it
+    is the highest of the last losses of all jobs: what all of them came to.
+    """
+    results: dict[Shape, list[Mapping[str, Any]]] = {shape: [] for shape in shapes}
+    for repeat in range(repeats):
+        for shape in shapes:
+            found = run(shape, out / "runs" / f"{shape.name}-{repeat}")
+            rate = found["examples_per_second"] or 0.0
+            _LOG.info("%s, %d of %d: %.0f examples/s", shape.name, repeat + 1, repeats, rate)
+            results[shape].append(found)
+    every = [found for listed in results.values() for found in listed]
+    target = max(found["metrics"]["loss"] for found in every) if loss is None else loss
+    return {
+        "loss": target,
+        "repeats": repeats,
+        "cpus": len(os.sched_getaffinity(0)),
+        "shapes": [_row(shape, listed, target) for shape, listed in results.items()],
+    }
+
+
+def _row(shape: Shape, listed: Sequence[Mapping[str, Any]], loss: float) -> dict[str, Any]:
+    to_loss = [seconds_to_loss(found["lines"], loss) for found in listed]
+    return {
+        "shape": shape.name,
+        "workers": shape.workers,
+        "ps": shape.ps,
+        "examples_per_second": _spread([found["examples_per_second"] for found in listed]),
+        "seconds_to_loss": _spread(to_loss),
+        "last_loss": _spread([found["metrics"]["loss"] for found in listed]),
+    }
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Median and range of what was measured; None where one of the jobs has no such figure."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    median = statistics.median(known)
+    return {"median": median, "least": min(known), "most": max(known), "all": known}
+
+
+def lines(table: Mapping[str, Any]) -> list[str]:
+    """The table for a person: medians, and the range of the repeats."""
+    loss = f"s to loss {table['loss']:.4g}"
+    text = [f"{'job':<10} {'examples/s':>12} {'range':>17} {loss:>22} {'range':>15}"]
+    for row in table["shapes"]:
+        rate, seconds = row["examples_per_second"], row["seconds_to_loss"]
+        cells = [_cells(rate, 12, 17, ",.0f"), _cells(seconds, 22, 15, ".2f")]
+        text.append(f"{row['shape']:<10} {cells[0]} {cells[1]}")
+    return text
+
+
+def _cells(spread: Mapping[str, Any] | None, width: int, range_width: int, form: str) -> str:
+    if spread is None:
+        return f"{'-':>{width}} {'':>{range_width}}"
+    between = f"{spread['least']:{form}} to {spread['most']:{form}}"
+    return f"{spread['median']:>{width}{form}} {between:>{range_width}}"
