@@ -7,8 +7,12 @@ import re
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
+import tfdist
+from tests.multiprocess.programs import zoo
 from tests.multiprocess.test_training import PROGRAMS, launch
 from tfdist.outputs.costs import COLUMNS
 
@@ -51,6 +55,79 @@ def test_more_servers_than_variables_is_said_and_not_refused(tmp_path):
     seen, said = job(tmp_path, "waste", ps=4)
     assert seen["waste"]["losses"]
     assert "ps: received 4 for a model whose weights are on 1 of them; ps-1, ps-2, ps-3" in said
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory):
+    return job(
+        tmp_path_factory.mktemp("parts"), "split", ps=2, workers=1, flags=("--split_bytes", "1024")
+    )[0]["split"]
+
+
+@pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
+def test_a_model_in_parts_equals_one_device(in_parts, optimizer):
+    model = zoo.tokens(optimizer)
+    fit = {"batch_size": 8, "epochs": 3, "seed": 3, "verbose": 0}
+    history = tfdist.fit(model, zoo.TOKENS, zoo.Y, **fit)
+    seen = in_parts[optimizer]
+    np.testing.assert_allclose(seen["weights"], zoo.flat(model), atol=1e-5)
+    np.testing.assert_allclose(seen["losses"], history.history["loss"], rtol=1e-5)
+
+
+def test_large_variables_are_in_parts_with_their_slots(in_parts):
+    parts = in_parts["parts"]
+    kernels = [path for path in parts if path.endswith(("embeddings", "/kernel", "_kernel"))]
+    kernels = [path for path in kernels if not path.startswith("adam")]
+    assert len(kernels) == 5
+    for path in kernels:
+        assert len(parts[path]) == (1 if path == kernels[-1] else 2), path
+        slots = [p for p in parts if path.replace("/", "_") in p and p != path]
+        assert slots
+        assert all(parts[slot] == parts[path] for slot in slots)
+    assert {1, 2} == {len(set(servers)) for servers in parts.values()}
+
+
+def test_a_model_in_parts_trains_in_mixed_precision(in_parts):
+    assert in_parts["mixed"][-1] < in_parts["mixed"][0]
+
+
+def test_an_optimizer_that_needs_variables_whole_is_refused(in_parts):
+    assert "optimizer: received Adafactor for" in in_parts["refused"]
+    assert "Fix: leave --split_bytes out" in in_parts["refused"]
+    for way in ("checkpoint", "export"):
+        assert "which is in parts" in in_parts[way]
+        assert "Fix: save the model by model.save" in in_parts[way]
+
+
+def test_a_checkpoint_and_a_file_do_not_depend_on_the_number_of_servers(tmp_path, monkeypatch):
+    jobs = [
+        ("2", {"ps": 2, "flags": ("--split_bytes", "1024")}),
+        ("3", {"ps": 3}),
+        ("5", {"ps": 3}),
+    ]
+    jobs[2][1]["flags"] = ("--split_bytes", "2000")
+    parts = []
+    for epochs, options in jobs:
+        monkeypatch.setenv("EPOCHS", epochs)
+        out = tmp_path / f"until {epochs}"
+        seen = job(out, "resume", workers=1, **options)[0]["resume"]
+        parts.append(seen["parts"])
+    assert parts == [2, 1, 3]
+
+    whole = zoo.tokens()
+    fit = {"batch_size": 8, "epochs": 5, "seed": 3, "verbose": 0}
+    history = tfdist.fit(whole, zoo.TOKENS, zoo.Y, **fit)
+    np.testing.assert_allclose(seen["weights"], zoo.flat(whole), atol=1e-5)
+    np.testing.assert_allclose(seen["losses"], history.history["loss"], rtol=1e-5)
+    saved = keras.models.load_model(out / "model.keras")
+    np.testing.assert_array_equal(zoo.flat(saved), seen["weights"])
+    np.testing.assert_array_equal(
+        saved.optimizer.variables[2].numpy().shape, saved.layers[0].embeddings.shape
+    )
+    predicted = saved.predict(zoo.TOKENS, verbose=0)
+    np.testing.assert_allclose(seen["predicted"], predicted, atol=1e-5)
+    evaluated = saved.evaluate(zoo.TOKENS, zoo.Y, batch_size=8, verbose=0)
+    assert seen["evaluated"] == pytest.approx(evaluated, rel=1e-5)
 
 
 # A network of the job's own, so that nothing else crosses its loopback.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.cluster.balance import Balance
+from tfdist.cluster.balance import Balance, rows_of_parts
 
 
 def placed(sizes: list[int], *, num_ps: int) -> tuple[list[int], tuple[int, ...]]:
@@ -48,3 +48,24 @@ def test_no_two_ps_differ_by_more_than_the_largest_variable(sizes: list[int], nu
     _, totals = placed(sizes, num_ps=num_ps)
     assert sum(totals) == sum(sizes)
     assert max(totals) - min(totals) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size_bytes", "num_ps", "parts"),
+    [
+        (10, 1000, 2, (10,)),  # of the size itself: whole
+        (10, 1001, 2, (5, 5)),
+        (10, 9000, 2, (5, 5)),
+        (10, 9000, 3, (4, 3, 3)),
+        (10, 2500, 8, (4, 3, 3)),  # no more parts than the size asks for
+        (3, 90_000, 8, (1, 1, 1)),
+        (1, 90_000, 8, (1,)),
+        (0, 0, 8, (0,)),
+        (10, 9000, 1, (10,)),
+    ],
+)
+def test_a_variable_is_split_by_rows(
+    rows: int, size_bytes: int, num_ps: int, parts: tuple[int, ...]
+) -> None:
+    found = rows_of_parts(rows, size_bytes=size_bytes, split_bytes=1000, num_ps=num_ps)
+    assert found == parts

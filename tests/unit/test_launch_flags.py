@@ -35,12 +35,9 @@ def test_every_flag_in_the_help_is_read(flag):
     example = examples.get(flag, "2")
     words = [f"--{flag}", example] if example else [f"--{flag}"]
     assert f"--{flag}" in help_text()
-    others = {
-        "evaluator": ["--ps", "1", "--workers", "2"],
-        "min_workers": ["--ps", "1", "--workers", "2"],
-        "profile_ps": ["--ps", "1", "--workers", "2"],
-        "node_rank": ["--hosts", "a,b,c"],
-    }.get(flag, [])
+    others = ["--hosts", "a,b,c"] if flag == "node_rank" else []
+    if flag in ("evaluator", "min_workers", "profile_ps", "split_bytes"):
+        others = ["--ps", "1", "--workers", "2"]
     assert parse([*others, *words]) != parse(others)
 
 
@@ -114,6 +111,8 @@ def test_help_after_the_program_is_the_programs():
         (["--grace_s", "nan"], "--grace_s: received nan"),
         (["--min_workers", "2"], "--min_workers: received 2 in a job without ps"),
         (["--profile_ps"], "--profile_ps: received True in a job without ps"),
+        (["--split_bytes", "9"], "--split_bytes: received 9 in a job without ps"),
+        (["--split_bytes", "0", "--ps", "2"], "--split_bytes: received 0"),
         (["--min_workers", "3", "--ps", "1", "--workers", "2"], "--min_workers: received 3 of"),
         (["--max_restarts", "-1"], "--max_restarts: received -1"),
         (["--max_restarts", "often"], "expected an integer"),

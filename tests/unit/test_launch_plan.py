@@ -326,10 +326,10 @@ def test_the_run_directory_is_absolute_and_new_unless_given(tmp_path, monkeypatc
     assert chosen_run_dir(None) != chosen_run_dir(None)
 
 
-def test_every_task_of_a_ps_job_is_told_whether_to_profile():
-    for spec in planned("--ps 2 --profile_ps").values():
+def test_every_task_of_a_ps_job_is_told_what_to_split_and_whether_to_profile():
+    for spec in planned("--ps 2 --split_bytes 4096 --profile_ps").values():
         options = decode(spec.env["TF_CONFIG"]).options
-        assert options.profile_ps
+        assert (options.split_bytes, options.profile_ps) == (4096, True)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -88,6 +88,7 @@ def configs(draw: st.DrawFn) -> TaskConfig:
         attempt=draw(st.integers(1, 2**31 - 1)),
         threads_per_task=draw(st.none() | st.integers(1, 1024)),
         profile_ps=draw(st.booleans()),
+        split_bytes=draw(st.none() | st.integers(1, 2**31 - 1)),
         min_workers=draw(st.none() | st.integers(1, 1024)),
         terminal=draw(st.booleans()),
     )

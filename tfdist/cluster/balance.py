@@ -1,4 +1,4 @@
-"""Which parameter server gets the next variable, by bytes and not by count."""
+"""Which parameter server gets the next variable, by bytes and not by count; what is split."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ class Balance:
     def add(self, index: int, size_bytes: int) -> None:
         """Counts a variable that was made on a ps."""
         self._sizes_bytes[index] += size_bytes
+
+
+def rows_of_parts(rows: int, *, size_bytes: int, split_bytes: int, num_ps: int) -> tuple[int, ...]:
+    """The rows of each part of a variable of so many rows and bytes; one part: it stays whole.
+
+    As few parts as make none larger than `split_bytes`, but no more than there are ps, and of
+    the same number of rows or one less.
+    """
+    parts = max(min(num_ps, rows, -(-size_bytes // split_bytes)), 1)
+    return tuple(rows // parts + (index < rows % parts) for index in range(parts))

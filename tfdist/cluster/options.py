@@ -35,6 +35,8 @@ class JobOptions:
     """CPU threads of each task; None leaves it to the strategy."""
     evaluator: bool = False
     """Whether a task beside the training evaluates its checkpoints."""
+    split_bytes: int | None = None
+    """Above how many bytes a trainable variable is divided over the ps; None divides none."""
     profile_ps: bool = False
     """Whether a ps job measures what its steps cost; see docs/placement.md."""
     terminal: bool = False
@@ -45,6 +47,7 @@ class JobOptions:
         _check_count("devices_per_worker", self.devices_per_worker, optional=True)
         _check_count("threads_per_task", self.threads_per_task, optional=True)
         _check_count("min_workers", self.min_workers, optional=True)
+        _check_count("split_bytes", self.split_bytes, optional=True)
         _check_count("attempt", self.attempt, optional=False)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))

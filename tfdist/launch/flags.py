@@ -151,6 +151,12 @@ FLAGS = (
         help="a new Python for each task, or TensorFlow imported once and forked",
     ),
     _Flag(
+        name="split_bytes",
+        read=_integer,
+        shown="N",
+        help="divide trainable variables of more bytes over the ps of a ps job (none)",
+    ),
+    _Flag(
         name="profile_ps",
         read=None,
         shown="",

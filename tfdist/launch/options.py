@@ -63,6 +63,7 @@ class LaunchOptions:
     rendezvous_token_file: str | None = None
     host_timeout_s: float = 5.0
     run_dir: str | None = None
+    split_bytes: int | None = None
     profile_ps: bool = False
     isolate: bool = False
     dry_run: bool = False
@@ -76,6 +77,9 @@ class LaunchOptions:
         _check_name("start", self.start, STARTS)
         for name in ("workers", "ps", "min_workers", "devices_per_worker", "threads_per_task"):
             _check_count(name, getattr(self, name))
+        if self.split_bytes is not None and self.split_bytes < 1:
+            expected, fix = "a number of bytes from 1", "use --split_bytes 4000000, for example"
+            _refuse("split_bytes", str(self.split_bytes), expected, fix)
         _check_seconds("startup_timeout_s", self.startup_timeout_s, above_zero=True)
         _check_seconds("grace_s", self.grace_s, above_zero=False)
         _check_seconds("restart_window_s", self.restart_window_s, above_zero=True)
@@ -100,9 +104,11 @@ def _check_together(options: LaunchOptions) -> None:
     if ps is not None and strategy not in ("auto", "ps"):
         fix = "leave --ps out, or use --strategy ps"
         _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix)
-    if options.profile_ps and strategy != "ps" and ps is None:
-        fix = "leave --profile_ps out, or use --strategy ps"
-        _refuse("profile_ps", "a job without ps", "no --profile_ps", fix)
+    for flag in ("split_bytes", "profile_ps"):
+        value = getattr(options, flag)
+        if value and strategy != "ps" and ps is None:
+            fix = f"leave --{flag} out, or use --strategy ps"
+            _refuse(flag, f"{value} in a job without ps", f"no --{flag}", fix)
     fewest = options.min_workers
     if fewest is not None and strategy != "ps" and ps is None and options.hosts is None:
         fix = "leave --min_workers out, or use --strategy ps or --hosts"

@@ -130,6 +130,7 @@ def plan_here(
         run_dir=str(place.run_dir),
         attempt=place.attempt,
         threads_per_task=options.threads_per_task,
+        split_bytes=options.split_bytes,
         profile_ps=options.profile_ps,
         terminal=place.is_terminal,
     )

@@ -27,6 +27,7 @@ def make_strategy(
     threads: int | None = None,
     startup_timeout_s: float | None = None,
     min_workers: int | None = None,
+    split_bytes: int | None = None,
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
@@ -43,6 +44,8 @@ def make_strategy(
       startup_timeout_s: how long to wait for peers before naming them and giving up.
       min_workers: under ps, start with so many of the declared workers when the others have not
         come in that time; default what TF_CONFIG says, else all.
+      split_bytes: under ps, divide a trainable variable of more bytes over the parameter servers;
+        default what TF_CONFIG says, else none is divided.
       communication_options: of the all-reduce; default a ring on CPUs, TensorFlow's choice on GPUs.
       environ: where TF_CONFIG, or what a scheduler set, is read; default `os.environ`.
 
@@ -63,6 +66,7 @@ def make_strategy(
     count = devices_per_worker or (options.devices_per_worker if options else None)
     timeout_s = startup_timeout_s or (options.startup_timeout_s if options else 60.0)
     min_workers = min_workers or (options.min_workers if options else None)
+    split_bytes = split_bytes or (options.split_bytes if options else None)
     with phases.entered("rendezvous"):
         if kind == "single":
             strategy = _single(count)
@@ -71,7 +75,7 @@ def make_strategy(
         elif kind == "multiworker":
             strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
         else:
-            strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers)
+            strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers, split_bytes)
     _hear_sigterm()
     job = remember(Job(strategy=strategy, kind=kind, config=config))
     if config is not None and config.task.type == "evaluator":
@@ -176,7 +180,7 @@ def _multiworker(
 
 
 def _parameter_server(
-    config: TaskConfig, timeout_s: float, min_workers: int | None
+    config: TaskConfig, timeout_s: float, min_workers: int | None, split_bytes: int | None
 ) -> tf.distribute.Strategy:
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
@@ -193,7 +197,9 @@ def _parameter_server(
     with rendezvous.answering(config):  # as the workers ask for this task meanwhile
         workers = members.wait(timeout_s=timeout_s)
     with rendezvous.last_resort(timeout_s=timeout_s):
-        return ElasticParameterServerStrategy(_resolver(config), members=members, workers=workers)
+        return ElasticParameterServerStrategy(
+            _resolver(config), members=members, workers=workers, split_bytes=split_bytes
+        )
 
 
 def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResolver:

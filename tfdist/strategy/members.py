@@ -166,12 +166,20 @@ class Members:
 class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
     """TensorFlow's strategy over the workers that are there; work is given out by the engine."""
 
-    def __init__(self, resolver: Any, *, members: Members, workers: Collection[int]) -> None:
+    def __init__(
+        self,
+        resolver: Any,
+        *,
+        members: Members,
+        workers: Collection[int],
+        split_bytes: int | None = None,
+    ) -> None:
         self.members = members
         self._first_workers = workers
         super().__init__(resolver)
         # TensorFlow's constructor takes no extension of another class: its last lines once more.
-        tf.distribute.Strategy.__init__(self, BalancedExtended(self, resolver))
+        extended = BalancedExtended(self, resolver, split_bytes=split_bytes)
+        tf.distribute.Strategy.__init__(self, extended)
         self._should_use_with_coordinator = True
         self.extended._allow_run_without_coordinator = True
 

@@ -9,7 +9,7 @@ another variable, as an optimizer's slots are, is on that one's server in Tensor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,19 +17,58 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
     ParameterServerStrategyV2Extended,
 )
 
-from tfdist.cluster.balance import Balance
+from tfdist.cluster.balance import Balance, rows_of_parts
+from tfdist.strategy.split import SplitVariable, parts_of, standing_for_whole
 
 _LOG = logging.getLogger(__name__)
 
 
 class BalancedExtended(ParameterServerStrategyV2Extended):
-    """TensorFlow's, but for where it makes a variable."""
+    """TensorFlow's, but for where it makes a variable, and for variables in parts."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, resolver: Any) -> None:
+    def __init__(
+        self, strategy: tf.distribute.Strategy, resolver: Any, *, split_bytes: int | None
+    ) -> None:
         super().__init__(strategy, resolver, None)
+        self._split_bytes = split_bytes
         self._balance = Balance(self._num_ps)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        beside = kwargs.get("colocate_with")
+        if isinstance(beside, SplitVariable):
+            value = _initial_value(kwargs)
+            if value.shape != beside.shape:
+                kwargs = {**kwargs, "initial_value": value, "colocate_with": beside.parts[0]}
+                return self._create_whole(next_creator, **kwargs)
+            return self._create_parts(next_creator, kwargs, value, beside.rows, beside.parts)
+        if beside is None and self._may_split(kwargs):
+            value = _initial_value(kwargs)
+            kwargs = {**kwargs, "initial_value": value}
+            rows = self._rows(value)
+            if len(rows) > 1:
+                return self._create_parts(next_creator, kwargs, value, rows)
+        return self._create_whole(next_creator, **kwargs)
+
+    def _create_parts(
+        self,
+        next_creator: Any,
+        kwargs: dict[str, Any],
+        value: tf.Tensor,
+        rows: Sequence[int],
+        beside: Sequence[Any] = (),
+    ) -> SplitVariable:
+        parts, start = [], 0
+        name = kwargs.get("name") or "variable"
+        for number, count in enumerate(rows):
+            part = {**kwargs, "initial_value": value[start : start + count], "shape": None}
+            part["name"] = f"{name}/part_{number}"
+            if beside:
+                part["colocate_with"] = beside[number]
+            parts.append(self._create_whole(next_creator, **part))
+            start += count
+        return SplitVariable(parts, name=name)
+
+    def _create_whole(self, next_creator: Any, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
         index = server_of(variable)
         if index is not None:
@@ -39,6 +78,59 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
     def _create_variable_round_robin(self, next_creator: Any, **kwargs: Any) -> Any:
         self._variable_count = self._balance.next()  # of which TensorFlow takes the remainder
         return super()._create_variable_round_robin(next_creator, **kwargs)
+
+    def _may_split(self, kwargs: dict[str, Any]) -> bool:
+        return bool(
+            self._split_bytes
+            and self._num_ps > 1
+            and kwargs.get("trainable")
+            and kwargs.get("initial_value") is not None
+            and not kwargs.get("per_worker_variable")
+            and tf.executing_eagerly()
+        )
+
+    def _rows(self, value: tf.Tensor) -> tuple[int, ...]:
+        if not value.shape.rank:
+            return (1,)
+        return rows_of_parts(
+            value.shape[0],
+            size_bytes=size_bytes(value),
+            split_bytes=self._split_bytes or 0,
+            num_ps=self._num_ps,
+        )
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        for part in parts_of(colocate_with_variable):
+            super()._validate_colocate_with_variable(part)
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if not isinstance(var, SplitVariable):
+            return super()._update(var, fn, args, kwargs, group)
+        results = []
+        for number, part in enumerate(var.parts):
+            mine = [var.rows_of(a, number) if _is_of(a, var) else a for a in args]
+            with standing_for_whole(number):
+                results.append(super()._update(part, _of_whole(fn, var), mine, kwargs, group))
+        return results
+
+
+def _of_whole(function: Any, variable: SplitVariable) -> Any:
+    """Calls `function` with the whole variable, for which a part stands, in place of the part."""
+    return lambda _, *args, **kwargs: function(variable, *args, **kwargs)
+
+
+def _is_of(value: Any, variable: SplitVariable) -> bool:
+    """Whether an argument of an update has a row for each of the variable's."""
+    if isinstance(value, tf.IndexedSlices):
+        return True
+    return isinstance(value, tf.Tensor) and value.shape == variable.shape
+
+
+def _initial_value(kwargs: dict[str, Any]) -> tf.Tensor:
+    """What a variable starts from, made here, as its size is not known before."""
+    value = kwargs["initial_value"]
+    with tf.device("/device:CPU:0"):
+        return tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
 
 
 def server_of(variable: Any) -> int | None:
@@ -59,10 +151,10 @@ def bytes_on_servers(variables: Iterable[Any], *, num_ps: int) -> dict[str, int]
     """
     totals = {f"ps-{index}": 0 for index in range(num_ps)}
     for variable in variables:
-        value = variable.value
-        index = server_of(value)
-        if index is not None:
-            totals[f"ps-{index}"] += size_bytes(value)
+        for part in parts_of(variable.value):
+            index = server_of(part)
+            if index is not None:
+                totals[f"ps-{index}"] += size_bytes(part)
     return totals
 
 

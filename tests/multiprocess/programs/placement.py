@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pathlib
 import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 
@@ -16,7 +18,11 @@ logging.basicConfig(level=logging.INFO)
 strategy = tfdist.make_strategy()
 
 from tfdist.strategy.servers import server_of  # noqa: E402
+from tfdist.strategy.split import parts_of  # noqa: E402
 from tfdist.training.profile import profile_of  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import zoo  # noqa: E402
 
 OUT = pathlib.Path(sys.argv[1])
 RNG = np.random.RandomState(0)
@@ -82,6 +88,58 @@ def loopback_bytes():
     raise AssertionError("no loopback")
 
 
-PARTS = {part.__name__: part for part in (placement, waste, profile)}
+def split():
+    """Models with variables in parts: each optimizer, then what is saved and resumed."""
+    seen = {}
+    for name in zoo.OPTIMIZERS:
+        with strategy.scope():
+            model = zoo.tokens(name)
+        history = tfdist.fit(model, zoo.TOKENS, zoo.Y, batch_size=8, epochs=3, seed=3, verbose=0)
+        seen[name] = {"weights": zoo.flat(model), "losses": history.history["loss"]}
+        if name == "adam":
+            listed = [*model.weights, *model.optimizer.variables]
+            seen["parts"] = {v.path: [server_of(p) for p in parts_of(v.value)] for v in listed}
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    with strategy.scope():
+        model = zoo.tokens()
+    history = tfdist.fit(model, zoo.TOKENS, zoo.Y, batch_size=8, epochs=3, seed=3, verbose=0)
+    seen["mixed"] = history.history["loss"]
+    keras.config.set_dtype_policy("float32")
+    with strategy.scope():
+        model = zoo.tokens()
+        model.compile(keras.optimizers.Adafactor(), "mse")
+    refused = {
+        "refused": lambda: tfdist.fit(model, zoo.TOKENS, zoo.Y, batch_size=8, verbose=0),
+        "checkpoint": lambda: tf.train.Checkpoint(model=model).save(OUT / "checkpoint"),
+        "export": lambda: model.export(OUT / "export", verbose=False),
+    }
+    for name, attempt in refused.items():
+        try:
+            attempt()
+        except tfdist.UsageError as error:
+            seen[name] = str(error)
+    return seen
+
+
+def resume():
+    """Goes on, or begins, where a job of another number of servers has saved."""
+    with strategy.scope():
+        model = zoo.tokens()
+    backup = tfdist.BackupAndRestore(OUT.parent / "backup", every_steps=5)
+    history = tfdist.fit(
+        model, zoo.TOKENS, zoo.Y, batch_size=8, epochs=int(os.environ["EPOCHS"]), seed=3,
+        verbose=0, callbacks=[backup],
+    )  # fmt: skip
+    model.save(OUT / "model.keras")
+    return {
+        "weights": zoo.flat(model),
+        "losses": history.history["loss"],
+        "predicted": tfdist.predict(model, zoo.TOKENS, batch_size=8, verbose=0).tolist(),
+        "evaluated": tfdist.evaluate(model, zoo.TOKENS, zoo.Y, batch_size=8, verbose=0),
+        "parts": max(len(parts_of(v.value)) for v in model.weights),
+    }
+
+
+PARTS = {part.__name__: part for part in (placement, waste, profile, split, resume)}
 seen = {name: PARTS[name]() for name in sys.argv[2:]}
 (OUT / "seen.json").write_text(json.dumps(seen))

@@ -14,6 +14,7 @@ Y = (RNG.randn(60, 1) * 3).astype("float32")
 Y[7] *= 20  # an example whose gradient dominates its replica's, so that clipping tells
 IMAGES = RNG.rand(90, 8, 8, 1).astype("float32")
 LABELS = (IMAGES.mean((1, 2, 3)) > 0.5).astype("int64")
+TOKENS = RNG.randint(0, 200, (60, 5))
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
@@ -65,6 +66,26 @@ def cnn(optimizer="adam"):
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(OPTIMIZERS[optimizer](), loss, metrics=["accuracy"])
+    return model
+
+
+def tokens(optimizer="adam"):
+    """A model that reads its weights in a lookup, in a loop and twice in a step."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    twice = {"kernel_regularizer": "l2", "kernel_constraint": keras.constraints.MaxNorm(1.0)}
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(200, 16),
+            layers.LSTM(24),
+            layers.Dense(32, activation="relu", **twice),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(1),
+        ]
+    )
+    model.compile(OPTIMIZERS[optimizer](), "mse")
     return model
 
 

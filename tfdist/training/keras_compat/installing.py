@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+from tfdist.strategy.split import reading_once
 from tfdist.training.keras_compat import gradients, losses, metrics, randomness, updates, variables
 from tfdist.training.keras_compat.reduction import reduce_statistics
 from tfdist.training.keras_compat.trace import StepTrace, following
@@ -31,7 +32,7 @@ def install() -> None:
 def tracing(trace: StepTrace) -> Iterator[StepTrace]:
     """Makes Keras follow `trace` in this thread; used inside the replica function of a step."""
     install()
-    with following(trace):
+    with following(trace), reading_once():
         yield trace
         if trace.training:
             reduce_statistics(trace)
