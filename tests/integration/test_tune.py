@@ -20,9 +20,10 @@ from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.conduct import launch_flags
 from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.lock import ChiefLock
-from tfdist.tuning.options import SweepOptions
+from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.results import Completed, Failed, Outcome
 from tfdist.tuning.runner import TrialJob
@@ -394,6 +395,22 @@ def test_a_changed_space_or_configuration_is_refused_with_the_difference(tmp_pat
     (tmp_path / "config.py").write_text(LINE.replace("1e-1", "1.0"))
     with pytest.raises(UsageError, match=r"learning_rate\.max_value=1\.0 \(there: 0\.1\)"):
         run(options)
+
+
+def test_more_processes_than_cpus_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flags(parallel: int, *, workers: int) -> list[str]:
+        options = RunOptions(
+            sweep_dir=tmp_path, parallel_trials=parallel, strategy="multiworker", workers=workers
+        )
+        return launch_flags(options, cpus=4)
+
+    assert flags(2, workers=2)[-2:] == ["--threads_per_task", "1"]
+    assert flags(1, workers=2)[-2:] == ["--threads_per_task", "2"]
+    assert not caplog.records
+    flags(3, workers=2)
+    assert "3 trials at once are 6 processes that compute, on 4 CPUs" in caplog.text
 
 
 def test_overwrite_is_refused_while_a_sweep_runs(tmp_path: Path) -> None:

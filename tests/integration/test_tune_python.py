@@ -11,6 +11,7 @@ import keras
 import keras_tuner
 import numpy as np
 import pytest
+import sklearn.datasets  # noqa: F401  # seen as imported
 
 import tfdist.tuning
 from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
@@ -20,7 +21,7 @@ from tfdist.strategy import Job, job
 from tfdist.tuning import from_python, hypermodel, inside, trial
 from tfdist.tuning.assignment import Assignment, read
 from tfdist.tuning.journal import Journal
-from tfdist.tuning.own_program import own_program, require_alone
+from tfdist.tuning.own_program import imports_of, own_program, require_alone
 from tfdist.tuning.results import Completed, Goal, completed
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
@@ -121,11 +122,29 @@ def test_an_interactive_session_is_refused_and_a_program_is_found() -> None:
     assert own_program(script, []).python_args == ("-m", "package")
 
 
+def test_only_what_is_installed_is_imported_for_all_trials() -> None:
+    source = """
+import sys, keras, keras_tuner.oracles as oracles
+from sklearn.datasets import load_digits
+from . import beside
+from tests.integration import conftest
+import never_imported
+def f():
+    import rich
+"""
+    assert imports_of(source) == ["keras", "keras_tuner.oracles", "sklearn.datasets"]
+
+
 def test_a_search_from_a_task_of_a_job_is_refused() -> None:
     cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     with pytest.raises(UsageError, match="in a multiworker job of several tasks"):
         require_alone({"TF_CONFIG": cluster})
     require_alone({})
+
+
+def test_an_argument_that_is_almost_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"paralel_trials \(did you mean 'parallel_trials'\?\)"):
+        tfdist.tuning.search(make_tuner(tmp_path), X, Y, epochs=1, paralel_trials=2)
 
 
 def test_a_tuner_that_has_searched_is_refused(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.test_tune import Trial, _logs, until  # noqa: F401  # shows the logs
+from tests.multiprocess.test_tune import ROOT, Trial, _logs, until  # noqa: F401  # shows the logs
 from tfdist.launch.warm import WarmServer
 from tfdist.tuning.lock import is_held
 from tfdist.tuning.results import Completed, Killed
@@ -26,11 +26,11 @@ told = {"warm": server, "server": ppid, "is_imported": "wave" in sys.modules, "p
 
 
 @contextlib.contextmanager
-def warmed(tmp_path: Path, source: str) -> Iterator[Trial]:
+def warmed(tmp_path: Path, source: str, *, more: Sequence[str] = ()) -> Iterator[Trial]:
     trial = Trial(tmp_path, TELL + source)
     trial.runner._launch_flags += ("--start", "fork")
     trial.runner.warm = WarmServer(
-        MODULES, environ=trial.runner._environ, log_path=tmp_path / "fork-server.log"
+        MODULES, more=more, environ=trial.runner._environ, log_path=tmp_path / "fork-server.log"
     )
     try:
         yield trial
@@ -70,6 +70,30 @@ def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path: Path)
         assert memory[-1] - memory[0] < 1024
         pid = pid_of(trial)
     assert not Path(f"/proc/{pid}").exists(), "it outlives the sweep"
+
+
+def test_what_cannot_be_shared_is_left_to_the_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_a_thread.py").write_text(
+        "import threading, time; threading.Thread(target=time.sleep, args=[9], daemon=True).start()"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    source = "print(*sorted({'colorsys', 'with_a_thread'} & set(sys.modules))); done(1); finish()"
+    for name, more in (("0", ["no_such_module", "colorsys"]), ("1", ["colorsys", "with_a_thread"])):
+        (tmp_path / name).mkdir()
+        with warmed(tmp_path / name, source, more=more) as trial:
+            trial.runner.warm._environ["PYTHONPATH"] = os.environ["PYTHONPATH"]  # type: ignore
+            assert isinstance(trial.run(), Completed)
+            assert told(trial)["is_imported"]
+        printed = next((tmp_path / name).rglob("worker-0.log")).read_text()
+        log = (tmp_path / name / "fork-server.log").read_text()
+        if name == "0":
+            assert printed == "colorsys\n"
+            assert "no_such_module is left to the tasks: ModuleNotFoundError" in log
+        else:
+            assert printed == "\n"
+            assert "threads after importing colorsys, with_a_thread: begun anew without" in log
 
 
 def test_a_trial_goes_on_without_it_and_the_next_has_another(tmp_path: Path) -> None:

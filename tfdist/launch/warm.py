@@ -9,10 +9,12 @@ is gone with its processes.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,13 +31,21 @@ class WarmServer:
 
     Args:
       modules: what to import.
+      more: what else, where it can be: a module that fails is left to the tasks, and all of these
+        are where one has started a thread, which would not live through a fork.
       environ: of the imports; each task gets the environment of its job.
       log_path: for what the imports say.
     """
 
     def __init__(
-        self, modules: Sequence[str], *, environ: Mapping[str, str], log_path: Path
+        self,
+        modules: Sequence[str],
+        *,
+        more: Sequence[str] = (),
+        environ: Mapping[str, str],
+        log_path: Path,
     ) -> None:
+        self._more = tuple(more)
         self._modules = tuple(modules)
         self._environ = {**environ, **zygote.ONE_THREAD}
         self._log_path = log_path
@@ -76,7 +86,7 @@ class WarmServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(self._log_path, "ab") as log:
             self._process = subprocess.Popen(
-                bootstrap_command("warm", str(theirs.fileno()), *self._modules),
+                _command(theirs.fileno(), self._modules, self._more),
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -88,13 +98,32 @@ class WarmServer:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serves until its owner is gone: socket descriptor, then the modules to import."""
+    """Serves until its owner is gone: socket descriptor, modules to import, ``--``, and more."""
     control = socket.socket(fileno=int(argv[0]))
+    modules, more = argv[1 : argv.index("--")], argv[argv.index("--") + 1 :]
+    for name in more:
+        _import_if_it_can_be(name)
+    if more and zygote.count_threads() > 1:
+        print(f"fork server: threads after importing {', '.join(more)}: begun anew without")
+        sys.stdout.flush()
+        command = _command(control.fileno(), modules)
+        os.execv(command[0], command)
     os.set_inheritable(control.fileno(), False)
-    zygote.import_once(argv[1:])
+    zygote.import_once(modules)
     server = _forked(control)
     if server is not None:
         zygote.serve(server)
+
+
+def _command(fd: int, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    return bootstrap_command("warm", str(fd), *modules, "--", *more)
+
+
+def _import_if_it_can_be(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(f"fork server: {name} is left to the tasks: {type(error).__name__}: {error}")
 
 
 def _forked(control: socket.socket) -> socket.socket | None:

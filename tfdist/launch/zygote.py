@@ -48,11 +48,16 @@ def import_once(modules: Sequence[str]) -> None:
     set_title("tfdist fork server")
     for name in modules:
         importlib.import_module(name)
-    threads = len(os.listdir("/proc/self/task"))
+    threads = count_threads()
     if threads > 1:  # only the one that forks lives on in a task, whatever the others held
         print(f"fork server: {threads} threads after the imports, where 1 was expected")
     gc.collect()
     gc.freeze()  # so that a task's collector does not touch, and so copy, what all share
+
+
+def count_threads() -> int:
+    """Returns how many threads this process has."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def serve(control: socket.socket) -> None:

@@ -109,7 +109,12 @@ def begin(sweep: Sweep, journal: Journal) -> None:
 
 
 def warm_server(
-    options: RunOptions, *, machine: Machine, environ: Mapping[str, str], modules: Sequence[str]
+    options: RunOptions,
+    *,
+    machine: Machine,
+    environ: Mapping[str, str],
+    modules: Sequence[str],
+    more: Sequence[str] = (),
 ) -> WarmServer | None:
     """Returns what imports once for all trials; None where a GPU may be, which no fork survives."""
     if machine.gpus or machine.has_gpu_driver:
@@ -117,6 +122,7 @@ def warm_server(
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
     return WarmServer(
         ("tensorflow", "keras", *modules),
+        more=more,
         environ={**quiet, **environ},
         log_path=options.sweep_dir / "fork-server.log",
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,18 @@ import numpy as np
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, UsageError
 from tfdist.launch.machine import this_machine
 from tfdist.launch.target import imports_tensorflow
+from tfdist.training import fit
 from tfdist.tuning import directory, journal, retrain
-from tfdist.tuning.assignment import Assignment
+from tfdist.tuning.assigning import Asked, best_of, plan_of
 from tfdist.tuning.assignment import read as read_assignment
-from tfdist.tuning.chief import Plan
 from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
 from tfdist.tuning.options import NONE, RunOptions
 from tfdist.tuning.oracle import PROJECT, Search
-from tfdist.tuning.own_program import own_program, require_alone
-from tfdist.tuning.results import Goal
-from tfdist.tuning.runner import LauncherRunner, TrialJob
-from tfdist.tuning.state import SweepState, Trial
+from tfdist.tuning.own_program import imports_of, own_program, require_alone, require_known
+from tfdist.tuning.runner import LauncherRunner
+from tfdist.tuning.state import SweepState
 
 logger = logging.getLogger(__name__)
-
-_CHECKPOINTS = "checkpoints"
 
 
 def search(
@@ -76,6 +73,9 @@ def search(
       TfdistError: too many trials have failed.
       SystemExit: in a trial, which is done; in a sweep that was asked to stop by a signal.
     """
+    require_known(
+        fit_kwargs, own=inspect.signature(search).parameters, fit=inspect.signature(fit).parameters
+    )
     options = RunOptions(
         sweep_dir=_sweep_dir(tuner, sweep_dir),
         strategy=strategy,
@@ -98,43 +98,17 @@ def search(
     _require_fresh(tuner)
     if assignment is None:  # else a search before the one whose trial this is: it is finished
         require_alone(os.environ)
-        asked = _Asked(options=options, backup_every_steps=backup_every_steps)
+        asked = Asked(options=options, backup_every_steps=backup_every_steps)
         exit_code, state = _conduct(tuner, asked, fit_kwargs)
         _raise_unless_done(exit_code, state, options)
     _take_over_results(tuner, options.sweep_dir)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    options: RunOptions
-    backup_every_steps: int | None
-
-    def assignment(
-        self,
-        trial: str,
-        values: Mapping[str, Any],
-        *,
-        seed: int,
-        run_dir: Path,
-        checkpoints: Path,
-        save_model: bool = False,
-    ) -> Assignment:
-        return Assignment(
-            sweep_dir=str(self.options.sweep_dir.absolute()),
-            trial=trial,
-            run_dir=str(run_dir.absolute()),
-            checkpoints=str(checkpoints.absolute()),
-            values=values,
-            seed=seed,
-            backup_every_steps=self.backup_every_steps,
-            save_model=save_model,
-        )
-
-
-def _conduct(tuner: Any, asked: _Asked, fit_kwargs: Mapping[str, Any]) -> tuple[int, SweepState]:
+def _conduct(tuner: Any, asked: Asked, fit_kwargs: Mapping[str, Any]) -> tuple[int, SweepState]:
     options, environ = asked.options, dict(os.environ)
     machine = this_machine(environ)
-    program = own_program(sys.modules["__main__"], sys.argv[1:])
+    main: Any = sys.modules["__main__"]
+    program = own_program(main, sys.argv[1:])
     is_plain = imports_tensorflow(program, search=[os.getcwd(), *sys.path])
     runner = LauncherRunner(
         program=("-m", "tfdist.tuning.trial", *program.python_args),
@@ -147,7 +121,11 @@ def _conduct(tuner: Any, asked: _Asked, fit_kwargs: Mapping[str, Any]) -> tuple[
         environ=environ,
         timeout_s=options.trial_timeout_s,
         warm=warm_server(
-            options, machine=machine, environ=environ, modules=["tfdist.tuning.inside"]
+            options,
+            machine=machine,
+            environ=environ,
+            modules=["tfdist.tuning.inside"],
+            more=imports_of(Path(main.__file__).read_text(encoding="utf-8")),
         )
         if is_plain
         else None,
@@ -157,8 +135,8 @@ def _conduct(tuner: Any, asked: _Asked, fit_kwargs: Mapping[str, Any]) -> tuple[
             options=options,
             description=_describe(tuner, options, fit_kwargs),
             search_of=lambda begun: _search(tuner, options.sweep_dir, begun),
-            plan_of=lambda begun: _plan(tuner, asked, seed=begun["seed"]),
-            best_of=lambda trial, begun: _best(tuner, asked, trial, seed=begun["seed"]),
+            plan_of=lambda begun: plan_of(tuner, asked, seed=begun["seed"]),
+            best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),
             runner=runner,
         )
     )
@@ -231,58 +209,6 @@ def _search(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
     if isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
         oracle._random_state, oracle.gpr = np.random.RandomState(seed), oracle._make_gpr()
     return Search(oracle, sweep_dir=sweep_dir)
-
-
-def _plan(tuner: Any, asked: _Asked, *, seed: int) -> Plan:
-    options, objective = asked.options, tuner.oracle.objective
-
-    def variables_of(trial: Trial) -> dict[str, str]:
-        trials = options.sweep_dir / directory.TRIALS
-        first = _first_of(trial.id, tuner.oracle)
-        return asked.assignment(
-            trial.id,
-            trial.values,
-            seed=seed,
-            run_dir=trials / trial.id,
-            checkpoints=trials / first / _CHECKPOINTS,
-        ).encode()
-
-    return Plan(
-        sweep_dir=options.sweep_dir,
-        parallel_trials=options.parallel_trials,
-        objective=objective.name,
-        direction=objective.direction,
-        max_epochs=None,
-        max_failed_trials=options.max_failed_trials,
-        early_stop=options.early_stop,
-        variables_of=variables_of,
-    )
-
-
-def _best(tuner: Any, asked: _Asked, trial: Trial, *, seed: int) -> TrialJob:
-    """Returns the job that trains a trial's values from the beginning, hyperband's in full."""
-    values, objective = dict(trial.values), tuner.oracle.objective
-    if "tuner/epochs" in values:
-        values |= {"tuner/epochs": tuner.oracle.max_epochs, "tuner/initial_epoch": 0}
-        values.pop("tuner/trial_id", None)
-    run_dir = asked.options.sweep_dir / retrain.NAME
-    assignment = asked.assignment(
-        retrain.NAME,
-        values,
-        seed=seed,
-        run_dir=run_dir,
-        checkpoints=run_dir / _CHECKPOINTS,
-        save_model=True,
-    )
-    goal = Goal(objective=objective.name, direction=objective.direction)
-    return TrialJob(run_dir=run_dir, flags=(), variables=assignment.encode(), goal=goal, place=0)
-
-
-def _first_of(trial: str, oracle: Any) -> str:
-    """Returns the trial that this one continues, by way of others or not; else itself."""
-    while past := oracle.trials[trial].hyperparameters.values.get("tuner/trial_id"):
-        trial = past
-    return trial
 
 
 def _raise_unless_done(exit_code: int, state: SweepState, options: RunOptions) -> None:

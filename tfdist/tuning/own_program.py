@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import read_environment
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, near
 from tfdist.launch.options import Program
 
 
@@ -27,6 +30,41 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
             fix="put it into a file; in one process, use tuner.search with tuning.HyperModel",
         )
     return Program(target=os.path.abspath(file), is_module=False, args=tuple(args))
+
+
+def imports_of(source: str) -> list[str]:
+    """Returns the modules that a program imports at its top, as far as they are installed ones.
+
+    Its own, beside it, are left out: each trial is to import these itself.
+    """
+    names: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    return [name for name in dict.fromkeys(names) if _is_installed(sys.modules.get(name))]
+
+
+def _is_installed(module: Any) -> bool:
+    parts = Path(getattr(module, "__file__", None) or "").parts
+    return "site-packages" in parts or "dist-packages" in parts
+
+
+def require_known(given: Iterable[str], *, own: Iterable[str], fit: Iterable[str]) -> None:
+    """Raises UsageError for an argument that is neither fit's nor search's but almost so.
+
+    Others may be those of a hypermodel's own fit.
+    """
+    own = list(own)
+    for name in given:
+        if name not in fit and (meant := near(name, own)):
+            raise UsageError(
+                f"search(..., {name}=...)",
+                received=f"{name}{meant}",
+                expected="an argument of search or of fit",
+                fix="correct the name",
+            )
 
 
 def require_alone(environ: Mapping[str, str]) -> None:
