@@ -15,14 +15,19 @@ import sklearn.datasets  # noqa: F401  # seen as imported
 
 import tfdist.tuning
 from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
+from tests.integration.test_tune import Crash, CrashingJournal, Nobody, result
 from tfdist.errors import UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
 from tfdist.tuning import from_python, hypermodel, inside, trial
+from tfdist.tuning.assigning import Asked, plan_of
 from tfdist.tuning.assignment import Assignment, read
+from tfdist.tuning.chief import Chief
 from tfdist.tuning.journal import Journal
+from tfdist.tuning.options import RunOptions
 from tfdist.tuning.own_program import imports_of, own_program, require_alone
 from tfdist.tuning.results import Completed, Goal, completed
+from tfdist.tuning.runner import TrialJob
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -70,8 +75,11 @@ def test_keras_tuners_own_search_fits_with_tfdist(
     assert model.evaluate(X, Y, verbose=0)[1] == pytest.approx(best.score)
 
 
-def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(keras_tuner.Tuner, "on_batch_end", lambda *_, **__: seen.append("batch"))
 
     class Tuner(keras_tuner.RandomSearch):
         def on_epoch_end(self, trial: Any, model: Any, epoch: int, logs: Any = None) -> None:
@@ -158,7 +166,7 @@ def test_a_tuner_that_has_searched_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_space_is_refused(tmp_path: Path) -> None:
     tuner = make_tuner(tmp_path, lambda hp: build(keras_tuner.HyperParameters()))
-    options = from_python.RunOptions(sweep_dir=tmp_path)
+    options = RunOptions(sweep_dir=tmp_path)
     with pytest.raises(UsageError, match="without a hyperparameter"):
         from_python._describe(tuner, options, {})
 
@@ -257,3 +265,116 @@ def test_a_program_that_does_not_come_to_its_search_is_told(
     with pytest.raises(UsageError, match=r"ended before it came to its tfdist\.tuning\.search"):
         trial.main([str(program), "--lr", "1"])
     assert "__main__ ['--lr', '1']" in capsys.readouterr().out
+
+
+class ByValues:
+    """Trials that are done when they are started, with a score of their values."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+
+    def outcome(self, job: TrialJob) -> Any:
+        if job.run_dir.name not in self.done:
+            return None
+        assignment = read(job.variables)
+        assert assignment is not None
+        score = 1 / (1 + abs(assignment.values["rate"] - 0.01))
+        line = {"virtual_epoch": 1, "val_accuracy": score}
+        return Completed(history=(line,), score=score, best_virtual_epoch=1)
+
+    def metrics(self, run_dir: Path) -> list[Any]:
+        return []
+
+    def start(self, job: TrialJob) -> Any:
+        self.done.add(job.run_dir.name)
+        return types.SimpleNamespace(poll=lambda: self.outcome(job))
+
+    def wait(self, running: Any, timeout_s: float) -> None:
+        pass
+
+
+def own_space(hp: Any) -> keras.Model:
+    hp.Float("rate", 1e-4, 1e-1, sampling="log")
+    return keras.Sequential()
+
+
+OWN = {
+    keras_tuner.RandomSearch: {"max_trials": 8},
+    keras_tuner.GridSearch: {"max_trials": 8},
+    keras_tuner.BayesianOptimization: {"max_trials": 6},
+    keras_tuner.Hyperband: {"max_epochs": 4, "factor": 2},
+}
+
+
+def own_chief(kind: Any, sweep_dir: Path, runner: ByValues, *, at: int | None = None) -> Chief:
+    """The chief of a program that has been started: its tuner is new, and has drawn a seed."""
+    tuner = kind(own_space, "val_accuracy", directory=str(sweep_dir), **OWN[kind])
+    book = CrashingJournal(sweep_dir / "journal.jsonl")
+    if not book.lines:
+        begun = {"objective": "val_accuracy", "direction": "max", "seed": 3}
+        book.add("begun", max_trials=tuner.oracle.max_trials, **begun)
+    book.left = at
+    search = from_python._search(tuner, sweep_dir, book.lines[0])
+    search.replay(book.lines)
+    asked = Asked(options=RunOptions(sweep_dir=sweep_dir), backup_every_steps=None)
+    plan = plan_of(tuner, asked, seed=3)
+    return Chief(plan, search=search, journal=book, runner=runner, observer=Nobody())
+
+
+@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
+def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(
+    kind: Any, tmp_path: Path
+) -> None:
+    for name in ("whole", "torn"):
+        (tmp_path / name).mkdir()
+    assert own_chief(kind, tmp_path / "whole", ByValues()).run() == 0
+    runner, crashes = ByValues(), 0
+    while True:
+        try:
+            assert own_chief(kind, tmp_path / "torn", runner, at=7).run() == 0
+            break
+        except Crash:
+            crashes += 1
+    assert crashes >= 2
+    assert result(tmp_path / "torn") == result(tmp_path / "whole")
+
+
+def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    kind = keras_tuner.Hyperband
+    chief = own_chief(kind, tmp_path, ByValues())
+    assert chief.run() == 0
+    continued = [t for t in chief.state.trials.values() if "tuner/trial_id" in t.values]
+    assert continued
+    for one in continued:
+        told = read(chief._plan.variables_of(one))
+        assert told is not None
+        first = one
+        while past := first.values.get("tuner/trial_id"):
+            first = chief.state.trials[past]
+        assert told.checkpoints == str(tmp_path / "trials" / first.id / "checkpoints")
+        assert told.run_dir == str(tmp_path / "trials" / one.id)
+
+
+def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(
+    tmp_path: Path, strategies: Any
+) -> None:
+    directory = RunDirectory(tmp_path / "trials" / "0")
+
+    def run() -> tuple[Any, Any]:
+        tuner = make_tuner(tmp_path, executions_per_trial=2, distribution_strategy=strategies[1])
+        fitting = {"epochs": 2, "validation_data": (X, Y), "verbose": 0}
+        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
+        return directory.read_summary(), directory.read_metrics()
+
+    summary, lines = run()
+    assert [line["virtual_epoch"] for line in lines] == [1, 2, 3, 4]
+    values = [line["val_accuracy"] for line in lines]
+    mean = (max(values[:2]) + max(values[2:])) / 2
+    assert summary["result"]["val_accuracy"] == pytest.approx(mean)
+    assert (summary["steps"], summary["virtual_epochs"]) == (8, 4)
+    directory.summary_file.unlink()  # killed before it was written
+    again, same_lines = run()
+    assert again == {**summary, "resumed_from_step": 4}
+    assert same_lines == lines
