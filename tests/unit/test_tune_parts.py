@@ -303,7 +303,9 @@ def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path: Path) -> No
     book.add("asked", asker="r", status="RUNNING", **running)
     book.add("started", trial="3")
     (tmp_path / "trials" / "3").mkdir(parents=True)
-    (tmp_path / "trials" / "3" / "metrics.jsonl").write_text('{"virtual_epoch": 2}\n')
+    (tmp_path / "trials" / "3" / "metrics.jsonl").write_text(
+        '{"step": 90, "virtual_epoch": 2, "loss": 0.25}\n'
+    )
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     state = fold(book.lines)
@@ -312,7 +314,7 @@ def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path: Path) -> No
         screen.changed(state, state.trials["3"])
     said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     assert "going on: 3 trials have ended, 1 go on where they stood" in said
-    assert re.search(r"3 +running +2 of \? +lr=0.25", said)
+    assert re.search(r"3 +running +2 of \?, step 90 +0\.2500 +lr=0.25", said)
     assert json.loads((tmp_path / "sweep.json").read_text())["trials"][3]["status"] == "running"
 
 

@@ -122,11 +122,13 @@ def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Tabl
     ranked = state.ranked() if is_final else state.ranked()[:_SHOWN]
     failed = [t for t in state.trials.values() if t.status == FAILED]
     for trial in [*running, *ranked, *failed[-_SHOWN:]]:
+        line = {} if trial.is_over else _last_line(trial, sweep_dir)
+        score = line.get(objective) if line else trial.score
         drawn.add_row(
             trial.id,
             trial.status,
-            _progress(trial, state, sweep_dir),
-            "" if trial.score is None else f"{trial.score:.4f}",
+            _progress(trial, state, line),
+            "" if score is None else f"{score:.4f}",
             values_text(trial.hyperparameters),
         )
     return drawn
@@ -182,14 +184,20 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _progress(trial: Trial, state: SweepState, sweep_dir: Path) -> str:
+def _last_line(trial: Trial, sweep_dir: Path) -> Mapping[str, Any]:
+    """Returns the metrics of the last virtual epoch that a trial has done so far."""
+    lines = RunDirectory(sweep_dir / directory.TRIALS / trial.run).read_metrics()
+    return lines[-1] if lines else {}
+
+
+def _progress(trial: Trial, state: SweepState, line: Mapping[str, Any]) -> str:
     config = state.begun.get("config", {})
     of = trial.until or config.get("checkpoints") or config.get("epochs") or "?"
     if trial.is_over:
         stopped = f", stopped at {trial.stopped_at}" if trial.stopped_at else ""
         return f"{trial.best_virtual_epoch} of {of}{stopped}" if trial.best_virtual_epoch else ""
-    lines = RunDirectory(sweep_dir / directory.TRIALS / trial.run).read_metrics()
-    return f"{lines[-1]['virtual_epoch'] if lines else 0} of {of}"
+    step = f", step {line['step']}" if "step" in line else ""
+    return f"{line.get('virtual_epoch', 0)} of {of}{step}"
 
 
 def _counts(state: SweepState) -> str:
