@@ -16,7 +16,7 @@ from tfdist.cluster import HeldPort, hold_ports, is_port_free, ports
 from tfdist.errors import UsageError
 
 DEADLINE_S = 60
-EPHEMERAL = ports._ephemeral_ports()
+EPHEMERAL = ports.ephemeral_ports()
 
 TRY_TO_LISTEN = """
 import socket, sys
@@ -195,7 +195,7 @@ def test_the_system_chooses_where_all_ports_are_ephemeral(
     everything = tmp_path / "range"
     everything.write_text("1024\t65535\n")
     monkeypatch.setattr(ports, "_RANGE_FILE", everything)
-    assert not list(ports.preferred_ports(ports._ephemeral_ports()))
+    assert not list(ports.preferred_ports(ports.ephemeral_ports()))
     for port in hold_ports(3):
         with port:
             assert other_process_listens(port, reuse_address=False) == errno.EADDRINUSE
@@ -208,7 +208,7 @@ def test_an_unreadable_range_counts_as_the_default(
     if text is not None:
         (tmp_path / "range").write_text(text)
     monkeypatch.setattr(ports, "_RANGE_FILE", tmp_path / "range")
-    assert ports._ephemeral_ports() == range(32_768, 61_000)
+    assert ports.ephemeral_ports() == range(32_768, 61_000)
 
 
 def test_a_system_without_ipv6_holds_ports_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def hold_ports(n: int, *, host: str = "127.0.0.1") -> list[HeldPort]:
         UsageError: `n` ports cannot be held, or `host` is no host.
     """
     check_address(_join(host, 1), where="host")
-    candidates = preferred_ports(_ephemeral_ports())
+    candidates = preferred_ports(ephemeral_ports())
     with contextlib.ExitStack() as stack:
         try:
             held = [stack.enter_context(_hold_one(candidates, host=host)) for _ in range(n)]
@@ -150,7 +150,7 @@ def _bind(unbound: socket.socket, port: int) -> bool:
     return True
 
 
-def _ephemeral_ports() -> range:
+def ephemeral_ports() -> range:
     """Returns the ports of outgoing connections; Linux' defaults where it does not say."""
     try:
         first, last = map(int, _RANGE_FILE.read_text().split())

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from tfdist.lint.findings import Finding, Severity
+from tfdist.lint.findings import Finding, Rule, Severity
 from tfdist.lint.rules import RULES
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
     """Returns 0 for none, 1 for warnings and 2 where there is an error."""
-    if any(_severity(finding) is Severity.ERROR for finding in findings):
+    return worst(_severity(finding) for finding in findings)
+
+
+def worst(severities: Iterable[Severity]) -> int:
+    """Returns the exit code of findings of these severities."""
+    seen = set(severities)
+    if Severity.ERROR in seen:
         return EXIT_USAGE
-    return EXIT_FAILED if findings else EXIT_OK
+    return EXIT_FAILED if seen else EXIT_OK
 
 
 def as_text(findings: Sequence[Finding], *, files: int) -> str:
     """Returns a line for each finding, and one that counts them."""
     lines = [
-        _printable(
+        printable(
             f"{finding.place}: {finding.code} {_severity(finding).value}: "
             f"received {finding.received}; expected {finding.expected}. Fix: {finding.fix}"
         )
@@ -28,8 +34,8 @@ def as_text(findings: Sequence[Finding], *, files: int) -> str:
     ]
     errors = sum(_severity(finding) is Severity.ERROR for finding in findings)
     warnings = len(findings) - errors
-    said = f"{_count(errors, 'error')}, {_count(warnings, 'warning')}" if lines else "no findings"
-    return "\n".join([*lines, f"{_count(files, 'file')}: {said}"])
+    said = f"{count(errors, 'error')}, {count(warnings, 'warning')}" if lines else "no findings"
+    return "\n".join([*lines, f"{count(files, 'file')}: {said}"])
 
 
 def as_json(findings: Sequence[Finding]) -> str:
@@ -56,15 +62,14 @@ def as_json(findings: Sequence[Finding]) -> str:
     )
 
 
-def rules_as_text() -> str:
+def rules_as_text(rules: Iterable[Rule] = RULES.values()) -> str:
     """Returns every rule: its code, its severity, what it finds and why that is wrong."""
     return "\n".join(
-        f"{rule.code} {rule.severity.value:7} {rule.title}\n       {rule.reason}"
-        for rule in RULES.values()
+        f"{rule.code} {rule.severity.value:7} {rule.title}\n       {rule.reason}" for rule in rules
     )
 
 
-def rules_as_json() -> str:
+def rules_as_json(rules: Iterable[Rule] = RULES.values()) -> str:
     """Returns the rules as a list of objects."""
     return json.dumps(
         [
@@ -74,7 +79,7 @@ def rules_as_json() -> str:
                 "title": rule.title,
                 "reason": rule.reason,
             }
-            for rule in RULES.values()
+            for rule in rules
         ],
         indent=1,
     )
@@ -84,10 +89,11 @@ def _severity(finding: Finding) -> Severity:
     return RULES[finding.code].severity
 
 
-def _count(number: int, name: str) -> str:
+def count(number: int, name: str) -> str:
+    """Returns ``1 error`` or ``2 errors``."""
     return f"{number} {name}" + "s" * (number != 1)
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Returns a line on which a file cannot write over what the terminal shows."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
