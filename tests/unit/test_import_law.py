@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "schedulers": {"errors", "cluster"},
     "configs": {"errors"},
     "lint": {"errors", "cluster", "configs"},
+    "preflight": {"errors", "cluster", "rendezvous", "launch", "lint"},
     "tuning": {
         *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
         "training",
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "bench": {"errors", "outputs"},
 }
 WITHOUT_TENSORFLOW = (
-    *("errors", "cluster", "rendezvous", "launch"),
+    *("errors", "cluster", "rendezvous", "launch", "preflight"),
     *("schedulers", "configs", "outputs", "lint", "bench"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))

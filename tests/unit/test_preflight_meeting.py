@@ -1,0 +1,240 @@
+"""The hosts' meeting: who is let in, who is named as missing, and what nobody can do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tfdist.cluster import HeldPort, hold_ports
+from tfdist.preflight import door
+from tfdist.preflight.door import Door
+from tfdist.preflight.facts import Host
+from tfdist.preflight.job import Job
+from tfdist.preflight.meeting import Meeting, NoMeeting, attend, join_meeting
+from tfdist.preflight.probing import connected
+from tfdist.preflight.wire import Conversation, Violation
+from tfdist.rendezvous.link import MAX_FRAME_BYTES
+
+SOON_S = 0.3
+LONG_S = 20.0
+
+
+@pytest.fixture
+def held() -> Iterator[list[HeldPort]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(port) for port in hold_ports(3)]
+
+
+def job(held: list[HeldPort], index: int, *, hosts: int = 2, token: bytes = b"secret") -> Job:
+    names = ("127.0.0.1", "127.0.0.2", "127.0.0.3")[:hosts]
+    listed = (Host(name=name, ports=(port.port,)) for name, port in zip(names, held, strict=False))
+    return Job(hosts=tuple(listed), index=index, token=token)
+
+
+@contextlib.contextmanager
+def opened(first: Job) -> Iterator[Meeting]:
+    line = door.greeting(0, first.fingerprint)
+    with Door(line, first.host.ports, token=first.token, spare=True) as entry:
+        meeting = Meeting(first, entry)
+        yield meeting
+        meeting.end(0)
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+
+
+def test_hosts_come_together_answer_and_are_let_go(held: list[HeldPort]) -> None:
+    codes: list[int] = []
+    steps = {"look": lambda present: {"saw": list(present)}}
+
+    def second() -> None:
+        talk = join_meeting(job(held, 1), within_s=LONG_S)
+        codes.append(attend(talk, steps, hosts=2))
+
+    with beside(second), opened(job(held, 0)) as meeting:
+        meeting.gather(within_s=LONG_S)
+        assert (meeting.present, meeting.absent) == ([0, 1], [])
+        answers = meeting.ask("look", within_s=LONG_S, own=lambda: {"saw": "own"})
+        assert answers == {0: {"saw": "own"}, 1: {"saw": [0, 1]}}
+        clock = meeting.clocks()[1]
+        assert abs(clock.ahead_s) <= clock.error_s + 0.1
+        meeting.end(2)
+    assert codes == [2]
+
+
+def test_who_does_not_come_is_named(held: list[HeldPort]) -> None:
+    with opened(job(held, 0, hosts=3)) as meeting:
+        meeting.gather(within_s=SOON_S)
+        assert [(a.index, a.is_other_job) for a in meeting.absent] == [(1, False), (2, False)]
+        assert "did not come" in meeting.absent[0].why
+
+
+def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> None:
+    refused: list[str] = []
+
+    def second() -> None:
+        with pytest.raises(NoMeeting) as error:
+            join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
+        refused.append(str(error.value))
+
+    with beside(second), opened(job(held, 0)) as meeting:
+        meeting.gather(within_s=LONG_S)
+    (absence,) = meeting.absent
+    assert absence.is_other_job
+    assert "127.0.0.3" in absence.why
+    assert "another job" in refused[0]
+
+
+def test_a_host_that_finds_nobody_says_where_it_looked(held: list[HeldPort]) -> None:
+    with pytest.raises(NoMeeting, match=f"port {held[0].port}: connection refused, for 0 s"):
+        join_meeting(job(held, 1), within_s=SOON_S)
+
+
+def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort]) -> None:
+    with socket.create_server(("", held[0].port)), opened(job(held, 0)) as meeting:
+
+        def second() -> None:
+            join_meeting(job(held, 1), within_s=LONG_S).close()
+
+        with beside(second):
+            meeting.gather(within_s=LONG_S)
+        assert meeting.present == [0, 1]
+
+
+def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[HeldPort]) -> None:
+    def second() -> None:
+        talk = join_meeting(job(held, 1), within_s=LONG_S)
+        talk.receive(within_s=LONG_S)
+        talk.close()
+
+    with beside(second), opened(job(held, 0)) as meeting:
+        meeting.gather(within_s=LONG_S)
+        assert set(meeting.ask("wire", within_s=LONG_S, own=dict)) == {0}
+        assert [(a.index, a.during) for a in meeting.absent] == [(1, "wire")]
+        assert meeting.clocks() == {}
+
+
+def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
+    done = threading.Event()
+
+    def second() -> None:
+        talk = join_meeting(job(held, 1), within_s=LONG_S)
+        done.wait(LONG_S)
+        talk.close()
+
+    with beside(second), opened(job(held, 0)) as meeting:
+        meeting.gather(within_s=LONG_S)
+        meeting.ask("look", within_s=SOON_S, own=dict)
+        done.set()
+    assert [(a.index, a.why) for a in meeting.absent] == [(1, "no answer in time")]
+
+
+def greeted(sock: socket.socket, token: bytes = b"secret") -> Conversation:
+    """A guest that has shown that it knows the token, and said nothing yet."""
+    sock.sendall(b"meet\n")
+    talk = Conversation(sock, token=token, accepts=False)
+    talk.greet(within_s=LONG_S)
+    return talk
+
+
+@pytest.mark.parametrize("hello", [{}, {"index": 99}, {"index": -1}, {"index": "1"}, {"index": []}])
+def test_whoever_says_nothing_of_sense_is_turned_away(
+    held: list[HeldPort], hello: dict[str, object]
+) -> None:
+    with opened(job(held, 0)) as meeting, connected("127.0.0.1", held[0].port) as (sock, _):
+        talk = greeted(sock)
+        talk.send(hello, within_s=LONG_S)
+        meeting.gather(within_s=SOON_S)
+        assert talk.receive(within_s=LONG_S)["refused"] == "is none of the hosts of this job"
+        assert meeting.present == [0]
+        assert [(a.index, a.is_other_job) for a in meeting.absent] == [(1, False)]
+
+
+def test_whoever_has_another_token_is_turned_away_and_counted(held: list[HeldPort]) -> None:
+    def second() -> None:
+        with pytest.raises(NoMeeting, match="another token"):
+            join_meeting(job(held, 1, token=b"guessed"), within_s=LONG_S)
+
+    with opened(job(held, 0)) as meeting:
+        with beside(second):
+            pass
+        meeting.gather(within_s=SOON_S)
+        assert "and 1 came with another token" in meeting.absent[0].why
+
+
+def test_random_bytes_neither_end_it_nor_keep_others_out(
+    held: list[HeldPort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfdist.preflight.door._HELLO_S", SOON_S)
+    source = random.Random(1)
+
+    def second() -> None:
+        join_meeting(job(held, 1), within_s=LONG_S).close()
+
+    with opened(job(held, 0)) as meeting:
+        for count in range(100):
+            with connected("127.0.0.1", held[0].port) as (sock, _):
+                start = b"meet\n" if count % 2 else b""
+                sock.sendall(start + source.randbytes(source.randrange(1, 200)))
+        with beside(second):
+            meeting.gather(within_s=LONG_S)
+        assert meeting.present == [0, 1]
+
+
+def pair() -> tuple[Conversation, Conversation]:
+    ours, theirs = socket.socketpair()
+    first = Conversation(ours, token=b"secret", accepts=True)
+    second = Conversation(theirs, token=b"secret", accepts=False)
+    with beside(lambda: first.greet(within_s=LONG_S)):
+        second.greet(within_s=LONG_S)
+    return first, second
+
+
+def test_a_host_takes_no_steps_but_its_own() -> None:
+    first, second = pair()
+    with contextlib.closing(first), contextlib.closing(second):
+        first.send({"do": "remove", "present": []}, within_s=LONG_S)
+        with pytest.raises(NoMeeting, match="the step 'remove'"):
+            attend(second, {}, hosts=2)
+
+
+def test_messages_are_bounded_and_late_ones_are_not_waited_for() -> None:
+    first, second = pair()
+    with contextlib.closing(first), contextlib.closing(second):
+        with pytest.raises(ValueError, match="a message of"):
+            first.send({"x": "y" * MAX_FRAME_BYTES}, within_s=LONG_S)
+        with pytest.raises(TimeoutError):
+            second.receive(within_s=SOON_S)
+        first._socket.sendall(b"\xff" * 64)
+        with pytest.raises(Violation):
+            second.receive(within_s=LONG_S)
+
+
+def test_a_stranger_does_not_end_the_wait_and_nobody_has_anothers_place(
+    held: list[HeldPort],
+) -> None:
+    def others() -> None:
+        with connected("127.0.0.1", held[0].port) as (sock, _):
+            greeted(sock).send({"index": 99}, within_s=LONG_S)
+        first = join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
+        with pytest.raises(NoMeeting, match="is there already"):
+            join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
+        join_meeting(job(held, 2, hosts=3), within_s=LONG_S).close()
+        first.close()
+
+    with opened(job(held, 0, hosts=3)) as meeting, beside(others):
+        meeting.gather(within_s=LONG_S)
+        assert meeting.present == [0, 1, 2]

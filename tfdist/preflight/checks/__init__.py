@@ -1,0 +1,38 @@
+"""Every rule by its code; a code keeps its meaning for good, and is not given again."""
+
+from __future__ import annotations
+
+from tfdist.preflight.checks import (
+    clocks,
+    directory,
+    exchange,
+    hosts,
+    machines,
+    names,
+    network,
+    ports,
+    proxies,
+    software,
+)
+from tfdist.preflight.facts import JobFacts
+from tfdist.preflight.findings import Finding, Rule, Topic
+
+TOPICS: tuple[Topic, ...] = (
+    hosts.TOPIC,
+    names.TOPIC,
+    ports.TOPIC,
+    network.TOPIC,
+    clocks.TOPIC,
+    software.TOPIC,
+    machines.TOPIC,
+    proxies.TOPIC,
+    directory.TOPIC,
+    exchange.TOPIC,
+)
+
+RULES: dict[str, Rule] = {rule.code: rule for topic in TOPICS for rule in topic.rules}
+
+
+def check(facts: JobFacts) -> list[Finding]:
+    """Returns all that is wrong, topic after topic."""
+    return [finding for topic in TOPICS for finding in topic.check(facts)]

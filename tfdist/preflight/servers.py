@@ -1,0 +1,120 @@
+"""``python -m tfdist.preflight.servers INDEX ADDRESS...``: an all-reduce, a push and a pull.
+
+A server of TensorFlow on each host; the first has them reduce, push and pull, and prints what came
+of it as JSON. It ends with its standard input, so that it never outlives the doctor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdist.preflight.facts import Exchange
+
+SIZE_BYTES = 4 << 20
+_ROUNDS = 6
+_PIECE_BYTES = 1 << 20
+_STEP_MS = 10_000
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves, or in the first task has the others work; returns the exit code."""
+    index, addresses = int(argv[0]), list(argv[1:])
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    import tensorflow as tf
+
+    tf.compat.v1.disable_eager_execution()
+    config = tf.compat.v1.ConfigProto()
+    config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    config.experimental.recv_buf_max_chunk = _PIECE_BYTES  # as the strategies have it
+    server = tf.distribute.Server(
+        {"worker": addresses}, job_name="worker", task_index=index, config=config
+    )
+    if index:
+        server.join()
+    found = _exchange(tf, server.target, config, len(addresses))
+    print(json.dumps(dataclasses.asdict(found)), flush=True)
+    return 0
+
+
+def _exchange(tf: Any, target: str, config: Any, tasks: int) -> Exchange:
+    graph = tf.Graph()
+    with graph.as_default():
+        sums, reduce = _all_reduce(tf, tasks)
+        with tf.device(_device(tasks - 1)):
+            weights = tf.compat.v1.Variable(tf.zeros([_length()]), use_resource=True)
+        with tf.device(_device(0)):
+            gradient = tf.fill([_length()], tf.compat.v1.random_uniform([]))
+            pull = tf.reduce_sum(weights.read_value())
+        with tf.device(_device(tasks - 1)):
+            push = weights.assign_add(gradient, read_value=False)
+    options = tf.compat.v1.RunOptions(timeout_in_ms=_STEP_MS)
+    with tf.compat.v1.Session(target, graph=graph, config=config) as session:
+
+        def run(what: Any) -> Any:
+            return session.run(what, options=options)
+
+        run(weights.initializer)
+        expected = tasks * (tasks + 1) / 2
+        is_right = all(value == expected for value in run(sums))
+        return Exchange(
+            size_bytes=SIZE_BYTES,
+            is_right=is_right,
+            reduce_s=_best_s(lambda: run(reduce)),
+            push_s=_best_s(lambda: run(push)),
+            pull_s=_best_s(lambda: run(pull)),
+        )
+
+
+def _all_reduce(tf: Any, tasks: int) -> tuple[list[Any], Any]:
+    """Returns the ends of what each task has of the sum, and the operation that makes it."""
+    ends, made = [], []
+    for index in range(tasks):
+        with tf.device(_device(index)):
+            total = tf.raw_ops.CollectiveReduceV2(
+                input=tf.fill([_length()], float(index + 1)),
+                group_size=tasks,
+                group_key=1,
+                instance_key=1,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+                communication_hint="ring",
+            )
+            ends += [total[0], total[-1]]
+            made.append(total.op)
+    return ends, tf.group(*made)
+
+
+def _device(index: int) -> str:
+    return f"/job:worker/task:{index}/device:CPU:0"
+
+
+def _length() -> int:
+    return SIZE_BYTES // 4
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # the servers of the others are gone, and TensorFlow would wait for them
