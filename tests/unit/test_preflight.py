@@ -110,6 +110,11 @@ def with_name(place: int, **changes: Any) -> JobFacts:
     return with_b(names=tuple(names))
 
 
+def unreached(facts: JobFacts) -> JobFacts:
+    """The same before anybody has tried to reach another."""
+    return replace(facts, present=tuple(replace(h, reaches=()) for h in facts.present))
+
+
 def with_wire(**changes: Any) -> JobFacts:
     return with_b(wires=(replace(host(1).wires[0], **changes),))
 
@@ -140,6 +145,7 @@ def alone() -> JobFacts:
     return JobFacts(hosts=GOOD.hosts, present=(seen,), absent=away)
 
 
+LOOPBACK = tuple(NameFacts(name=name, addresses=("127.0.0.1",)) for name in NAMES)
 PROXY = Proxy(name="http_proxy", value="http://proxy:3128")
 BROKEN: Mapping[str, list[JobFacts]] = {
     "D001": [without_b(why="did not come within 60 s")],
@@ -148,8 +154,8 @@ BROKEN: Mapping[str, list[JobFacts]] = {
     "D004": [without_b(why="timed out", during="wire")],
     "D101": [with_name(2, addresses=(), error="Name or service not known")],
     "D102": [
-        with_name(0, addresses=("10.0.0.3",)),  # another host's
-        with_name(0, addresses=("127.0.0.1",)),  # one's own
+        unreached(with_name(0, addresses=("10.0.0.3",))),  # another host's
+        unreached(with_name(0, addresses=("127.0.0.1",))),  # one's own
     ],
     "D103": [with_name(1, addresses=("127.0.1.1",))],
     "D104": [
@@ -270,9 +276,12 @@ def test_every_rule_is_in_the_docs_as_it_is() -> None:
         with_machine(shared_memory=64 << 20),  # no GPU uses it
         with_b(clock_ahead_s=1.2, clock_error_s=0.5),  # cannot be told that closely
         # An address that the host itself does not have, as behind a translation: it answers there.
-        with_name(0, addresses=("203.0.113.9",)),
+        unreached(with_name(0, addresses=("203.0.113.9",))),
+        # Hosts that are one machine: each answers under its own name.
+        with_name(0, addresses=("127.0.0.1",)),
+        replace(GOOD, present=tuple(replace(h, names=LOOPBACK) for h in GOOD.present)),
     ],
-    ids=["repairs", "excepted", "no GPU", "slow clock", "translated"],
+    ids=["repairs", "excepted", "no GPU", "slow clock", "translated", "answers", "one machine"],
 )
 def test_what_a_job_can_have_is_no_finding(facts: JobFacts) -> None:
     assert check(facts) == []

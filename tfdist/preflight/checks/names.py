@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tfdist.cluster.placement import is_name
 from tfdist.lint.rules.table import error, warning
@@ -80,10 +80,12 @@ def _one(facts: JobFacts, host: HostFacts, index: int, found: NameFacts) -> Iter
     if not is_name(found.name):
         return
     if index == host.index:
-        if len(facts.hosts) > 1 and all(_is_loopback(a) for a in found.addresses):
+        others = [a for other in host.names if other is not found for a in other.addresses]
+        if _all_loopback(found.addresses) and others and not _all_loopback(others):
             yield _own_loopback(here, found)
         return
-    if not _leads_there(facts, index, found):
+    answered = {reach.answered for reach in host.reaches if reach.host == index}
+    if answered != {index} and not _leads_there(facts, index, found):
         yield Finding(
             code="D102",
             hosts=(here,),
@@ -106,10 +108,10 @@ def _own_loopback(here: str, found: NameFacts) -> Finding:
 def _leads_there(facts: JobFacts, index: int, found: NameFacts) -> bool:
     """Returns whether a name leads to its host, as far as the host is there to tell.
 
-    A host behind a translation of addresses does not know its own; reaching it proves as much
-    (`D203`), so what is no address of it counts only if it is loopback or another host's.
+    A host behind a translation of addresses does not know its own, so what is no address of it
+    counts only if it is loopback or another host's.
     """
-    if all(_is_loopback(address) for address in found.addresses):
+    if _all_loopback(found.addresses):
         return False
     others = {
         address: host.index
@@ -126,6 +128,10 @@ def _expected(facts: JobFacts, index: int) -> str:
             own = [a for a in host.machine.own_addresses if not _is_loopback(a)]
             return f"an address of {facts.name(index)}: {', '.join(own[:4])}"
     return f"an address of {facts.name(index)}"
+
+
+def _all_loopback(addresses: Sequence[str]) -> bool:
+    return all(_is_loopback(address) for address in addresses)
 
 
 def _is_loopback(address: str) -> bool:
