@@ -1,0 +1,22 @@
+"""The doctor as a step of two nodes finds them, and each other, by what Slurm says alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.slurm.cluster import NODES
+from tests.slurm.jobs import Slurm
+
+
+def test_a_step_of_two_nodes_is_looked_at(slurm: Slurm) -> None:
+    doctor = (sys.executable, "-m", "tfdist.doctor", "--quick", "--json", "--shared_dir=.")
+    done = slurm.run("srun", "--nodes=2", "--ntasks=2", *doctor)
+    printed = json.loads(done.stdout)
+    assert [finding for finding in printed["findings"] if finding["severity"] == "error"] == []
+    assert [host["name"] for host in printed["facts"]["hosts"]] == list(NODES)
+    assert len(printed["facts"]["present"]) == 2
+    well = {topic["topic"] for topic in printed["topics"] if topic["severity"] == "ok"}
+    assert {"hosts", "names", "ports", "shared directory"} <= well
+    assert f"what was seen of {NODES[1]} is said on {NODES[0]}" in done.stderr
+    assert not list(slurm.folder.glob(".tfdist*"))
