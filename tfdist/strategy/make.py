@@ -164,7 +164,7 @@ def _multiworker(
     devices.send_in_large_pieces()
     options = options or tf.distribute.experimental.CommunicationOptions(implementation=ring)
     rendezvous.await_peers(config, timeout_s=timeout_s)
-    with rendezvous.last_resort(timeout_s=timeout_s):
+    with rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=_resolver(config), communication_options=options
         )

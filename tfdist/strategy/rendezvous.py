@@ -19,6 +19,11 @@ from tfdist.cluster import ClusterSpec, Task, TaskConfig
 from tfdist.errors import StartupTimeout, UsageError
 
 _LOG = logging.getLogger(__name__)
+
+LATER_S = 10.0
+"""How much longer a task waits inside TensorFlow than for its peers to answer. One that does not
+reach this task gives up before, and names it with its address."""
+
 _PROBE_EVERY_S = 1.0
 _FIRST_PROBE_S = 0.02  # the next one comes after twice the time, up to the above
 _SAY_EVERY_S = 10.0
