@@ -8,10 +8,10 @@ ARGS ?=
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm lint chaos bench recovery clean
+.PHONY: help setup demo test test-mpi test-slurm test-networks lint chaos bench recovery clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(READY)  ## a virtual environment in .venv with the pinned versions, once
 
@@ -40,6 +40,10 @@ test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debi
 test-slurm: setup  ## jobs on a Slurm of two nodes, which is installed (by root), started and ended
 	tests/slurm/install.sh
 	$(CPU_ONLY) $(PY) -m tests.slurm $(ARGS)
+
+test-networks: setup  ## jobs of two hosts, in namespaces, over networks that fail; needs root
+	tests/networks/install.sh
+	$(CPU_ONLY) $(PY) -m pytest tests/networks $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .

@@ -1,0 +1,35 @@
+"""Jobs are started as in the tests of one machine; here each launcher is on a host of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiprocess import jobs
+from tests.multiprocess.conftest import launch
+from tests.networks.network import Network
+
+__all__ = ["launch"]
+
+
+@pytest.fixture
+def network():
+    with Network() as made:
+        yield made
+
+
+@pytest.fixture
+def on(launch, network, monkeypatch):
+    """Starts the launcher of a host."""
+    monkeypatch.setattr(jobs, "DEADLINE_S", 150.0)
+
+    def start(host, source, *flags, **more):
+        rank = ["alpha", "beta"].index(host)
+        return launch(
+            source,
+            *("--hosts", "alpha,beta", "--node_rank", str(rank), "--run_dir", "run", *flags),
+            command=(*network.inside(host), *jobs.LAUNCH),
+            env={"TFDIST_RENDEZVOUS_TOKEN": "known to both hosts"},
+            **more,
+        )
+
+    return start
