@@ -81,6 +81,7 @@ def test_a_list_of_one_host_is_a_job_on_this_machine():
         ("--hosts a,b --node_rank 0 --min_workers 3", "--min_workers: received 3 of 2 workers"),
         ("--hosts a,b --node_rank 0 --rendezvous_token_file /none", "--rendezvous_token_file: "),
         ("--hosts a,b --node_rank 0 --isolate", "--isolate: received it in a job on 2 hosts"),
+        ("--hosts a,b --evaluator --strategy multiworker --node_rank 0", "--evaluator: received"),
         ("--hosts a,b --host_timeout_s 0", "--host_timeout_s: received 0"),
     ],
 )

@@ -107,13 +107,7 @@ def decided_group(
     _check_fewest(options)
     if len(hosts) == 1:
         return dataclasses.replace(options, hosts=None, node_rank=None), None
-    if options.isolate:
-        raise UsageError(
-            "--isolate",
-            received=f"it in a job on {len(hosts)} hosts",
-            expected="a job on this machine alone",
-            fix="leave it out: the hosts have to reach each other",
-        )
+    _refuse_what_is_for_one(options, num_hosts=len(hosts))
     group = Group(
         hosts=hosts,
         slots=slots,
@@ -249,6 +243,17 @@ def _check_fewest(options: LaunchOptions) -> None:
             expected=f"at most {options.workers}",
             fix=f"use --min_workers {options.workers}",
         )
+
+
+def _refuse_what_is_for_one(options: LaunchOptions, *, num_hosts: int) -> None:
+    reasons = {
+        "isolate": "leave it out: the hosts have to reach each other",
+        "evaluator": "leave it out, and validate in the training",
+    }
+    for name, fix in reasons.items():
+        if getattr(options, name):
+            received, expected = f"it in a job on {num_hosts} hosts", "a job on this machine alone"
+            raise UsageError(f"--{name}", received=received, expected=expected, fix=fix)
 
 
 def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:
