@@ -165,6 +165,25 @@ def test_a_second_signal_to_the_same_launcher_kills_on_all(both):
         job.assert_gone()
 
 
+STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
+HOLDS = "import ctypes; [ctypes.PyDLL(None).sleep(600) for _ in range(9)]"  # with Python's lock
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"), [(STOPS, "SIGSTOP"), (HOLDS, "does not answer")], ids=["stopped", "silent"]
+)
+def test_a_task_that_stands_still_on_another_host_is_found(both, what, cause):
+    source = INDEX + f"import signal, time\ntime.sleep(2)\nif index: {what}\nelse: {PAUSE}"
+    jobs = both(source, "--hang_timeout_s", "2", "--startup_timeout_s", "3", "--grace_s", "1")
+    assert codes(jobs) == [1, 1]
+    failure = report("run")["attempts"][0]["first_failure"]
+    assert (failure["task"], failure["host"]) == ("worker-1", HOSTS[1])
+    assert failure["cause"].startswith("hangs: ")
+    assert cause in failure["cause"]
+    if what == HOLDS:  # one that is stopped cannot print them
+        assert any("program.py" in line for line in failure["stacks"]["worker-1"])
+
+
 # hosts that go
 
 

@@ -36,7 +36,7 @@ from tfdist.rendezvous.member import Joining, Member
 _LOOK_EVERY_S = 0.5
 _STATES_EVERY_S = 1.0
 _SILENT_S = 3.0
-_STACKS_S = 0.3  # until the stacks that were asked for are in a task's output
+_STACKS_S = 0.2  # until stacks are in a task's output; host 0 waits for them `STACKS_S`
 _GIVE_UP_S = 10.0
 _LOG = re.compile(r"[\w.-]+\.log")
 
@@ -126,7 +126,7 @@ class Node:
     def _wait(self, member: Member) -> Sequence[Event]:
         """Returns what has happened here, after a moment at the latest."""
         if self._here is not None:
-            return self._here.processes.wait(_LOOK_EVERY_S)
+            return self._here.wait()
         self._screen.flush()
         poll = select.poll()
         for fd in (member.fileno(), self._signals.fd):
@@ -242,6 +242,11 @@ class _Attempt:
             cause = f"cannot be started: {error.strerror or error}"
             return [Ended(task=task, status=1, at_s=now_s, cause=cause)]
         return []
+
+    def wait(self) -> Sequence[Event]:
+        """Returns what has happened, in time for what is to be told."""
+        due_s = min(self._stacks.values(), default=math.inf) - self._clock()
+        return self.processes.wait(max(0.0, min(_LOOK_EVERY_S, due_s)))
 
     def note(self, event: Event) -> None:
         """Takes down what has happened to a task."""
