@@ -223,24 +223,34 @@ def test_a_task_that_falls_silent_is_named(launch, tmp_path):
     assert "in native_code" in log(tmp_path, "worker-1")
 
 
-@pytest.mark.parametrize("frozen", ["worker-1", "ps-0"])
-def test_a_stopped_server_of_a_ps_job_is_named(launch, tmp_path, frozen):
-    job = launch(
-        """
-        if name == "chief-0":
-            ready()
-            works(1000)
-        phases.enter("serve")
-        ready()
-        threading.Event().wait()
-        """,
-        "--strategy=ps",
-        "--workers=2",
-        "--ps=1",
-    )
-    os.kill(job.pids(4)[frozen], signal.SIGSTOP)
+PS_JOB = """
+if name == "chief-0":
+    ready()
+    works({seconds})
+else:
+    phases.enter("serve")
+    ready()
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("frozen", ["worker-0", "ps-0"])
+def test_a_stopped_server_that_a_ps_job_cannot_do_without_is_named(launch, tmp_path, frozen):
+    job = launch(PS_JOB.format(seconds=1000), "--strategy=ps", "--workers=1", "--ps=1")
+    os.kill(job.pids(3)[frozen], signal.SIGSTOP)
     assert job.end(FOUND_WITHIN_S) == 1
     assert first_failure(tmp_path)["task"] == frozen
+
+
+def test_a_stopped_worker_of_several_is_killed_and_done_without(launch, tmp_path):
+    job = launch(PS_JOB.format(seconds=FOUND_WITHIN_S), "--strategy=ps", "--workers=2", "--ps=1")
+    os.kill(job.pids(4)["worker-1"], signal.SIGSTOP)
+    assert job.end() == 0
+    (attempt,) = json.loads((tmp_path / "run" / "report.json").read_text())["attempts"]
+    assert [lost["task"] for lost in attempt["lost"]] == ["worker-1"]
+    assert "stopped (SIGSTOP)" in attempt["lost"][0]["cause"]
+    assert "; going on with worker-0\n" in job.text
+    assert "done without worker-1\n" in job.text
 
 
 def test_a_job_that_goes_on_is_left_alone(launch):

@@ -314,6 +314,20 @@ def test_a_ps_job_that_tells_no_step_ends_with_a_worker_that_does_not_return(lau
     assert "not started again: the one restart within 3600 s used up\n" in job.text
 
 
+@pytest.mark.parametrize(("flags", "code"), [((), 1), (("--min_workers=1",), 1), ((), 2)])
+def test_what_every_worker_raises_at_the_start_ends_a_ps_job_with_its_traceback(
+    launch, flags, code
+):
+    error = "ValueError('boom')" if code == 1 else "SystemExit(2)"
+    source = f"if me.startswith('worker'): raise {error}\nsignal.pause()"
+    job = launch(program(source), "--strategy=ps", "--workers=3", "--run_dir=run", *flags)
+    assert job.end() == code
+    (attempt,) = report("run")["attempts"]
+    assert attempt["first_failure"]["task"].startswith("worker")
+    assert code == 2 or "ValueError: boom" in "\n".join(attempt["first_failure"]["last_lines"])
+    assert len(attempt["lost"]) <= (2 if flags else 0)
+
+
 @pytest.mark.parametrize("task", ["chief-0", "ps-0"])
 def test_a_ps_job_without_its_chief_or_a_ps_is_started_again_whole(launch, task):
     source = PS_JOB + "\nif attempt == 2: sys.exit(0)\n"

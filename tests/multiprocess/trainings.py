@@ -85,6 +85,8 @@ class TrainingJob:
         except subprocess.TimeoutExpired:
             self._give_up("it did not end")
         self._reader.join(DEADLINE_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         return code
 
     def _give_up(self, what: str) -> NoReturn:
