@@ -30,6 +30,7 @@ import row
 import save_overhead
 import single_cnn
 import single_dense
+import sweep_digits
 
 ROWS = tuple(
     module.ROW
@@ -47,6 +48,7 @@ ROWS = tuple(
         demo_start,
         launcher_help,
         launcher_tasks,
+        sweep_digits,
     )
 )
 LEAST_PAIRS = 5
