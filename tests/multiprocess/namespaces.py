@@ -38,6 +38,15 @@ class TwoHosts:
         path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         self._run(rank, f"mount --bind {path} /etc/hosts")
 
+    def drop(self, rank, port):
+        """Has a host answer nobody at a port, as behind a firewall that drops what comes."""
+        self._run(rank, f"ip rule add ipproto tcp sport {port} blackhole")
+
+    def slow_down(self, rank, rate):
+        """Has a host send no faster than `rate`, as ``100mbit``."""
+        limit = f"tbf rate {rate} burst 64kb latency 50ms"
+        self._run(rank, f"tc qdisc add dev eth0 root {limit}")
+
     def close(self):
         for holder in reversed(self._holders):
             holder.kill()

@@ -55,9 +55,9 @@ def seen(printed):
     return {topic["topic"] for topic in printed["topics"] if topic["severity"] == "ok"}
 
 
-def on_both(hosts, *flags, a=(), b=(), **of_b):
+def on_both(hosts, *flags, listed="a,b", a=(), b=(), **of_b):
     """Runs the doctor on both hosts; returns what each came to."""
-    job = (*DOCTOR, *flags, "--hosts=a,b")
+    job = (*DOCTOR, *flags, f"--hosts={listed}")
     first = start([*hosts.on(0), *job, "--node_rank=0", *a])
     second = start([*hosts.on(1), *job, "--node_rank=1", *b], **of_b)
     return end(first), end(second)
@@ -145,3 +145,14 @@ def test_hosts_that_do_not_find_each_other_both_say_so(two_hosts):
     (code, printed, _), (other, others, _) = on_both(two_hosts, "--quick", "--startup_timeout_s=2")
     assert (code, codes(printed)) == (EXIT_USAGE, {"D001"}), printed
     assert (other, codes(others)) == (EXIT_USAGE, {"D002", "D102"}), others
+
+
+def test_a_firewall_before_one_port_is_found_and_a_slow_connection_is_measured(two_hosts):
+    two_hosts.drop(1, 2223)
+    two_hosts.slow_down(0, "100mbit")
+    (code, printed, _), _ = on_both(two_hosts, "--quick", listed="a,b:2")
+    assert (code, codes(printed)) == (EXIT_USAGE, {"D202"}), printed
+    (found,) = (finding for finding in printed["findings"] if finding["code"] == "D202")
+    assert "a does not reach b at port 2223: timed out" in found["received"]
+    speeds = [facts["wires"][0]["bytes_per_s"] for facts in printed["facts"]["present"]]
+    assert 4e6 < speeds[0] < 13e6, speeds  # 100 Mbit/s are 12.5 MB/s

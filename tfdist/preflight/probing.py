@@ -108,22 +108,29 @@ def _latency_s(address: str, port: int) -> float:
 
 
 def _bytes_per_s(address: str, port: int) -> float:
-    """Returns the best speed of pieces that grow until one takes long enough to tell."""
-    size, best, data = _FIRST_PIECE_BYTES, 0.0, b""
+    """Returns the better speed of two pieces that take long enough to tell.
+
+    Smaller ones come first, until it is known how large these are. What they say is left out: the
+    first of them may go through a limit that has been idle as if there were none.
+    """
+    size = _FIRST_PIECE_BYTES
     deadline_s = time.monotonic() + _MEASURE_S
     with connected(address, port) as (sock, _):
         sock.settimeout(_TALK_S)
         sock.sendall(b"sink\n")
         while True:
-            data = data if len(data) == size else bytes(size)
-            start = time.perf_counter()
-            sock.sendall(size.to_bytes(8, "big"))
-            sock.sendall(data)
-            take(sock, 8)
-            took_s = time.perf_counter() - start
-            best = max(best, size / took_s)
-            if took_s > _LONG_ENOUGH_S or size >= MAX_PIECE_BYTES:
-                return best
-            if time.monotonic() > deadline_s:
-                return best
+            took_s = _send_piece(sock, size)
+            is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
+            if is_long or size >= MAX_PIECE_BYTES:
+                return size / min(took_s, _send_piece(sock, size))
             size *= 2
+
+
+def _send_piece(sock: socket.socket, size: int) -> float:
+    """Returns how long it took until the other side had all of it."""
+    data = bytes(size)
+    start = time.perf_counter()
+    sock.sendall(size.to_bytes(8, "big"))
+    sock.sendall(data)
+    take(sock, 8)
+    return time.perf_counter() - start
