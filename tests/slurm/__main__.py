@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _tests(cluster: Cluster, arguments: list[str]) -> int:
-    command = [sys.executable, "-m", "pytest", *(arguments or ["tests/slurm"])]
+    ours = "--override-ini=testpaths=tests/slurm"  # where the arguments name no files
+    command = [sys.executable, "-m", "pytest", ours, *arguments]
     environ = cluster.environ(TFDIST_TEST_SLURM=str(cluster.folder))
     process = subprocess.Popen(command, env=environ)
     try:
