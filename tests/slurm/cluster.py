@@ -60,8 +60,8 @@ ReturnToService=0
 SlurmdTimeout=300
 SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
-NodeName={nodes[0]} NodeHostname={host} Port={ports[1]} CPUs={cpus} RealMemory=65536 Gres=gpu:{gpus}
-NodeName={nodes[1]} NodeHostname={host} Port={ports[2]} CPUs={cpus} RealMemory=65536 Gres=gpu:{gpus}
+NodeName={nodes[0]} Port={ports[1]} {same}
+NodeName={nodes[1]} Port={ports[2]} {same}
 PartitionName=tests Nodes=ALL Default=YES
 """
 
@@ -91,10 +91,9 @@ class Cluster:
             _CONF.format(
                 folder=self.folder,
                 user=getpass.getuser(),
-                host=socket.gethostname(),
                 nodes=NODES,
-                cpus=_CPUS,
-                gpus=len(_GPUS),
+                same=f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 CPUs={_CPUS} "
+                f"RealMemory=65536 Gres=gpu:{len(_GPUS)}",
                 ports=_free_ports(3),
             )
         )
