@@ -38,8 +38,8 @@ test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debi
 	$(CPU_ONLY) $(PY) -m pytest tests/mpi $(ARGS)
 
 test-slurm: setup  ## jobs on a Slurm of two nodes, which is installed (by root), started and ended
-	tests/slurm/install.sh
-	$(CPU_ONLY) $(PY) -m tests.slurm $(ARGS)
+	PATH="$$PATH:/usr/sbin" tests/slurm/install.sh
+	PATH="$$PATH:/usr/sbin" $(CPU_ONLY) $(PY) -m tests.slurm $(ARGS)
 
 test-networks: setup  ## jobs of two hosts, in namespaces, over networks that fail; needs root
 	tests/networks/install.sh
