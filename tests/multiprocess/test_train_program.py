@@ -14,7 +14,7 @@ from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 240
 JOBS = {
-    "ps": ["--strategy", "ps", "--workers", "2", "--ps", "1"],
+    "ps": ["--strategy", "ps", "--workers", "2", "--ps", "1", "--profile_ps"],
     "multiworker": ["--strategy", "multiworker", "--workers", "2"],
 }
 
@@ -47,6 +47,9 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: 
     if kind == "ps":
         assert sum(summary["worker_steps"].values()) == 225
         assert summary["ps_bytes"]["ps-0"] > 0
+        steps = [costs["steps"] for costs in summary["ps_profile"]["workers"].values()]
+        assert 0 < sum(steps) < 225
+        assert "what a step costs, in ms" in logs(run_dir, done)
     assert summary["metrics"]["val_accuracy"] > 0.95
     names = {"config.json", "metrics.jsonl", "metrics.png", "report.json", "checkpoints", "logs"}
     assert names <= set(os.listdir(run_dir))

@@ -17,9 +17,9 @@ from tests.multiprocess.programs import zoo
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
 
-def launch(run_dir, *arguments, timeout_s, python=(sys.executable,)):
+def launch(run_dir, *arguments, timeout_s):
     """Runs a job to its end; on failure or past its deadline, shows every task's log."""
-    command = [*python, "-m", "tfdist.launch", "--run_dir", str(run_dir), *arguments]
+    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=timeout_s)

@@ -94,7 +94,7 @@ def split():
     for name in zoo.OPTIMIZERS:
         with strategy.scope():
             model = zoo.tokens(name)
-        history = tfdist.fit(model, zoo.TOKENS, zoo.Y, batch_size=8, epochs=3, seed=3, verbose=0)
+        history = tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=3, seed=3, verbose=0)
         seen[name] = {"weights": zoo.flat(model), "losses": history.history["loss"]}
         if name == "adam":
             listed = [*model.weights, *model.optimizer.variables]
@@ -102,14 +102,14 @@ def split():
     keras.config.set_dtype_policy("mixed_bfloat16")
     with strategy.scope():
         model = zoo.tokens()
-    history = tfdist.fit(model, zoo.TOKENS, zoo.Y, batch_size=8, epochs=3, seed=3, verbose=0)
+    history = tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=3, seed=3, verbose=0)
     seen["mixed"] = history.history["loss"]
     keras.config.set_dtype_policy("float32")
     with strategy.scope():
         model = zoo.tokens()
         model.compile(keras.optimizers.Adafactor(), "mse")
     refused = {
-        "refused": lambda: tfdist.fit(model, zoo.TOKENS, zoo.Y, batch_size=8, verbose=0),
+        "refused": lambda: tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, verbose=0),
         "checkpoint": lambda: tf.train.Checkpoint(model=model).save(OUT / "checkpoint"),
         "export": lambda: model.export(OUT / "export", verbose=False),
     }
@@ -127,7 +127,7 @@ def resume():
         model = zoo.tokens()
     backup = tfdist.BackupAndRestore(OUT.parent / "backup", every_steps=5)
     history = tfdist.fit(
-        model, zoo.TOKENS, zoo.Y, batch_size=8, epochs=int(os.environ["EPOCHS"]), seed=3,
+        model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=int(os.environ["EPOCHS"]), seed=3,
         verbose=0, callbacks=[backup],
     )  # fmt: skip
     model.save(OUT / "model.keras")
@@ -135,7 +135,7 @@ def resume():
         "weights": zoo.flat(model),
         "losses": history.history["loss"],
         "predicted": tfdist.predict(model, zoo.TOKENS, batch_size=8, verbose=0).tolist(),
-        "evaluated": tfdist.evaluate(model, zoo.TOKENS, zoo.Y, batch_size=8, verbose=0),
+        "evaluated": tfdist.evaluate(model, zoo.TOKENS, zoo.CALM, batch_size=8, verbose=0),
         "parts": max(len(parts_of(v.value)) for v in model.weights),
     }
 

@@ -15,6 +15,7 @@ Y[7] *= 20  # an example whose gradient dominates its replica's, so that clippin
 IMAGES = RNG.rand(90, 8, 8, 1).astype("float32")
 LABELS = (IMAGES.mean((1, 2, 3)) > 0.5).astype("int64")
 TOKENS = RNG.randint(0, 200, (60, 5))
+CALM = np.tanh(Y / 3)  # without the example that makes a last bit a large difference in ten steps
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
@@ -69,6 +70,20 @@ def cnn(optimizer="adam"):
     return model
 
 
+@keras.saving.register_keras_serializable("zoo")
+class Twice(keras.layers.Layer):
+    """A dense layer done twice, which reads its weights inside the loop only."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+
+    def call(self, x):
+        def body(i, x):
+            return i + 1, tf.tanh(tf.matmul(x, self.kernel))
+
+        return tf.while_loop(lambda i, x: i < 2, body, [0, x], maximum_iterations=2)[1]
+
+
 def tokens(optimizer="adam"):
     """A model that reads its weights in a lookup, in a loop and twice in a step."""
     keras.utils.set_random_seed(1)
@@ -79,6 +94,7 @@ def tokens(optimizer="adam"):
             keras.Input((5,), dtype="int32"),
             layers.Embedding(200, 16),
             layers.LSTM(24),
+            Twice(),
             layers.Dense(32, activation="relu", **twice),
             layers.BatchNormalization(),
             layers.Dropout(0.2),
