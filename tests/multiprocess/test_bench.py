@@ -18,7 +18,7 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(out)),
-            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "100", "--"),
+            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "100", "--profile_ps", "--"),
             *("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1"),
             *("--config.model=dense", "--config.validation_split="),
         ],
@@ -36,6 +36,7 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
         assert row["examples_per_second"]["median"] == summary["examples_per_second"] > 0
         assert row["last_loss"]["median"] <= table["loss"]
         assert row["seconds_to_loss"]["median"] > 0
+    assert table["shapes"][0]["step_ms"]["compute"] > 0
     assert matplotlib.image.imread(out / "scaling.png").shape[0] == 600
     assert str(out / "scaling.png") in done.stdout
 

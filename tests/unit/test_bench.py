@@ -67,7 +67,15 @@ def table(tmp_path: Path, *, loss: float | None = None) -> tuple[dict[str, Any],
         rate = 100.0 * shape.workers + len(order)
         last = 0.5 + shape.ps / 10
         lines = epochs((100, 2.0, rate), (200, last, rate))
-        return {"examples_per_second": rate, "metrics": {"loss": last}, "lines": lines}
+        found = {"examples_per_second": rate, "metrics": {"loss": last}, "lines": lines}
+        if shape.ps:
+            parts = {"compute_ms": 10.0 * len(order), "read_ms": 2.0, "step_ms": 12.0}
+            workers = {
+                "worker-0": {"steps": 30, **parts},
+                "worker-1": {"steps": 10, "read_ms": 6.0},
+            }
+            found["ps_profile"] = {"workers": workers}
+        return found
 
     shapes = parse_shapes("1W1PS,2W")
     return scaling.measure(shapes, repeats=2, loss=loss, out=tmp_path, run=run), order
@@ -88,6 +96,19 @@ def test_shapes_run_in_turn_and_the_loss_is_what_all_reach(tmp_path: Path) -> No
     assert second["seconds_to_loss"]["most"] < first["seconds_to_loss"]["least"]
     shown = scaling.lines(found)
     assert shown[1].split()[:5] == ["1W1PS", "102", "101", "to", "103"]
+
+
+def test_what_a_step_costs_is_that_of_all_steps_in_the_middle_of_the_repeats(
+    tmp_path: Path,
+) -> None:
+    found, _ = table(tmp_path)
+    of_ps, of_multiworker = (row["step_ms"] for row in found["shapes"])
+    assert of_multiworker is None
+    assert of_ps["read"] == pytest.approx((30 * 2 + 10 * 6) / 40)
+    assert of_ps["compute"] == pytest.approx(0.75 * (10 + 30) / 2)
+    shown = scaling.lines(found)
+    assert shown[-2].split()[:5] == ["ms", "a", "step", "input", "read"]
+    assert shown[-1].split()[:4] == ["1W1PS", "0.00", "3.00", "15.00"]
 
 
 def test_a_loss_that_was_not_reached_has_no_time_and_a_picture_all_the_same(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--loss", type=float, help="the loss to time (default: what all reach)")
     command.add_argument("--timeout_s", type=float, default=900.0, help="of one job (default 900)")
     command.add_argument(
+        "--profile_ps", action="store_true", help="measure what the steps of ps jobs cost, too"
+    )
+    command.add_argument(
         "arguments", nargs="*", metavar="-- --config ...", help="the flags of tfdist.train"
     )
     return parser
@@ -62,7 +65,12 @@ def _scaling(arguments: argparse.Namespace) -> list[str]:
             expected="a new one: a finished run would not be measured again",
             fix="name another directory",
         )
-    run = functools.partial(jobs.run, arguments=arguments.arguments, timeout_s=arguments.timeout_s)
+    run = functools.partial(
+        jobs.run,
+        arguments=arguments.arguments,
+        timeout_s=arguments.timeout_s,
+        profile_ps=arguments.profile_ps,
+    )
     table = scaling.measure(
         shapes, repeats=arguments.repeats, loss=arguments.loss, out=out, run=run
     )

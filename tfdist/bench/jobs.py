@@ -20,7 +20,12 @@ _LAST_LINES = 12
 
 
 def run(
-    shape: Shape, run_dir: Path, *, arguments: Sequence[str], timeout_s: float
+    shape: Shape,
+    run_dir: Path,
+    *,
+    arguments: Sequence[str],
+    timeout_s: float,
+    profile_ps: bool = False,
 ) -> dict[str, Any]:
     """Runs a job to its end; returns its summary, with the lines of its metrics.
 
@@ -28,6 +33,8 @@ def run(
       TfdistError: the job failed, or was not done in time and has been ended; its last lines.
     """
     launch = [sys.executable, "-m", "tfdist.launch", *shape.flags, "--run_dir", str(run_dir)]
+    if profile_ps and shape.ps:
+        launch.append("--profile_ps")
     run_dir.mkdir(parents=True, exist_ok=True)
     said = run_dir / "said.log"
     with said.open("w") as output:

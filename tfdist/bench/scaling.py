@@ -11,6 +11,7 @@ from typing import Any
 
 from tfdist.bench.jobs import seconds_to_loss
 from tfdist.bench.shapes import Shape
+from tfdist.outputs.costs import COLUMNS
 
 _LOG = logging.getLogger(__name__)
 Run = Callable[[Shape, Path], Mapping[str, Any]]
@@ -50,7 +51,25 @@ def _row(shape: Shape, listed: Sequence[Mapping[str, Any]], loss: float) -> dict
         "examples_per_second": _spread([found["examples_per_second"] for found in listed]),
         "seconds_to_loss": _spread(to_loss),
         "last_loss": _spread([found["metrics"]["loss"] for found in listed]),
+        "step_ms": _step_ms([found.get("ps_profile") for found in listed]),
     }
+
+
+def _step_ms(profiles: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
+    """The parts of a step: medians of the jobs' means over their workers; None: not measured."""
+    means: list[dict[str, float]] = []
+    for profile in profiles:
+        workers = list((profile or {"workers": {}})["workers"].values())
+        steps = sum(worker["steps"] for worker in workers)
+        if not steps:
+            return None
+        means.append(
+            {
+                name: sum(w["steps"] * w.get(f"{name}_ms", 0.0) for w in workers) / steps
+                for name in COLUMNS
+            }
+        )
+    return {name: statistics.median(mean[name] for mean in means) for name in COLUMNS}
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -70,6 +89,12 @@ def lines(table: Mapping[str, Any]) -> list[str]:
         rate, seconds = row["examples_per_second"], row["seconds_to_loss"]
         cells = [_cells(rate, 12, 17, ",.0f"), _cells(seconds, 22, 15, ".2f")]
         text.append(f"{row['shape']:<10} {cells[0]} {cells[1]}")
+    profiled = [row for row in table["shapes"] if row["step_ms"]]
+    if profiled:
+        text += ["", f"{'ms a step':<10} " + " ".join(f"{name:>9}" for name in COLUMNS)]
+    for row in profiled:
+        parts = " ".join(f"{row['step_ms'][name]:>9.2f}" for name in COLUMNS)
+        text.append(f"{row['shape']:<10} {parts}")
     return text
 
 
