@@ -394,6 +394,19 @@ def test_a_process_that_not_even_sigkill_ends_is_named_and_left(history):
     assert record(attempt, W0).status is None
 
 
+# hosts
+
+
+def test_a_worker_whose_host_is_gone_is_not_started_again_alone(history):
+    history.gone = {W1}
+    history.ends(W1, 5, status=75)
+    history.ends(CHIEF, 30)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
+    assert attempt.exit_code == 75
+    assert attempt.restart
+    assert not attempt.restarts
+
+
 # requests to stop
 
 

@@ -102,7 +102,7 @@ class _Part:
         workshop = Workshop(
             environ=job.environ,
             start=job.start,
-            fork_server=None,
+            fork_server=job.options.fork_server,
             screen=self._screen,
             signals=self._signals,
             open_files=open_files,

@@ -29,7 +29,10 @@ _OWN = re.compile(
 )
 """Variables that may well differ from host to host."""
 
-_OWN_FLAGS = ("node_rank", "rendezvous_token_file", "start", "dry_run", "program", "host_timeout_s")
+_OWN_FLAGS = (
+    *("node_rank", "rendezvous_token_file", "start", "fork_server", "dry_run", "program"),
+    "host_timeout_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
