@@ -13,7 +13,8 @@ from tfdist.rendezvous.interface import resolve
 from tfdist.rendezvous.link import Link, Message, Violation, WrongToken
 from tfdist.rendezvous.token import FLAG, VARIABLE
 
-RETRY_S = 0.3
+_RETRY_S = 0.05  # then twice as long, up to the next
+_MAX_RETRY_S = 0.5
 
 _CONNECT_S = 1.0  # then again: a packet that was lost is sent anew sooner than the system would
 _GREETING_S = 10.0
@@ -107,7 +108,7 @@ class Joining:
             StartupTimeout: host 0 has not let us in; the message says where it was looked for.
             UsageError: it has another token, or this host differs from it.
         """
-        began_s, why = self._clock(), ""
+        began_s, why, pause_s = self._clock(), "", _RETRY_S
         while not is_over():
             try:
                 return self._try(wake_fds)
@@ -120,7 +121,8 @@ class Joining:
             waited_s = self._clock() - began_s
             if waited_s >= within_s:
                 raise self._too_late(waited_s, why)
-            _wait(wake_fds, timeout_s=RETRY_S)
+            _wait(wake_fds, timeout_s=min(pause_s, within_s - waited_s))
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
         return None
 
     def _try(self, wake_fds: Sequence[int]) -> Member:
@@ -143,7 +145,7 @@ class Joining:
         deadline_s = self._clock() + _GREETING_S
         has_said = False
         while self._clock() < deadline_s:
-            ready = _wait((channel.fileno(), *wake_fds), timeout_s=RETRY_S)
+            ready = _wait((channel.fileno(), *wake_fds), timeout_s=_MAX_RETRY_S)
             if channel.fileno() not in ready:
                 if ready:
                     raise TimeoutError("asked to stop")
