@@ -255,7 +255,7 @@ def test_the_others_go_on_where_that_was_asked_for(both):
     first.ready(1)
     other.process.kill()
     assert first.end() == 0
-    assert "going on without 127.0.0.2 (rank 1): 1 workers" in first.text
+    assert "going on without 127.0.0.2 (rank 1), with 1 worker" in first.text
     assert "attempt 2 0" in first.text
     assert [task["task"] for task in report("run")["attempts"][1]["tasks"]] == ["worker-0"]
 

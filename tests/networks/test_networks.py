@@ -56,14 +56,27 @@ def test_a_slow_link_that_goes_down_and_comes_back_gives_the_weights_of_an_undis
     assert summary()["state_sha256"] == undisturbed["state_sha256"]
 
 
+def test_the_host_that_is_left_trains_to_the_end_where_that_was_asked_for(on, network):
+    network.slow_down(rate="20mbit")
+    flags = ("--max_restarts", "1", "--host_timeout_s", "3", "--min_workers", "1")
+    other, first = train(on, *flags, "--startup_timeout_s", "20")
+    first.read_until(r"step (1[2-9]|[2-4]\d) of 64")
+    network.set_link("down")
+    assert (other.end(), first.end()) == (EXIT_PEER_MISSING, 0)
+    assert "going on without beta (rank 1), with 1 worker" in first.text
+    assert re.search("alpha:2222: .* not reached in 2. s: Network is unreachable", other.text)
+    assert summary()["resumed_from_step"] > 0
+    assert (summary()["workers"], summary()["steps"]) == (1, 64)
+
+
 def test_a_firewall_before_a_tasks_port_ends_in_a_line_with_host_and_port(on, network):
     with network.dropping("beta", "61000:65535"):
         other, first = train(on, "--startup_timeout_s", "8")
         codes = (other.end(), first.end())
     assert codes == (EXIT_PEER_MISSING, EXIT_PEER_MISSING)
     (address,) = set(re.findall(rf"worker-1 \(({ADDRESSES['beta']}:\d+)", first.text))
-    cause = report("run")["attempts"][0]["first_failure"]["cause"]
-    assert f"worker-1 ({address}" in cause
+    failure = report("run")["attempts"][0]["first_failure"]
+    assert f"worker-1 ({address}" in failure["last_lines"][-1]
 
 
 def test_a_firewall_before_the_rendezvous_ends_in_a_line_with_host_and_port(on, network):

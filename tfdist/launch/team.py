@@ -180,7 +180,8 @@ class Team:
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
         can = self._began and self._strategy == "multiworker" and fewest is not None
         if can and fewest is not None and workers >= fewest:
-            self._screen.say(f"going on without {self._named(missing)}: {workers} workers")
+            left = f"{workers} worker{'s' * (workers > 1)}"
+            self._screen.say(f"going on without {self._named(missing)}, with {left}")
             return
         waited = f"waited {self._options.startup_timeout_s:g} s"
         turned_away = "; ".join(self._hub.turned_away)
