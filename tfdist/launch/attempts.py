@@ -32,7 +32,8 @@ from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.supervised import Screen
 from tfdist.launch.supervisor import Supervisor
-from tfdist.launch.team import Team, TeamProcesses, TeamScreen
+from tfdist.launch.team import Team
+from tfdist.launch.team_processes import TeamProcesses, TeamScreen
 from tfdist.launch.watchdog import Watchdog
 from tfdist.launch.workshop import Workshop
 
@@ -210,7 +211,7 @@ class JobRun:
         )
         if team is None:
             return local, self._screen
-        processes = team.processes(local)
+        processes = TeamProcesses(local, team, screen=self._screen)
         return processes, TeamScreen(self._screen, processes)
 
     def _hindrance(self) -> int | None:
