@@ -40,6 +40,7 @@ from tfdist.preflight.facts import (
 )
 from tfdist.preflight.job import job_of
 from tfdist.preflight.reading import read
+from tfdist.preflight.serving import Servers
 from tfdist.preflight.storage import Storage
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -537,3 +538,37 @@ def test_what_others_send_does_not_write_over_the_terminal() -> None:
 def test_a_list_of_rules_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--json"]) == EXIT_OK
     assert {rule["code"] for rule in json.loads(capsys.readouterr().out)} == set(RULES)
+
+
+# TensorFlow's servers, or what is in their place
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("import sys; sys.exit('no module of that name')", "exit code 1: no module of that name"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+        (
+            "import sys, time; print('in the push', file=sys.stderr, flush=True)\n"
+            "print('E0000 1 cuda.cc:5] failed call to cuInit', file=sys.stderr); time.sleep(60)",
+            "no result after 3 s: in the push",
+        ),
+    ],
+    ids=["fails", "is killed", "hangs"],
+)
+def test_servers_that_come_to_no_result_are_a_finding(
+    program: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "tfdist" / "preflight"
+    package.mkdir(parents=True)
+    for directory in (package.parent, package):
+        (directory / "__init__.py").touch()
+    (package / "servers.py").write_text(program)
+    deadline_s = 3.0 if "no result" in error else 60.0
+    monkeypatch.setattr("tfdist.preflight.serving.DEADLINE_S", deadline_s)
+    monkeypatch.chdir(tmp_path)
+    with Servers(["a:1", "b:1"], environ={"PYTHONPATH": str(tmp_path)}) as servers:
+        servers.start(0)
+        found = servers.result()
+    assert found.error == error
+    assert {f.code for f in check(replace(GOOD, exchange=found))} == {"D901"}
