@@ -226,7 +226,8 @@ def test_stacks_are_printed_while_no_python_code_can_run(run):
     import ctypes
     def holds_the_lock_of_the_interpreter():
         print("on", flush=True)
-        ctypes.PyDLL(None).sleep(600)
+        while True:  # a signal ends each sleep
+            ctypes.PyDLL(None).sleep(600)
     holds_the_lock_of_the_interpreter()
     """
     process = run(START + textwrap.dedent(source))
