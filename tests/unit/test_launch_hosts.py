@@ -83,6 +83,9 @@ def test_a_list_of_one_host_is_a_job_on_this_machine():
         ("--hosts a,b --node_rank 0 --isolate", "--isolate: received it in a job on 2 hosts"),
         ("--hosts a,b --evaluator --strategy multiworker --node_rank 0", "--evaluator: received"),
         ("--hosts a,b --host_timeout_s 0", "--host_timeout_s: received 0"),
+        ("--hosts a,b --host_timeout_s 1", "--host_timeout_s: received 1; expected 2 or more"),
+        ("--fork_server 3 --isolate", "--fork_server: received a fork server with --isolate"),
+        ("--fork_server 3 --start exec", "--fork_server: received a fork server with --start exec"),
     ],
 )
 def test_what_cannot_be_is_one_line(line, said):

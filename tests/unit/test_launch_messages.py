@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, Ended, Raised, Started
+from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started
 from tfdist.launch.messages import NO_SENSE, heard, task_of, told
 
 W1 = Task("worker", 1)
@@ -19,6 +19,15 @@ EVENTS = [
     Raised(task=W1, exit_code=3, cause="", at_s=90),
     Beat(task=W1, phase="step", step=12, since_s=80, first_step_s=50, at_s=90),
     Beat(task=W1, phase="import", step=None, since_s=80, first_step_s=None, at_s=90),
+    Beat(
+        task=W1,
+        phase="step",
+        step=12,
+        since_s=80,
+        first_step_s=50,
+        at_s=90,
+        awaited=Awaited(task=W1, since_s=70, is_first=True),
+    ),
     Ended(task=W1, status=-9, at_s=90, cause="out of memory"),
 ]
 

@@ -307,6 +307,17 @@ def test_a_worker_that_does_not_do_its_piece_is_blamed_while_the_others_go_on(is
     assert re.fullmatch(r"hangs: its piece of work is not done after (2|6)[01] s", hang.cause)
 
 
+def test_a_worker_that_was_started_again_does_not_owe_what_the_one_before_it_had():
+    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    steps = iter(range(10_000))
+    job.run(5)
+    job.awaited = Awaited(task=W1, since_s=job.now_s, is_first=False)
+    assert job.run(HANG_S + 2, work=lambda: job.enter("step", CHIEF, step=next(steps))).task == W1
+    job.watchdog.ended(W1)
+    job.watchdog.started(W1, at_s=job.now_s)
+    assert job.run(5, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
+
+
 def test_a_chief_that_waits_for_a_piece_is_not_blamed_for_it():
     job = Job((CHIEF, W0, W1, PS), is_ps=True)
     job.enter("step", CHIEF, step=7)

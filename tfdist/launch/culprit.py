@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,8 @@ class Watched:
     Attributes:
       heard_s: when it last spoke; until it has, when it was started.
       state: the state letter of its process; None when that is gone.
+      awaited: the oldest piece of work that it has given to another.
+      started_s: when its present process was started.
     """
 
     task: Task
@@ -48,6 +51,7 @@ class Watched:
     has_spoken: bool = False
     state: str | None = "R"
     awaited: Awaited | None = None
+    started_s: float = -math.inf
 
     @property
     def is_stopped(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, Ended, Raised, Started
+from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started
 
 TaskEvent = Started | Raised | Beat | Ended
 Message = dict[str, Any]
@@ -33,13 +33,14 @@ def told(event: TaskEvent, *, now_s: float) -> Message:
         case Ended():
             return {**message, "status": event.status, "cause": event.cause}
         case Beat():
-            first_s = event.first_step_s
+            first_s, awaited = event.first_step_s, event.awaited
             return {
                 **message,
                 "phase": event.phase,
                 "step": event.step,
                 "since_age_s": now_s - event.since_s,
                 "first_step_age_s": None if first_s is None else now_s - first_s,
+                "awaited": awaited and _told_awaited(awaited, now_s=now_s),
             }
 
 
@@ -69,6 +70,7 @@ def heard(message: Message, *, now_s: float) -> TaskEvent:
                 since_s=now_s - float(message["since_age_s"]),
                 first_step_s=None if first_age_s is None else now_s - float(first_age_s),
                 at_s=at_s,
+                awaited=_heard_awaited(message["awaited"], now_s=now_s),
             )
     raise ValueError(f"no event: {message['event']!r}")
 
@@ -79,6 +81,18 @@ def task_of(name: object) -> Task:
     if match is None:
         raise ValueError("no task's name")
     return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
+
+
+def _told_awaited(awaited: Awaited, *, now_s: float) -> Message:
+    age_s = now_s - awaited.since_s
+    return {"task": str(awaited.task), "age_s": age_s, "is_first": awaited.is_first}
+
+
+def _heard_awaited(told: Message | None, *, now_s: float) -> Awaited | None:
+    if told is None:
+        return None
+    since_s, is_first = now_s - float(told["age_s"]), bool(told["is_first"])
+    return Awaited(task=task_of(told["task"]), since_s=since_s, is_first=is_first)
 
 
 def _optional(number: Any) -> int | None:

@@ -15,6 +15,7 @@ DEFAULT_MODULE = "tfdist.train"
 
 _MAX_TASKS = 10_000
 _MAX_RESTARTS = 1_000_000
+_LEAST_HOST_TIMEOUT_S = 2.0
 _MAX_SECONDS = 1e9
 
 
@@ -85,6 +86,9 @@ class LaunchOptions:
         _check_seconds("restart_window_s", self.restart_window_s, above_zero=True)
         _check_seconds("hang_timeout_s", self.hang_timeout_s, above_zero=False)
         _check_seconds("host_timeout_s", self.host_timeout_s, above_zero=True)
+        if self.host_timeout_s < _LEAST_HOST_TIMEOUT_S:
+            expected = f"{_LEAST_HOST_TIMEOUT_S:g} or more: hosts show every second that they live"
+            _refuse("host_timeout_s", f"{self.host_timeout_s:g}", expected, "use 5, the default")
         if not 0 <= self.max_restarts <= _MAX_RESTARTS:
             expected = f"an integer from 0 to {_MAX_RESTARTS}"
             _refuse("max_restarts", str(self.max_restarts), expected, "use --max_restarts 3")
@@ -116,6 +120,9 @@ def _check_together(options: LaunchOptions) -> None:
     if fewest is not None and fewest > workers and options.hosts is None:
         received = f"{fewest} of --workers {workers}"
         _refuse("min_workers", received, f"at most {workers}", f"use --min_workers {workers}")
+    if options.fork_server is not None and (options.isolate or options.start == "exec"):
+        received = f"a fork server with {'--isolate' if options.isolate else '--start exec'}"
+        _refuse("fork_server", received, "one of them", "leave --fork_server out")
     if workers > 1 and strategy in ("single", "mirrored"):
         fix = "use --strategy multiworker, or leave --workers out"
         _refuse("workers", f"{workers} with --strategy {strategy}", "one process, 1", fix)

@@ -18,6 +18,7 @@ from tfdist.launch.evidence import KillEvidence
 from tfdist.launch.guard import Guard
 from tfdist.launch.guardian import MARK
 from tfdist.launch.heartbeat import STACK_SIGNAL
+from tfdist.launch.messages import task_of
 from tfdist.launch.output import TaskOutput
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter
@@ -291,7 +292,7 @@ def _note(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
             since_s=beat["since"],
             first_step_s=beat["first_step"],
             at_s=at_s,
-            awaited=_awaited(beat["awaited"], tasks),
+            awaited=_awaited(beat["awaited"]),
         )
     return Raised(
         task=task,
@@ -302,7 +303,8 @@ def _note(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
     )
 
 
-def _awaited(told: dict[str, Any] | None, tasks: Mapping[str, Task]) -> Awaited | None:
-    if told is None or told["task"] not in tasks:
+def _awaited(told: dict[str, Any] | None) -> Awaited | None:
+    if told is None:
         return None
-    return Awaited(task=tasks[told["task"]], since_s=told["since"], is_first=told["first"])
+    # It may be on another host.
+    return Awaited(task=task_of(told["task"]), since_s=told["since"], is_first=told["first"])

@@ -11,6 +11,7 @@ from tfdist.launch.report import Failure
 # What differs between two runs of the same mistake: addresses in memory, ports, process ids, ages.
 _ACCIDENTAL = re.compile(
     r"0x[0-9a-fA-F]+|(?<=:)\d{4,5}\b|(?<=pid )\d+|(?<=process )\d+|(?<=for )\d+(?= s\b)"
+    r"|(?<=after )\d+(?= s\b)"
 )
 
 

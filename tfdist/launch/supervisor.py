@@ -203,7 +203,8 @@ class Supervisor:
                 self._fail(failure, but=(failure.task,))
 
     def _find_hang(self, now_s: float) -> None:
-        self._hang = self._progress.hang(now_s, among=self._running.keys() - self._alone.leaving)
+        serving = [task for task in self._running if not self._servers.serve_nobody(task)]
+        self._hang = self._progress.hang(now_s, among=set(serving) - self._alone.leaving)
         if self._hang is None:
             return
         failure, stuck = self._hang

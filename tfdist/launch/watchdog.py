@@ -86,7 +86,7 @@ class Watchdog:
         """Begins to watch a task."""
         if not self._watched:
             self._checked_s = at_s
-        self._watched[task] = Watched(task=task, heard_s=at_s, since_s=at_s)
+        self._watched[task] = Watched(task=task, heard_s=at_s, since_s=at_s, started_s=at_s)
 
     def ended(self, task: Task) -> None:
         """Watches a task no more."""
@@ -173,11 +173,12 @@ class Watchdog:
         """Returns the tasks that have had a piece of work for too long, and since when."""
         found = []
         for awaited in (task.awaited for task in self._tasks()):
-            if awaited is None or awaited.task not in self._watched:
-                continue
+            owing = self._watched.get(awaited.task) if awaited else None
+            if awaited is None or owing is None or awaited.since_s < owing.started_s:
+                continue  # there is none, or it was given to the process before
             limit_s = self._hang_timeout_s * (_TRACE_TIMEOUTS if awaited.is_first else 1)
             if now_s - max(awaited.since_s, self._excused_s) >= limit_s - early_s:
-                found.append((self._watched[awaited.task], awaited.since_s))
+                found.append((owing, awaited.since_s))
         return found
 
     def _busy(self, task: Watched) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task
+from tfdist.errors import UsageError
 from tfdist.launch.evidence import KillEvidence
 from tfdist.launch.forking import ForkStarter, shared_environment
 from tfdist.launch.guard import Guard
@@ -85,6 +86,8 @@ class Workshop:
         if self._starter is not None and not self._starter.is_over:
             return self._starter
         self._close_starter()
+        if not specs:  # nothing can be started, and host 0 is told why
+            return ExecStarter(clock=time.monotonic, open_files=self._open_files)
         if self._start == "exec":
             self._starter = ExecStarter(clock=time.monotonic, open_files=self._open_files)
             return self._starter
@@ -109,5 +112,13 @@ class Workshop:
 def _socket_of(descriptor: int | None) -> socket.socket | None:
     if descriptor is None:
         return None
-    os.set_inheritable(descriptor, False)  # no task is to keep it open
-    return socket.socket(fileno=descriptor)
+    try:
+        os.set_inheritable(descriptor, False)  # no task is to keep it open
+        return socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise UsageError(
+            "--fork_server",
+            received=f"{descriptor}, which is no socket ({error.strerror})",
+            expected="the descriptor of a socket to a fork server",
+            fix="leave --fork_server out; tfdist.tune gives it",
+        ) from None
