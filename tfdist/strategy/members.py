@@ -89,6 +89,10 @@ class Members:
         servers = [task for task in self._cluster.tasks() if task.type == "ps"]
         return missing_peers(self._cluster, servers if tasks is None else tasks)
 
+    def answers(self, worker: int) -> bool:
+        """Returns whether something listens at a worker's address now."""
+        return answers(self._cluster.worker[worker])
+
     def spec(self, workers: Collection[int]) -> tf.train.ClusterSpec:
         """The cluster as if only `workers` had been declared, each under its own index."""
         cluster = self._cluster

@@ -2,14 +2,13 @@
 
 A piece goes to whichever worker is free, so that a slow one gets fewer. What a worker had when it
 died goes to the next; the worker gets work again as soon as it is back. Work goes on while there
-is one worker.
+is one worker, also where the runtime never says that another has gone.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -19,8 +18,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute.coordinator import coordinator_context
-from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import executor as tf_executor
 
 from tfdist.cluster import phases
@@ -28,58 +25,12 @@ from tfdist.errors import PeerLost
 from tfdist.strategy.members import Members
 from tfdist.training.engines.account import Account, Share
 from tfdist.training.engines.in_flight import InFlight
+from tfdist.training.engines.piece import Done, Piece, Place, is_of_the_network, running_at
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
+_GONE_S = 4.0  # how long a worker with work may not answer before the work goes to another
 _MAX_LOSSES = 5  # of one piece of work, before it is thought to be what ends the workers
-# What the runtime says of a worker that ended and came back between two calls.
-_REPLACED = (
-    "unknown device",
-    "Primary device is not remote",
-    "Unable to find the relevant tensor remote_handle",
-    "Unable to find a context_id",
-    "which might mean the worker",
-)
-
-
-@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class _Piece:
-    """A piece of work, and who waits for its result."""
-
-    function: Callable[[Place], Any]
-    future: Future[Done]
-    steps: int
-    max_staleness: int | None = None
-    losses: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a piece of work runs.
-
-    Attributes:
-      worker_index: the worker's.
-      life: how many times this worker has been connected to; what was kept there is gone with
-        the life before.
-    """
-
-    worker_index: int
-    life: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """A piece of work that is done.
-
-    Attributes:
-      value: what its function returned.
-      worker_index: of the worker that did it.
-      times: how often it was begun: 1, and 1 more for each worker that died over it.
-    """
-
-    value: Any
-    worker_index: int
-    times: int
 
 
 class Crew:
@@ -95,19 +46,19 @@ class Crew:
         self._members = members
         self._patience_s = patience_s
         self._clock = clock
-        self._waiting: collections.deque[_Piece] = collections.deque()
-        self._in_flight: InFlight[_Piece] = InFlight()
+        self._waiting: collections.deque[Piece] = collections.deque()
+        self._in_flight: InFlight[Piece] = InFlight()
         self._changed = threading.Condition()
         self._fatal: BaseException | None = None
         self._nobody_since: float | None = None
-        self._under_way: dict[int, phases.Awaited] = {}
+        self._held: dict[Place, Piece] = {}
+        self._under_way: dict[Place, phases.Awaited] = {}
         self._begun: set[Place] = set()
         self.shares = {i: Share() for i in range(members.num_workers)}
         self.account = Account()
         for worker in self.shares:
-            threading.Thread(
-                target=self._serve, args=(worker,), name=f"tfdist-worker-{worker}", daemon=True
-            ).start()
+            self._begin_to_serve(worker, life=1 if worker in members.connected else 0)
+        threading.Thread(target=self._watch, name="tfdist-workers", daemon=True).start()
 
     def submit(
         self, function: Callable[[Place], Any], *, steps: int = 0, max_staleness: int | None = None
@@ -124,7 +75,7 @@ class Crew:
             if self._fatal is not None:
                 raise self._fatal
             self._waiting.append(
-                _Piece(function=function, future=future, steps=steps, max_staleness=max_staleness)
+                Piece(function=function, future=future, steps=steps, max_staleness=max_staleness)
             )
             self._changed.notify()
         return future
@@ -136,8 +87,12 @@ class Crew:
                 piece.future.cancel()
             self._waiting.clear()
 
-    def _serve(self, worker: int) -> None:
-        life = 1 if worker in self._members.connected else 0
+    def _begin_to_serve(self, worker: int, *, life: int) -> None:
+        threading.Thread(
+            target=self._serve, args=(worker, life), name=f"tfdist-worker-{worker}", daemon=True
+        ).start()
+
+    def _serve(self, worker: int, life: int) -> None:
         executor = tf_executor.new_executor(enable_async=False)
         while self._fatal is None:
             if worker not in self._members.connected:
@@ -145,11 +100,17 @@ class Crew:
                     continue
                 life += 1
                 executor = tf_executor.new_executor(enable_async=False)
-            piece = self._next()
+            place = Place(worker_index=worker, life=life)
+            piece = self._next(place)
             if piece is None:
                 return
-            place = Place(worker_index=worker, life=life)
-            if not self._run(piece, place, executor):
+            if piece.losses and not self._members.answers(worker):
+                self._give_back(piece, place)  # which is not what has ended this worker
+                continue
+            is_there = self._run(piece, place, executor)
+            if is_there is None:
+                return  # another thread serves this worker
+            if not is_there:
                 executor.clear_error()  # which it would raise again at its end
 
     def _admitted(self, worker: int) -> bool:
@@ -174,7 +135,7 @@ class Crew:
                 return
         self._fail(PeerLost(f"no worker for {self._patience_s:.0f} s; all of them have ended"))
 
-    def _next(self) -> _Piece | None:
+    def _next(self, place: Place) -> Piece | None:
         with self._changed:
             while not self._may_begin() and self._fatal is None:
                 self._changed.wait()
@@ -182,6 +143,7 @@ class Crew:
                 return None
             piece = self._waiting.popleft()
             self._in_flight.begin(piece, steps=piece.steps)
+            self._held[place] = piece
             return piece
 
     def _may_begin(self) -> bool:
@@ -190,24 +152,30 @@ class Crew:
         piece = self._waiting[0]
         return self._in_flight.admits(piece.steps, max_staleness=piece.max_staleness)
 
-    def _called(self, piece: _Piece, place: Place, executor: Any) -> Any:
-        try:
-            with self._awaited(place), _at(place, executor):
-                return piece.function(place)
-        finally:
-            with self._changed:
+    def _released(self, place: Place) -> bool:
+        """Takes down that a piece is not under way any more; False if that had been done."""
+        with self._changed:
+            piece = self._held.pop(place, None)
+            if piece is not None:
                 self._in_flight.end(piece)
                 self._changed.notify_all()
+            return piece is not None
 
-    def _run(self, piece: _Piece, place: Place, executor: Any) -> bool:
-        """Runs a piece; returns whether the worker is still there."""
+    def _run(self, piece: Piece, place: Place, executor: Any) -> bool | None:
+        """Runs a piece; returns whether the worker is still there, None if that was judged."""
         start_s = self._clock()
+        failed: BaseException | None = None
         try:
-            result = self._called(piece, place, executor)
+            with self._awaited(place), running_at(place, executor):
+                result = piece.function(place)
         except BaseException as error:
-            if isinstance(error, tf.errors.OpError) and self._has_lost(piece, place, error):
+            failed = error
+        if not self._released(place):
+            return None
+        if failed is not None:
+            if isinstance(failed, tf.errors.OpError) and self._has_lost(piece, place, failed):
                 return False
-            piece.future.set_exception(error)
+            piece.future.set_exception(failed)
             return True
         share = self.shares[place.worker_index]
         share.pieces += 1
@@ -224,45 +192,88 @@ class Crew:
         task, is_first = f"worker-{worker}", place not in self._begun
         self._begun.add(place)
         now_s = time.monotonic()
-        self._say(worker, phases.Awaited(task=task, since_s=now_s, is_first=is_first))
+        self._say(place, phases.Awaited(task=task, since_s=now_s, is_first=is_first))
         try:
             yield
         finally:
-            self._say(worker, None)
+            self._say(place, None)
 
-    def _say(self, worker: int, piece: phases.Awaited | None) -> None:
+    def _say(self, place: Place, piece: phases.Awaited | None) -> None:
         with self._changed:
-            self._under_way.pop(worker, None)
+            self._under_way.pop(place, None)
             if piece is not None:
-                self._under_way[worker] = piece
+                self._under_way[place] = piece
             pieces = self._under_way.values()
             phases.say_awaited(min(pieces, key=lambda piece: piece.since_s, default=None))
 
-    def _has_lost(self, piece: _Piece, place: Place, error: tf.errors.OpError) -> bool:
+    def _has_lost(self, piece: Piece, place: Place, error: tf.errors.OpError) -> bool:
         """Whether `error` is the end of a worker or a ps, and not a mistake in the work."""
         gone = self._members.missing()
         if gone:
             self._fail(PeerLost(f"{gone[0]} does not answer any more"))
             piece.future.set_exception(self._fatal)
             return True
-        if not _is_of_the_network(error):
+        if not is_of_the_network(error):
             return False
+        return self._lost(piece, place)
+
+    def _lost(self, piece: Piece, place: Place) -> bool:
+        """Gives the piece of a worker that is gone to another; False after too many of them."""
         self._members.lost(place.worker_index)
         self.shares[place.worker_index].losses += 1
         piece.losses += 1
         if piece.losses >= _MAX_LOSSES:
             return False
         _LOG.warning("worker-%d is gone; its work goes to another", place.worker_index)
+        self._queue_again(piece)
+        return True
+
+    def _give_back(self, piece: Piece, place: Place) -> None:
+        """Leaves a piece that was not begun to another."""
+        self._members.lost(place.worker_index)
+        self._released(place)
+        self._queue_again(piece)
+
+    def _queue_again(self, piece: Piece) -> None:
         with self._changed:
+            if self._fatal is not None:
+                piece.future.set_exception(self._fatal)
+                return
             self._waiting.appendleft(piece)
             self._changed.notify()
-        return True
+
+    def _watch(self) -> None:
+        """Takes work back from workers that are gone while the call to them does not end."""
+        silent_s: dict[Place, float] = {}
+        while self._fatal is None:
+            time.sleep(_PROBE_EVERY_S)
+            with self._changed:
+                held = list(self._held)
+            now_s = self._clock()
+            silent = [place for place in held if not self._members.answers(place.worker_index)]
+            silent_s = {place: silent_s.get(place, now_s) for place in silent}
+            for place, since_s in silent_s.items():
+                if now_s - since_s >= _GONE_S:
+                    self._take_back(place)
+
+    def _take_back(self, place: Place) -> None:
+        with self._changed:
+            piece = self._held.get(place)
+        if piece is None or not self._released(place):
+            return  # its call has ended meanwhile
+        self._say(place, None)
+        if not self._lost(piece, place):
+            piece.future.set_exception(PeerLost(f"{_MAX_LOSSES} workers are gone over one piece"))
+        self._begin_to_serve(place.worker_index, life=place.life)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._fatal = error
-            while self._waiting:
-                self._waiting.popleft().future.set_exception(error)
+            # Of those under way too: the call to a worker may never end.
+            for piece in (*self._waiting, *self._held.values()):
+                piece.future.set_exception(error)
+            self._waiting.clear()
+            self._held.clear()
             self._changed.notify_all()
 
 
@@ -274,17 +285,3 @@ def crew_of(strategy: tf.distribute.Strategy, *, patience_s: float) -> Crew:
     if strategy not in _crews:
         _crews[strategy] = Crew(Members.of(strategy), patience_s=patience_s)
     return _crews[strategy]
-
-
-@contextlib.contextmanager
-def _at(place: Place, executor: Any) -> Iterator[None]:
-    device = f"/job:worker/replica:0/task:{place.worker_index}"
-    dispatch = coordinator_context.with_dispatch_context(place)
-    with tf.device(device), tf_context.executor_scope(executor), dispatch:
-        yield
-
-
-def _is_of_the_network(error: tf.errors.OpError) -> bool:
-    if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
-        return True
-    return any(text in str(error) for text in _REPLACED)

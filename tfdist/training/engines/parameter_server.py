@@ -22,8 +22,9 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
-from tfdist.training.engines.crew import Done, Place, crew_of
+from tfdist.training.engines.crew import crew_of
 from tfdist.training.engines.in_flight import steps_of_a_piece
+from tfdist.training.engines.piece import Done, Place
 from tfdist.training.engines.update_clock import UpdateClock
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled

@@ -1,0 +1,141 @@
+"""The crew of a ps job with workers that are not there: who gets which piece of work."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+from tfdist.cluster import phases
+from tfdist.errors import PeerLost
+from tfdist.training.engines import crew as crew_module
+from tfdist.training.engines.crew import Crew
+
+DEADLINE_S = 30.0
+
+
+class Members:
+    """Three workers and a ps that are there, or not, as the test says."""
+
+    num_workers = 3
+
+    def __init__(self):
+        self.connected = frozenset(range(3))
+        self.silent = set()
+        self.gone = []
+
+    def answers(self, worker):
+        return worker not in self.silent
+
+    def admit(self, worker):
+        if worker in self.silent:
+            return False
+        self.connected |= {worker}
+        return True
+
+    def lost(self, worker):
+        self.connected -= {worker}
+
+    def missing(self):
+        return self.gone
+
+
+@pytest.fixture
+def members(monkeypatch):
+    monkeypatch.setattr(crew_module, "_PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(crew_module, "_GONE_S", 0.2)
+    return Members()
+
+
+@pytest.fixture
+def crew(members):
+    made = Crew(members, patience_s=DEADLINE_S)
+    yield made
+    made._fail(PeerLost("the test is over"))
+
+
+class Stuck:
+    """Work that does not end on worker 1, until it is let go."""
+
+    def __init__(self):
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, place):
+        if place.worker_index == 1:
+            self.begun.set()
+            assert self.go_on.wait(DEADLINE_S)
+        time.sleep(0.01)  # so that all workers get some
+        return place.worker_index
+
+
+def submit_until_stuck(crew, stuck):
+    """Returns the futures of as many pieces as it takes until worker 1 has one."""
+    futures = []
+    while not stuck.begun.is_set():
+        futures += [crew.submit(stuck, steps=1) for _ in range(4)]
+        stuck.begun.wait(0.05)
+    return futures
+
+
+def test_the_work_of_a_worker_that_is_gone_is_done_by_another_though_its_call_never_ends(
+    crew, members
+):
+    stuck = Stuck()
+    futures = submit_until_stuck(crew, stuck)
+    members.silent.add(1)
+    done = [future.result(DEADLINE_S) for future in futures]
+    assert {one.worker_index for one in done} <= {0, 2}
+    assert sorted(one.times for one in done)[-2:] in ([1, 2], [2])
+    assert crew.shares[1].losses == 1
+    assert phases.awaited() is None
+
+    stuck.go_on.set()  # what the call returns after all is nobody's
+    members.silent.clear()
+    again = Stuck()
+    again.go_on.set()
+    submit_until_stuck(crew, again)  # it takes work again
+    assert sum(share.losses for share in crew.shares.values()) == 1
+    assert all(future.result(0).worker_index != 1 for future in futures)
+
+
+def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(crew, members):
+    stuck = Stuck()
+    futures = submit_until_stuck(crew, stuck)
+    assert not threading.Event().wait(0.5)  # longer than a silent one is given
+    stuck.go_on.set()
+    assert 1 in {future.result(DEADLINE_S).worker_index for future in futures}
+    assert crew.shares[1].losses == 0
+
+
+def test_when_a_ps_is_gone_nobody_waits_for_a_call_that_never_ends(crew, members):
+    stuck = Stuck()
+    futures = submit_until_stuck(crew, stuck)
+    crew._fail(PeerLost("ps-0 does not answer any more"))
+    failed = [future.exception(DEADLINE_S) for future in futures]
+    assert any(str(error) == "ps-0 does not answer any more" for error in failed)
+    stuck.go_on.set()
+
+
+def test_a_piece_is_not_blamed_for_idle_workers_that_are_gone(crew, members):
+    let_go = [threading.Event() for _ in range(3)]
+    busy = [crew.submit(lambda place: let_go[place.worker_index].wait(DEADLINE_S)) for _ in let_go]
+    while len(crew._held) < 3:
+        time.sleep(0.01)
+    let_go[1].set()
+    let_go[2].set()
+
+    def work(place):
+        if place.worker_index:
+            raise tf.errors.UnavailableError(None, None, "Socket closed")
+
+    members.silent.update((1, 2))
+    piece = crew.submit(work)
+    end_s = time.monotonic() + DEADLINE_S
+    while members.connected != {0}:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    let_go[0].set()
+    assert piece.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
+    assert all(future.result(DEADLINE_S) for future in busy)
