@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
-from tfdist.preflight import door
+from tfdist.preflight import door, meeting
 from tfdist.preflight.door import Door
 from tfdist.preflight.facts import Host
 from tfdist.preflight.job import Job
@@ -209,6 +209,23 @@ def test_a_host_takes_no_steps_but_its_own() -> None:
         first.send({"do": "remove", "present": []}, within_s=LONG_S)
         with pytest.raises(NoMeeting, match="the step 'remove'"):
             attend(second, {}, hosts=2)
+
+
+def test_a_host_waits_for_the_first_word_while_the_others_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "SILENCE_S", 0.1)
+    for gathering_s in (LONG_S, 0.0):
+        first, second = pair()
+        later = threading.Timer(0.5, first.send, [{"do": "end", "exit_code": 1}], {"within_s": 1.0})
+        with contextlib.closing(first), contextlib.closing(second):
+            later.start()
+            if gathering_s:
+                assert attend(second, {}, hosts=2, gathering_s=gathering_s) == 1
+            else:
+                with pytest.raises(NoMeeting):
+                    attend(second, {}, hosts=2)
+            later.join()
 
 
 def test_messages_are_bounded_and_late_ones_are_not_waited_for() -> None:

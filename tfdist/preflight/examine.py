@@ -71,7 +71,12 @@ def follow(job: Job, wanted: Wanted, *, environ: Mapping[str, str]) -> int | Ver
         try:
             talk = join_meeting(job, within_s=wanted.startup_timeout_s)
             with contextlib.closing(talk):
-                return attend(talk, party.steps, hosts=len(job.hosts))
+                return attend(
+                    talk,
+                    party.steps,
+                    hosts=len(job.hosts),
+                    gathering_s=wanted.startup_timeout_s,
+                )
         except NoMeeting as error:
             alone = {"index": job.index, **party.steps["look"]([job.index])}
             facts = JobFacts(

@@ -217,15 +217,19 @@ def attend(
     steps: Mapping[str, Callable[[Sequence[int]], dict[str, Any]]],
     *,
     hosts: int,
+    gathering_s: float = 0.0,
 ) -> int:
     """Does what the first host asks for until it ends the meeting; returns the exit code.
+
+    Before it asks for anything it may wait for the other hosts, `gathering_s` at the most.
 
     Raises:
         NoMeeting: the first host has gone.
     """
     while True:
         with _losing():
-            asked = talk.receive(within_s=SILENCE_S)
+            asked = talk.receive(within_s=SILENCE_S + gathering_s)
+        gathering_s = 0.0
         step, told = asked.get("do"), asked.get("present")
         present = told if isinstance(told, list) else []
         if step == "end":
