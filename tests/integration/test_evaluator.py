@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import tfdist
+from tfdist.checkpoint import CheckpointStore
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.outputs.evaluations import Evaluations
 from tfdist.strategy import job_of
+from tfdist.training import attempt, fitting
 from tfdist.training import evaluator as evaluators
-from tfdist.training import fitting
 
 X = np.linspace(-1, 1, 40, dtype="float32")[:, None]
 Y = 3 * X + 1
@@ -97,15 +98,98 @@ def test_without_training_and_checkpoint_it_ends_with_the_code_of_the_watch(tmp_
     assert evaluate(tmp_path / "checkpoints", exit_code=75)[1] == 75
 
 
-def test_the_chief_ends_its_training_when_it_is_asked_to(tmp_path, monkeypatch):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
+@pytest.fixture
+def in_chief(monkeypatch):
+    """Has `fit` take this process for the chief of a job with an evaluator."""
     config = TaskConfig(
         cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(evaluator=True)
     )
+
+    def job_for(made, doing):
+        return dataclasses.replace(job_of(made.distribute_strategy), config=config)
+
+    monkeypatch.setattr(fitting.building, "job_for", job_for)
+
+
+def train_as_chief(folder, *callbacks, epochs=4):
+    """Returns the model, what looked for a request to stop, and how many epochs the run has."""
+    made, looking = model(), tfdist.Evaluator()
+    history = tfdist.fit(
+        made, X, Y, batch_size=8, epochs=epochs, seed=1, verbose=0, validation_data=(X, Y),
+        callbacks=[*callbacks, tfdist.BackupAndRestore(folder, every_steps=3), looking],
+    )  # fmt: skip
+    return made, looking, len(history.epoch)
+
+
+def cut_after(step):
+    """A callback that ends the program in a step, as a kill does."""
+
+    def end(batch, logs):
+        if cut.model.optimizer.iterations.numpy() >= step:
+            raise KeyboardInterrupt
+
+    cut = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    return cut
+
+
+@pytest.mark.parametrize("done", [5, 9], ids=["at an epoch's end", "inside an epoch"])
+@pytest.mark.parametrize("by", ["its file", "another task"])
+def test_a_resumed_run_that_is_asked_to_stop_keeps_its_weights(
+    tmp_path, in_chief, monkeypatch, done, by
+):
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(KeyboardInterrupt):
+        train_as_chief(folder, cut_after(done + 1))
+    assert CheckpointStore(folder).latest() == done
+    kernel = CheckpointStore(folder).read().arrays["weights/0"]
+    with monkeypatch.context() as patched:
+        if by == "its file":
+            Evaluations(folder).ask_to_stop({})
+        else:  # whose hook has found the file, as this one's has not
+            patched.setattr(attempt, "sum_over_tasks", lambda job, values: values + 1)
+            patched.setattr(attempt, "signal_of", lambda slots: None)
+        made, looking, epochs = train_as_chief(folder)
+    assert epochs == 1
+    assert looking.has_stopped is (by == "its file")
+    np.testing.assert_array_equal(made.get_weights()[0], kernel)
+    Evaluations(folder).stop_file.unlink(missing_ok=True)
+    assert train_as_chief(folder)[2] == 4  # not in the training: it can go on
+
+
+def test_a_run_that_was_ended_stays_so_and_one_that_was_over_can_be_made_longer(tmp_path, in_chief):
+    files = Evaluations(tmp_path / "ended")
+    asking = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: files.ask_to_stop({}))
+    made, looking, ended = train_as_chief(tmp_path / "ended", asking)
+    assert looking.has_stopped
+    files.stop_file.unlink()
+    again, _, epochs = train_as_chief(tmp_path / "ended", epochs=9)
+    assert epochs == ended == 1
+    np.testing.assert_array_equal(again.get_weights()[0], made.get_weights()[0])
+
+    files = Evaluations(tmp_path / "over")
+    train_as_chief(tmp_path / "over", epochs=1)
+    files.ask_to_stop({})
+    assert train_as_chief(tmp_path / "over", epochs=2)[2] == 1
+    files.stop_file.unlink()
+    assert train_as_chief(tmp_path / "over", epochs=2)[2] == 2
+
+
+def test_a_request_that_another_task_has_seen_first_counts(tmp_path, in_chief):
+    folder = tmp_path / "checkpoints"
+
+    def seen_elsewhere(epoch, logs):
+        Evaluations(folder).ask_to_stop({})
+        other.model.stop_training = True
+
+    other = keras.callbacks.LambdaCallback(on_epoch_end=seen_elsewhere)
+    _, looking, epochs = train_as_chief(folder, other)
+    assert (epochs, looking.has_stopped) == (1, True)
+
+
+def test_the_chief_ends_its_training_when_it_is_asked_to(tmp_path, in_chief):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
     made = model()
-    job = dataclasses.replace(job_of(made.distribute_strategy), config=config)
-    monkeypatch.setattr(fitting.building, "job_for", lambda made, doing: job)
     asking = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: epoch == 1 and Evaluations(folder).ask_to_stop({})
     )

@@ -94,6 +94,7 @@ class Attempt:
         model.stop_training = False
         with phases.entered("callback"):
             self._callbacks.on_train_begin()
+        self._agree_to_stop()
         self._resume_between_epochs(start, first)
         logs: dict[str, Any] = {}
         for epoch in range(start, plan.num_epochs):
@@ -202,15 +203,15 @@ class Attempt:
         )
 
     def _resume_between_epochs(self, epoch: int, step: int) -> None:
-        """Restores a run that stands between two epochs, or at its end."""
-        saved = self._saved
+        """Restores a run that stands between two epochs, or at its end, or is asked to stop."""
+        saved, asked = self._saved, self._session.model.stop_training
         if saved is None:
             return
         ended = saved.stopped or epoch == self._plan.num_epochs
-        if not ended and step > self._plan.steps(epoch).start:
+        if not ended and not asked and step > self._plan.steps(epoch).start:
             return  # within one: `_epoch` restores it
         self._restore()
-        self._session.model.stop_training = saved.stopped
+        self._session.model.stop_training = saved.stopped or asked
         self._saved = None
         if ended:
             _LOG.info("the run had come to its end at step %d; nothing is left to do", step)

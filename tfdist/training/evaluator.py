@@ -73,6 +73,11 @@ class Evaluator(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._look()
 
+    def on_train_end(self, logs: Any = None) -> None:
+        # Where a request comes between the hooks of two tasks, only one of them has seen it.
+        if self.files is not None and self.model.stop_training:
+            self.has_stopped |= self.files.asks_to_stop
+
     def _look(self) -> None:
         if self.files is not None and not self.has_stopped and self.files.asks_to_stop:
             self.has_stopped = self.model.stop_training = True
