@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import types
 
 import keras
@@ -38,7 +39,7 @@ def train(folder, **options):
 
 
 @contextlib.contextmanager
-def in_evaluator(exit_code=0):
+def in_evaluator(exit_code=0, watch=None):
     """Has `fit` take this process for the evaluator of a job whose chief has gone."""
 
     def job_for(made, doing):
@@ -48,17 +49,17 @@ def in_evaluator(exit_code=0):
         return job
 
     with pytest.MonkeyPatch.context() as patched:
-        watch = types.SimpleNamespace(exit_code=exit_code)
+        watch = watch or types.SimpleNamespace(exit_code=exit_code)
         patched.setattr(evaluators, "chief_watch", lambda config, timeout_s: watch)
         patched.setattr(fitting.building, "job_for", job_for)
         yield
 
 
-def evaluate(folder, *callbacks, exit_code=0):
+def evaluate(folder, *callbacks, exit_code=0, watch=None):
     """Returns the model of an evaluator, and its exit code."""
     made = model()
     callbacks = [tfdist.BackupAndRestore(folder), *callbacks]
-    with in_evaluator(exit_code), pytest.raises(SystemExit) as ended:
+    with in_evaluator(exit_code, watch), pytest.raises(SystemExit) as ended:
         tfdist.fit(made, X, Y, batch_size=8, callbacks=callbacks, validation_data=(X, Y))
     return made, ended.value.code
 
@@ -83,6 +84,62 @@ def test_the_last_checkpoint_is_evaluated_written_down_and_kept(tmp_path):
 
     assert evaluate(folder)[1] == 0  # started again, it has nothing left to do
     assert len(files.lines()) == 1
+
+
+def test_runs_beside_and_after_each_other_are_each_evaluated(tmp_path):
+    for seed, name in enumerate(("a", "b", "a")):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        trained = train(tmp_path / name, seed=seed)
+        evaluate(tmp_path / name)
+        assert len(Evaluations(tmp_path / name).lines()) == 1
+        best = keras.models.load_model(Evaluations(tmp_path / name).best_file)
+        np.testing.assert_array_equal(best.get_weights()[0], trained.get_weights()[0])
+
+
+def test_what_another_run_has_put_in_place_of_the_checkpoints_is_evaluated(tmp_path):
+    class Watch:
+        looks = 0
+
+        @property
+        def exit_code(self):
+            self.looks += 1
+            if self.looks == 2:  # the first one is evaluated
+                (tmp_path / "c").rename(tmp_path / "old")
+                (tmp_path / "new").rename(tmp_path / "c")
+            return None if self.looks < 3 else 0
+
+    train(tmp_path / "c", seed=1)
+    train(tmp_path / "new", seed=2)
+    evaluate(tmp_path / "c", watch=Watch())
+    lines = [Evaluations(tmp_path / name).lines() for name in ("old", "c")]
+    assert [len(of_run) for of_run in lines] == [1, 1]
+    assert lines[0][0]["checkpoint"] == lines[1][0]["checkpoint"]
+
+
+def test_a_kill_before_the_line_leaves_the_best_to_be_done_again(tmp_path, monkeypatch):
+    def kill(self, lines):
+        raise KeyboardInterrupt
+
+    train(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluations, "write", kill)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(tmp_path)
+    assert Evaluations(tmp_path).best_file.exists()
+    evaluate(tmp_path)
+    assert len(Evaluations(tmp_path).lines()) == 1
+
+
+@pytest.mark.parametrize("what", ["gone", "damaged"])
+def test_no_other_checkpoint_is_taken_for_one_that_cannot_be_read(tmp_path, monkeypatch, what):
+    train(tmp_path)
+    if what == "damaged":
+        name = CheckpointStore(tmp_path).newest_name()
+        (tmp_path / name / "manifest.json").write_text("{")
+    else:
+        monkeypatch.setattr(CheckpointStore, "newest_name", lambda self: "step-000000099.99")
+    assert evaluate(tmp_path)[1] == 0
+    assert Evaluations(tmp_path).lines() == []
 
 
 def test_it_asks_to_stop_when_nothing_gets_better(tmp_path):

@@ -26,6 +26,9 @@ def lines(*losses):
         ((None, 2.0), 1, 0),
         ((None, None), None, 2),
         ((2.0, None, None), 0, 2),
+        ((math.nan, 2.0), 1, 0),
+        ((2.0, math.nan, -math.inf), 0, 2),
+        ((math.inf,), None, 1),
     ],
 )
 def test_the_best_is_the_first_that_was_better_by_enough(losses, best, since):
@@ -49,30 +52,31 @@ def test_a_step_that_is_done_again_takes_back_the_lines_from_it_on(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert files.lines() == []
     for step in (7, 14, 21, 14):
-        files.add({"step": step, "val_loss": math.nan})
-    assert files.metrics_file == tmp_path / "run" / "metrics.evaluator.jsonl"
+        files.write(files.with_line({"step": step, "val_loss": math.nan}))
     assert [line["step"] for line in files.lines()] == [7, 14]
     assert files.lines()[0]["val_loss"] is None
     assert len(files.metrics_file.read_text().splitlines()) == 2
 
 
 def test_a_line_that_a_crash_cut_short_does_not_count(tmp_path):
-    files = Evaluations(tmp_path / "checkpoints")
+    files = Evaluations(tmp_path)
     files.metrics_file.write_text(json.dumps({"step": 7}) + '\n{"step": 1')
     assert files.lines() == [{"step": 7}]
 
 
-def test_the_request_to_stop_goes_where_the_checkpoints_go(tmp_path):
+def test_all_of_it_goes_where_the_checkpoints_go(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     files = Evaluations(folder)
     assert not files.asks_to_stop
     files.ask_to_stop({"step": 14, "best_step": 7})
     assert files.asks_to_stop
+    files.write([{"step": 14}])
+    files.best_file.touch()
     folder.rename(tmp_path / "old")
-    assert not files.asks_to_stop
+    assert (files.asks_to_stop, files.lines(), files.best_file.exists()) == (False, [], False)
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(TfdistError, match="evaluator, in"):
-        Evaluations(tmp_path / "missing" / "checkpoints").add({"step": 1})
+        Evaluations(tmp_path / "missing" / "checkpoints").write([{"step": 1}])

@@ -236,6 +236,14 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(
         store.read(2)
 
 
+def test_one_is_read_by_its_name_or_none_at_all(store: CheckpointStore) -> None:
+    old, new, last = write(store, 1), store.write(1, {}, meta={}), store.write(1, {}, meta={})
+    assert store.read_named(old.name) is None  # no longer kept
+    assert store.read_named(new.name) is not None
+    os.truncate(last / "manifest.json", 3)
+    assert store.read_named(last.name) is None
+
+
 def test_a_damaged_one_does_not_count_among_those_kept(store: CheckpointStore) -> None:
     write(store, 1)
     _flip(_shard(write(store, 2)), 8)

@@ -181,6 +181,15 @@ class CheckpointStore:
                 self._known_damaged.add(place.path)
         raise NothingWhole(f"{self._directory}: no readable checkpoint: {'; '.join(problems)}")
 
+    def read_named(self, name: str) -> Checkpoint | None:
+        """Reads the checkpoint in the directory of that name; None where it cannot be read, as when
+        the writer removes it meanwhile. Raises UsageError for a newer format."""
+        try:
+            return self._read(next(p for p in self._places() if p.path.name == name))
+        except (StopIteration, Damaged) as error:
+            logger.info("%s: %s was not read: %s", self._directory, name, error or "it is gone")
+            return None
+
     def read_newest(self) -> Checkpoint | None:
         """As `read`, but None where the directory has no checkpoint at all."""
         return self.read() if self._places() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ from tfdist.outputs.run_directory import to_json, write_atomically
 class Evaluations:
     """The files of one run's evaluator; creating the object touches nothing.
 
-    They are beside the directory of the checkpoints. The request to stop is in it, so that it
-    goes where the checkpoints go.
+    They are among the checkpoints, so that they go where those go: the checkpoints of two runs have
+    the same names.
     """
 
     def __init__(self, checkpoints: str | os.PathLike[str]) -> None:
         folder = Path(checkpoints)
-        self.metrics_file = folder.parent / "metrics.evaluator.jsonl"
-        self.best_file = folder.parent / "best.evaluator.keras"
+        self.metrics_file = folder / "metrics.evaluator.jsonl"
+        self.best_file = folder / "best.evaluator.keras"
         self.stop_file = folder / "stop.evaluator.json"
 
     def lines(self) -> list[dict[str, Any]]:
@@ -39,14 +39,15 @@ class Evaluations:
                 lines.append(json.loads(line))
         return lines
 
-    def add(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Writes a line; takes back those of its step and of later ones, which a run that went
-        back to a checkpoint does again. Returns all there are."""
-        lines = [past for past in self.lines() if past["step"] < line["step"]]
-        lines.append(dict(line))
+    def with_line(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the lines with this one and without those of its step and of later ones, which a
+        run that went back to a checkpoint does again."""
+        return [*(past for past in self.lines() if past["step"] < line["step"]), dict(line)]
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Writes these lines in place of those there are."""
         with self._one_line_errors():
             write_atomically(self.metrics_file, "\n".join(map(to_json, lines)))
-        return lines
 
     def ask_to_stop(self, why: Mapping[str, Any]) -> None:
         """Has the chief end the training before its next range of steps."""

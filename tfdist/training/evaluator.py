@@ -17,7 +17,6 @@ from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.checkpoint.best import less_is_better
 from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.checkpoint.preemption import Asked, StopRequests
-from tfdist.checkpoint.store import NothingWhole
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.cluster import phases
 from tfdist.errors import EXIT_OK, Stopped, UsageError
@@ -130,6 +129,7 @@ def evaluate_checkpoints(
     alone = dataclasses.replace(job, config=None)  # decides by itself when it evaluates
     evaluation = Evaluation(Session(model, alone), data, batch_size=batch_size, steps=steps)
     listed = keras.tree.flatten(callbacks or [])
+    backup = _backups(listed)[0]
     folders = [c.log_dir for c in listed if getattr(c, "log_dir", None)]
     with StopRequests() as requests:
         loop = _Loop(
@@ -138,7 +138,7 @@ def evaluate_checkpoints(
             callbacks=callback_list(
                 None, job=alone, model=model, verbose=0, epochs=1, steps=evaluation.steps
             ),
-            backup=_backups(listed)[0],
+            backup=backup,
             evaluator=evaluator,
             scalars=[ScalarWriter(f"{folder}/evaluator") for folder in folders],
             requests=requests,
@@ -148,7 +148,8 @@ def evaluate_checkpoints(
         except Asked as asked:
             line = f"evaluator: stopped by signal {asked.signum}"
             raise Stopped(asked.signum, line) from None
-    raise SystemExit(EXIT_OK if loop.evaluated else watch.exit_code)
+    has_checkpoints = backup.store.newest_name() is not None
+    raise SystemExit(EXIT_OK if has_checkpoints else watch.exit_code)
 
 
 class _Loop:
@@ -174,8 +175,7 @@ class _Loop:
         self._files = evaluator.files
         self._scalars = scalars
         self._requests = requests
-        # What the process before this one has done, if it was started again.
-        self.evaluated = [line["checkpoint"] for line in self._files.lines()]
+        self._unread: set[str] = set()
 
     def run(self, watch: ChiefWatch) -> None:
         """Returns when the chief has gone, and its last checkpoint is evaluated."""
@@ -183,7 +183,7 @@ class _Loop:
         while True:
             is_over = watch.exit_code is not None  # asked first: what is found now is the last
             name = self._store.newest_name()
-            if name is not None and name not in self.evaluated:
+            if name is not None and not self._is_done(name):
                 self._evaluate(name)
             elif is_over:
                 return
@@ -192,12 +192,14 @@ class _Loop:
             else:
                 time.sleep(_LOOK_EVERY_S)
 
+    def _is_done(self, name: str) -> bool:
+        """By what is written: the process before this one may have done it."""
+        return name in self._unread or name in (line["checkpoint"] for line in self._files.lines())
+
     def _evaluate(self, name: str) -> None:
-        self.evaluated.append(name)
-        try:
-            checkpoint = self._store.read()
-        except NothingWhole as error:  # the chief has removed it meanwhile, and written others
-            _LOG.info("%s was not read: %s", name, error)
+        checkpoint = self._store.read_named(name)
+        if checkpoint is None:  # the chief has removed it meanwhile, and written others
+            self._unread.add(name)
             return
         start_s = time.perf_counter()
         set_weights(self._model, checkpoint, where=str(self._store.directory))
@@ -216,13 +218,15 @@ class _Loop:
         self._judge(line)
 
     def _judge(self, line: dict[str, Any]) -> None:
-        lines = self._files.add(line)
+        lines = self._files.with_line(line)
         evaluator, stands = self._evaluator, self._evaluator.standing(lines)
         is_best = not stands.since and stands.best is not None
         figure = line.get(evaluator.monitor)
         _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, figure, ", best" * is_best)
         if is_best:
             save_whole(self._model, self._files.best_file)
+        # Last: a checkpoint that has its line is not looked at again.
+        self._files.write(lines)
         is_hopeless = evaluator.patience is not None and stands.since >= evaluator.patience
         if is_hopeless and not self._files.asks_to_stop:
             best = stands.best["step"] if stands.best else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def standing(
 
 def _gain(value: Any, before: Any, *, less: bool) -> float | None:
     """By how much a figure is better than the best before it; None where it is not finite."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return None
     if before is None:
         return float("inf")
