@@ -232,6 +232,33 @@ def test_weights_of_a_checkpoint_are_found_whatever_the_layers_are_called(strate
     np.testing.assert_array_equal(other.layers[-1].kernel, model.layers[-1].kernel)
 
 
+class Twins(keras.Model):
+    """Two layers of one name, and a weight of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (keras.layers.Dense(3, name="same") for _ in range(2))
+        self.scale = self.add_weight(shape=(3,), initializer="random_normal", name="scale")
+
+    def call(self, x):
+        return self.second(self.first(x)) * self.scale
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "twins.weights.h5"])
+def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_path, source):
+    with strategies[1].scope():
+        trained, other = Twins(), Twins()
+        trained.compile("adam", "mse")
+    x = np.ones((8, 3), "float32")
+    other(x)
+    backup = tfdist.BackupAndRestore(tmp_path / "checkpoint")
+    tfdist.fit(trained, x, x, verbose=0, callbacks=[backup])
+    trained.save_weights(tmp_path / "twins.weights.h5")
+    assert len(tfdist.load_weights(other, tmp_path / source)) == 5
+    for mine, theirs in zip(other.weights, trained.weights, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_weights_are_not_loaded_into_a_model_without_any(strategies, tmp_path):
     with strategies[1].scope():
         unbuilt = keras.Sequential([keras.layers.Dense(3)])

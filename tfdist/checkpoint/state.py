@@ -73,9 +73,17 @@ def names_of(model: keras.Model) -> dict[str, list[Any]]:
     }
 
 
-def require_same(model: keras.Model, saved: Mapping[str, Any], *, where: str) -> None:
-    """Raises UsageError that names the differences between a saved state and the model's."""
-    mine = names_of(model)
+def require_same(
+    model: keras.Model, saved: Mapping[str, Any], *, where: str, group: str = ""
+) -> None:
+    """Raises UsageError that names the differences between a saved state and the model's.
+
+    With a `group` ("weights", "optimizer", "metrics") nothing else is looked at.
+    """
+    mine, saved = (
+        {name: entry for name, entry in entries.items() if name.startswith(group)}
+        for entries in (names_of(model), saved)
+    )
     paths = {name: entry[0] for name, entry in {**saved, **mine}.items()}
     differences = [
         f"{paths[name]}: saved {_shown(saved.get(name))}, model {_shown(mine.get(name))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,11 @@ def load_weights(
 
 
 def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
-    """The variables to set, by ``layer/variable`` path without the names around the layer."""
+    """The variables to set, by their layer, their position in it and their name.
+
+    Those that are of no layer have the model itself in its place; of several layers of one name,
+    the second has ``#2`` after it.
+    """
     names = [layer.name for layer in model.layers]
     for name in layers or ():
         if name not in names:
@@ -73,18 +78,23 @@ def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
                 expected=f"layers of the model: {', '.join(names)}",
                 fix="name layers as the model names them",
             )
-    chosen = [layer for layer in model.layers if layers is None or layer.name in layers]
-    return {
-        _key(layer, variable): variable
-        for layer in chosen
-        for variable in layer.weights
-        if "seed_generator" not in variable.path
-    }
+    wanted: dict[str, Any] = {}
+    of_layers: set[int] = set()
+    seen = Counter[str]()
+    for layer in model.layers:
+        seen[layer.name] += 1
+        number = f"#{seen[layer.name]}" if seen[layer.name] > 1 else ""
+        of_layers |= {id(variable) for variable in layer.weights}
+        if layers is None or layer.name in layers:
+            wanted |= _keyed(f"{layer.name}{number}", layer.weights)
+    if layers is None:
+        wanted |= _keyed("", [v for v in model.weights if id(v) not in of_layers])
+    return wanted
 
 
-def _key(layer: Any, variable: Any) -> str:
-    position = next(i for i, v in enumerate(layer.weights) if v is variable)
-    return f"{layer.name}/{position}/{variable.name}"
+def _keyed(owner: str, variables: Sequence[Any]) -> dict[str, Any]:
+    named = {f"{owner}/{i}/{variable.name}": variable for i, variable in enumerate(variables)}
+    return {key: v for key, v in named.items() if "seed_generator" not in v.path}
 
 
 def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) -> dict[str, Any]:
@@ -143,28 +153,31 @@ def _from_checkpoint(model: keras.Model, path: str, *, best: bool) -> dict[str, 
 
 
 def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> None:
-    """Sets the weights of a model of this process alone; raises UsageError for another model's."""
-    wanted = _wanted(model, None)
-    values = _checked(_values_of(model, checkpoint), wanted, path=where)
-    for name, variable in wanted.items():
-        variable.assign(values[name])
+    """Sets the weights of a model of this process alone, which the same program has made.
+
+    Raises UsageError for another model's.
+    """
+    state.require_same(model, checkpoint.meta["variables"], where=where, group="weights")
+    for i, variable in enumerate(model.weights):
+        if "seed_generator" not in variable.path:
+            variable.assign(checkpoint.arrays[f"weights/{i}"])
 
 
 def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
     """Takes them by the order of the weights where the model is the same, else by their paths."""
     saved = checkpoint.meta["variables"]
     weights = {n: a for n, a in checkpoint.arrays.items() if n.startswith("weights/")}
-    by_path = {saved[name][0]: array for name, array in weights.items()}
+    paths = Counter(saved[name][0] for name in weights)
+    by_path = {saved[n][0]: a for n, a in weights.items() if paths[saved[n][0]] == 1}
     positions = {id(v): f"weights/{i}" for i, v in enumerate(model.weights)}
     same = [list(v.shape) for v in model.weights] == [saved[n][1] for n in weights]
     found = {}
-    for layer in model.layers:
-        for variable in layer.weights:
-            # Paths are of the process that named them: a layer made before shifts them all.
-            if same:
-                found[_key(layer, variable)] = weights[positions[id(variable)]]
-            elif variable.path in by_path:
-                found[_key(layer, variable)] = by_path[variable.path]
+    for key, variable in _wanted(model, None).items():
+        # Paths are of the process that named them: a layer made before shifts them all.
+        if same:
+            found[key] = weights[positions[id(variable)]]
+        elif variable.path in by_path:
+            found[key] = by_path[variable.path]
     return found
 
 

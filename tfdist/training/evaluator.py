@@ -202,7 +202,7 @@ class _Loop:
             self._unread.add(name)
             return
         start_s = time.perf_counter()
-        set_weights(self._model, checkpoint, where=str(self._store.directory))
+        set_weights(self._model, checkpoint, where=f"weights in {self._store.directory}")
         figures = self._evaluation.run(self._callbacks, requests=self._requests)
         values = {f"val_{key}": value for key, value in figures.items()}
         line = {
