@@ -2,14 +2,16 @@
 
 TensorFlow's own `ShardedVariable` is not what Keras' tapes, optimizers and files take for a
 variable (it has no `handle`, no `numpy`). Here a Keras variable stays one: in layers it is its
-whole value, which a step puts together of its parts once; in files and checkpoints too, so that
-they do not depend on the number of servers. Only an optimizer's update is done part by part, each
-where the part is, with its rows of the gradient and of the slots.
+whole value, which a step puts together of its parts once, and again only after it has written to
+them; in files and checkpoints too, so that they do not depend on the number of servers. Only an
+optimizer's update is done part by part, each where the part is, with its rows of the gradient and
+of the slots.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -17,20 +19,37 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 from tfdist.errors import UsageError
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Step:
+    """What a step being traced has read of split variables, by their `id`.
+
+    Attributes:
+      graph: the step's own.
+      firsts: the value that was read first. It is what tapes know a variable by: a later one is
+        derived from it, so that a gradient by it counts all that was read.
+      wholes: the value now, in the step's own graph; None for what a condition has changed, which
+        is read where it is asked for until the step's own graph asks.
+    """
+
+    graph: Any
+    firsts: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    wholes: dict[int, tf.Tensor | None] = dataclasses.field(default_factory=dict)
 
 
 class _Thread(threading.local):
     """What this thread does with split variables.
 
-    `part` is the number of the part that stands for the whole in an update; `graph` that of the
-    step being traced, with the values that it has put together, None for what it has changed.
+    `part` is the number of the part that stands for the whole in an update; `step` what is being
+    traced.
     """
 
     part: int | None = None
-    graph: Any = None
-    wholes: dict[int, tf.Tensor | None]
+    step: _Step | None = None
 
 
 _thread = _Thread()
@@ -69,25 +88,21 @@ class SplitVariable(tf.__internal__.types.Tensor):
 
     @property
     def handle(self) -> tf.Tensor:
-        """What a gradient tape knows the variable by: its value in this step."""
-        return self.read_value()
+        """What a gradient tape knows the variable by: its first value in this step."""
+        if _thread.part is not None or _thread.step is None:
+            return self.read_value()
+        return self._first(_thread.step)
 
     def read_value(self) -> tf.Tensor:
         """The whole value; in an update, that of the part which is updated."""
         if _thread.part is not None:
             return tf.convert_to_tensor(self.parts[_thread.part])
-        if _thread.graph is None:
+        if _thread.step is None:
             return self._put_together()
-        if id(self) not in _thread.wholes:
-            # Of the step's own graph, also where a loop or a condition is the first to read it.
-            with _thread.graph.as_default():
-                _thread.wholes[id(self)] = self._put_together()
-        whole = _thread.wholes[id(self)]
-        if whole is None:
-            return self._put_together()
+        first, now = self._first(_thread.step), self._now(_thread.step)
         if self.trainable:
-            pywrap_tfe.TFE_Py_TapeVariableAccessed(_Accessed(whole))
-        return whole
+            pywrap_tfe.TFE_Py_TapeVariableAccessed(_Accessed(first))
+        return first if now is first else tf.grad_pass_through(lambda _: now)(first)
 
     value = read_value
 
@@ -121,10 +136,41 @@ class SplitVariable(tf.__internal__.types.Tensor):
     def _put_together(self) -> tf.Tensor:
         return tf.concat([tf.convert_to_tensor(part) for part in self.parts], 0)
 
+    def _first(self, step: _Step) -> tf.Tensor:
+        if id(self) not in step.firsts:
+            # Of the step's own graph, also where a loop or a condition is the first to read it.
+            with step.graph.as_default():
+                step.firsts[id(self)] = self._put_together()
+            step.wholes.setdefault(id(self), step.firsts[id(self)])
+        return step.firsts[id(self)]
+
+    def _now(self, step: _Step) -> tf.Tensor:
+        whole = step.wholes.get(id(self))
+        if whole is not None:
+            return whole
+        in_step = tf.compat.v1.get_default_graph() is step.graph
+        if id(self) in step.wholes and not in_step:
+            return self._put_together()
+        with step.graph.as_default():
+            step.wholes[id(self)] = whole = self._put_together()
+        return whole
+
+    def _forget(self, step: _Step) -> None:
+        """What was read is not the value any more: it is about to be written."""
+        graph = tf.compat.v1.get_default_graph()
+        if graph is step.graph:
+            step.wholes.pop(id(self), None)
+            return
+        step.wholes[id(self)] = None
+        while graph is not step.graph and id(self) in step.firsts:
+            if not isinstance(graph, CondBranchFuncGraph):
+                # It would read in its second turn what the step has read before its first.
+                raise self._written_in_a_loop()
+            graph = graph.outer_graph
+
     def _write(self, name: str, value: Any) -> None:
-        if _thread.graph is not None:
-            # From here on it is read where and when it is asked for, after what was written.
-            _thread.wholes[id(self)] = None
+        if _thread.step is not None:
+            self._forget(_thread.step)
         if _thread.part is not None:
             getattr(self.parts[_thread.part], name)(value)
             return
@@ -160,6 +206,14 @@ class SplitVariable(tf.__internal__.types.Tensor):
             fix="save the model by model.save, load it on one device and export that",
         )
 
+    def _written_in_a_loop(self) -> UsageError:
+        return UsageError(
+            "step",
+            received=f"{self.name}, which is in parts, updated in a tf.while_loop or tf.function",
+            expected="updates in the step itself, or in a tf.cond of it",
+            fix="use a Python loop, which the step unrolls, or leave --split_bytes out",
+        )
+
     def __repr__(self) -> str:
         return f"<SplitVariable {self.name} {tuple(self.shape)} in rows of {self.rows}>"
 
@@ -189,12 +243,12 @@ def parts_of(variable: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def reading_once() -> Iterator[None]:
-    """While a step is traced: what it reads of a split variable is read once, for its tapes too."""
-    _thread.graph, _thread.wholes = tf.compat.v1.get_default_graph(), {}
+    """While a step is traced: what it reads of a split variable is read once between two writes."""
+    _thread.step = _Step(graph=tf.compat.v1.get_default_graph())
     try:
         yield
     finally:
-        _thread.graph, _thread.wholes = None, {}
+        _thread.step = None
 
 
 @contextlib.contextmanager

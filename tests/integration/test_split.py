@@ -1,0 +1,160 @@
+"""What a step that writes to a variable in parts reads of it then, and its gradients by it."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdist.errors import UsageError
+from tfdist.strategy.split import SplitVariable, reading_once
+
+START = np.arange(6, dtype="float32").reshape(3, 2)
+
+
+def in_parts():
+    """A Keras variable, as a strategy with `split_bytes` makes it."""
+    variable = keras.Variable(START)
+    parts = [tf.Variable(START[:2]), tf.Variable(START[2:])]
+    variable._value = SplitVariable(parts, name="weights")
+    return variable
+
+
+def traced(step):
+    """The step's concrete function, of one variable in parts and of a whole one."""
+
+    def own(variable):
+        def run():
+            with reading_once():
+                return step(variable)
+
+        return tf.function(run, autograph=False).get_concrete_function()
+
+    return own(in_parts()), own(keras.Variable(START))
+
+
+def update(variable, power=2):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable**power)
+    variable.assign_sub(0.1 * tape.gradient(loss, variable))
+    return loss
+
+
+def twice(variable):
+    return [update(variable), update(variable, 3), update(variable)]
+
+
+def twice_in_conditions(variable):
+    for _ in range(2):
+        tf.cond(tf.constant(True), lambda: update(variable), lambda: 0.0)
+    return [update(variable)]
+
+
+def both_within_one_condition(variable):
+    update(variable)
+
+    def branch():
+        return update(variable) + update(variable, 3)
+
+    return [tf.cond(tf.constant(True), branch, lambda: 0.0), tf.identity(variable)]
+
+
+def with_a_penalty_on_the_gradient(variable):
+    losses = []
+    x = tf.constant([[1.0, 2.0, 3.0]])
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(tf.tanh(x @ variable))
+            loss = y + tf.reduce_sum(inner.gradient(y, x) ** 2)
+        variable.assign_sub(0.1 * tape.gradient(loss, variable))
+        losses.append(loss)
+    return losses
+
+
+def of_one_tape_after_a_write(variable):
+    with tf.GradientTape(persistent=True) as tape:
+        losses = [tf.reduce_sum(variable**2), tf.reduce_sum(variable**3)]
+    for loss in losses:
+        variable.assign_sub(0.1 * tape.gradient(loss, variable))
+    return losses
+
+
+def around_a_write(variable):
+    with tf.GradientTape() as tape:
+        first = tf.reduce_sum(variable**2)
+        variable.assign_add(tf.ones([3, 2]))
+        loss = first + tf.reduce_sum(variable**3)
+    return [tape.gradient(loss, variable), tf.identity(variable)]
+
+
+def by_rows(variable):
+    gradients = []
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(variable, [2, 0, 2]) ** 2)
+        gradient = tf.convert_to_tensor(tape.gradient(loss, variable))
+        variable.assign_sub(0.1 * gradient)
+        gradients.append(gradient)
+    return gradients
+
+
+def in_a_loop_after_a_write(variable):
+    update(variable)
+    with tf.GradientTape() as tape:
+        total = tf.while_loop(
+            lambda i, x: i < 3,
+            lambda i, x: (i + 1, x + tf.reduce_sum(variable**2)),
+            [0, 0.0],
+            maximum_iterations=3,
+        )[1]
+    return [tape.gradient(total, variable)]
+
+
+STEPS = (
+    twice,
+    twice_in_conditions,
+    both_within_one_condition,
+    with_a_penalty_on_the_gradient,
+    of_one_tape_after_a_write,
+    around_a_write,
+    by_rows,
+    in_a_loop_after_a_write,
+)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_step_that_writes_and_reads_again_is_that_of_a_whole_variable(step):
+    parts, whole = traced(step)
+    for _ in range(2):
+        for seen, expected in zip(parts(), whole(), strict=True):
+            np.testing.assert_allclose(seen, expected, rtol=1e-5)
+
+
+def reads(function):
+    operations = function.graph.get_operations()
+    return sum(operation.type == "ReadVariableOp" for operation in operations)
+
+
+def test_each_part_is_read_once_between_two_writes():
+    def read_often(variable):
+        for _ in range(3):
+            tf.identity(variable)
+        variable.assign_add(tf.ones([3, 2]))
+        return [tf.identity(variable) + tf.identity(variable)]
+
+    assert reads(traced(read_often)[0]) == 2 * 2
+
+
+@pytest.mark.parametrize("kind", ["loop", "function"])
+def test_an_update_in_a_loop_is_refused(kind):
+    def step(variable):
+        if kind == "function":
+            return [tf.function(lambda: update(variable), autograph=False)()]
+        body = lambda i, x: (i + 1, update(variable))  # noqa: E731
+        return tf.while_loop(lambda i, x: i < 2, body, [0, 0.0])
+
+    with pytest.raises(UsageError, match="weights, which is in parts, updated in a"):
+        traced(step)
