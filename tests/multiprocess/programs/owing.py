@@ -1,4 +1,4 @@
-"""A ps job in which worker 1 never ends its second piece of work, while worker 0 goes on."""
+"""A ps job in which worker 1 never ends its second piece of work, and worker 0 goes on."""
 
 import collections
 import threading
@@ -17,8 +17,13 @@ def piece(place):
     if (place.worker_index, begun[place.worker_index]) == (1, 2):
         threading.Event().wait()
     time.sleep(0.1)
+    return 1
 
 
-for step in range(10_000):
+pieces = []
+for step in range(100):
     phases.enter("step", step=step)
-    crew.submit(piece).result(timeout=60) if step > 1 else crew.submit(piece)
+    pieces.append(crew.submit(piece))
+    if step >= 2:  # worker 0 goes on meanwhile
+        time.sleep(0.1)
+print("pieces done:", sum(piece.result(timeout=60).value for piece in pieces))
