@@ -172,6 +172,7 @@ def staleness():
         account.staleness.clear()
         tfdist.fit(model, zoo.X, zoo.Y, batch_size=4, epochs=7, verbose=0, max_staleness=bound)
         SEEN[f"staleness {bound}"] = account.summary()["staleness"]
+    SEEN["staleness of a meeting"] = zoo.stalenesses_of_a_meeting(strategy, times=3)
     SEEN["applied twice"] = account.summary()["steps_applied_twice"]
     SEEN["repeated"] = account.summary()["repeated_ranges"]
 

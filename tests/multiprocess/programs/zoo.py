@@ -8,6 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
+from tfdist.training.engines.crew import crew_of
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 6).astype("float32")
 Y = (RNG.randn(60, 1) * 3).astype("float32")
@@ -28,6 +31,11 @@ OPTIMIZERS = {
         keras.optimizers.SGD(0.05, clipnorm=1.0)
     ),
 }
+SPLIT_OPTIMIZERS = OPTIMIZERS | {
+    "averaging": lambda: keras.optimizers.Adam(
+        0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+}
 
 
 class CustomStep(keras.Sequential):
@@ -40,6 +48,70 @@ class CustomStep(keras.Sequential):
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
         return {"mine": loss}
+
+
+class TwoUpdates(keras.Sequential):
+    """A step that updates the same weights twice, by a loss with a gradient in it."""
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer in (self.optimizer, self.second_optimizer):
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    found = self(x, training=True)
+                penalty = tf.reduce_mean(inner.gradient(found, x) ** 2)
+                loss = tf.reduce_mean((found - y) ** 2) + 0.1 * penalty
+            gradients = tape.gradient(loss, self.trainable_weights)
+            optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"mine": loss}
+
+
+def two_updates(second_optimizer=None):
+    """A model of two optimizers, of which Keras knows one."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = TwoUpdates([keras.Input((6,)), layers.Dense(80, activation="tanh"), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.second_optimizer = second_optimizer or keras.optimizers.RMSprop(0.01)
+    model.second_optimizer.build(model.trainable_variables)
+    return model
+
+
+def meeting(*, workers):
+    """A step, of a model of one variable, that goes on once each worker has begun one."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+    begun = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def step(data):
+        x, y = data
+        mine = tf.identity(begun.assign_add(1))
+        all_begun = -(-mine // workers) * workers
+        waited = tf.while_loop(lambda now: now < all_begun, lambda _: begun.read_value(), [mine])
+        with tf.control_dependencies(waited):
+            x = tf.identity(x)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss}
+
+    return step
+
+
+def stalenesses_of_a_meeting(strategy, *, times):
+    """How many steps had so many updates of others in between."""
+    crew = crew_of(strategy, patience_s=0)
+    crew.account.staleness.clear()
+    workers = len(crew.shares)
+    with strategy.scope():
+        step = meeting(workers=workers)
+    loop = tfdist.StepLoop(step, (X, Y), global_batch_size=8, seed=3)
+    for _ in range(times):
+        loop.run(workers)
+    return crew.account.summary()["staleness"]
 
 
 def dense(optimizer="sgd", kind=keras.Sequential):
@@ -101,7 +173,7 @@ def tokens(optimizer="adam"):
             layers.Dense(1),
         ]
     )
-    model.compile(OPTIMIZERS[optimizer](), "mse")
+    model.compile(SPLIT_OPTIMIZERS[optimizer](), "mse")
     return model
 
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -241,7 +242,13 @@ class ParameterServerEngine:
         return run_step
 
     def _step(
-        self, program: StepProgram, step: Any, part: Part, totals: Any, phases: Phases | None = None
+        self,
+        program: StepProgram,
+        step: Any,
+        part: Part,
+        totals: Any,
+        phases: Phases | None = None,
+        watcher: AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, Any]:
         """Runs one step; returns what it returned, and the metric totals after it."""
         at_door = phases.gradients if phases else None
@@ -251,15 +258,16 @@ class ParameterServerEngine:
         local = dict(zip(map(id, program.metrics), totals, strict=False))
 
         def in_replica() -> None:
-            outputs = run_replica(
-                program,
-                part,
-                step=step,
-                replica=0,
-                num_replicas=1,
-                local=local,
-                at_door=at_door,
-            )
+            with watcher or nullcontext():
+                outputs = run_replica(
+                    program,
+                    part,
+                    step=step,
+                    replica=0,
+                    num_replicas=1,
+                    local=local,
+                    at_door=at_door,
+                )
             returned.append(outputs)
 
         self._job.strategy.run(in_replica)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.eager.record import VariableWatcher
 
 _NO_LIMIT = 2**62
 _WRITES = ("Assign", "Resource", "If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
@@ -44,15 +45,29 @@ class UpdateClock:
             return tf.identity(first), now, [numbers]
 
     def step(
-        self, numbers: list[tf.Tensor], *, work: Callable[[], _T]
+        self, numbers: list[tf.Tensor], *, work: Callable[[VariableWatcher], _T]
     ) -> tuple[_T, list[tf.Tensor]]:
         """Does a step's `work` and returns its result; keeps which update it was, of all workers',
-        when its own had been written on this clock's server."""
+        when its own had been written on this clock's server, or where that holds no variable which
+        the step trains, on every server.
+
+        `work` enters the watcher that it is called with in the thread that traces the step.
+        """
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
-        result = work()
-        written = [op for op in graph.get_operations()[before:] if self._is_written(op)]
-        with tf.device(self._count.device), tf.control_dependencies(written):
+        watcher = VariableWatcher()
+        result = work(watcher)
+        trained = {id(v.handle) for v in watcher.watched_variables()}
+        written = [
+            (op, str(handle.device))
+            for op in graph.get_operations()[before:]
+            for handle in _written(op)
+            if id(handle) in trained
+        ]
+        here = [op for op, device in written if device == self._count.device]
+        # To wait for a variable on another server costs a message.
+        waited = here or [op for op, _ in written]
+        with tf.device(self._count.device), tf.control_dependencies(waited):
             # Adds and returns what was there before it, in one operation.
             number = tf.raw_ops.ResourceCountUpTo(
                 resource=self._count.handle, limit=_NO_LIMIT, T=tf.int64
@@ -72,21 +87,18 @@ class UpdateClock:
             )
             return kept - tf.concat([now[tf.newaxis], kept[:-1] + 1], 0)
 
-    def _is_written(self, op: Any) -> bool:
-        """Whether an operation writes to a variable that is on the clock's server.
 
-        To wait for one on another server would cost a message.
-        """
-        if not op.type.startswith(_WRITES):
-            return False
-        handles = [tensor for tensor in op.inputs if tensor.dtype == tf.resource]
-        return any(_device(handle) == self._count.device for handle in handles)
+def _written(op: Any) -> list[Any]:
+    """The handles of the variables that an operation may write to."""
+    if not op.type.startswith(_WRITES):
+        return []
+    return [_outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
 
 
-def _device(handle: Any) -> str:
-    """The device of the variable behind a handle, which each function has captured anew."""
+def _outermost(handle: Any) -> Any:
+    """The variable's own handle behind one, which each function has captured anew."""
     graph = getattr(handle, "graph", None)
     while graph is not None and hasattr(graph, "captures"):
         handle = next((outer for outer, inner in graph.captures if inner is handle), handle)
         graph = graph.outer_graph
-    return str(handle.device)
+    return handle
