@@ -54,6 +54,8 @@ def test_more_servers_than_variables_is_said_and_not_refused(tmp_path):
     seen, said = job(tmp_path, "waste", ps=4)
     assert seen["waste"]["losses"]
     assert "ps: received 4 for a model whose weights are on 1 of them; ps-1, ps-2, ps-3" in said
+    # The clock is on a server that holds nothing of the model.
+    assert seen["waste"]["staleness"] == {"0": 10, "1": 10}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def in_parts(tmp_path_factory):
     )[0]["split"]
 
 
-@pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", list(zoo.SPLIT_OPTIMIZERS))
 def test_a_model_in_parts_equals_one_device(in_parts, optimizer):
     model = zoo.tokens(optimizer)
     fit = {"batch_size": 8, "epochs": 3, "seed": 3, "verbose": 0}
@@ -71,6 +73,12 @@ def test_a_model_in_parts_equals_one_device(in_parts, optimizer):
     seen = in_parts[optimizer]
     np.testing.assert_allclose(seen["weights"], zoo.flat(model), atol=1e-5)
     np.testing.assert_allclose(seen["losses"], history.history["loss"], rtol=1e-5)
+
+
+def test_a_step_of_two_updates_in_parts_equals_one_device(in_parts):
+    model = zoo.two_updates()
+    tfdist.fit(model, zoo.X, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
+    np.testing.assert_allclose(in_parts["two updates"], zoo.flat(model), atol=1e-5)
 
 
 def test_large_variables_are_in_parts_with_their_slots(in_parts):
@@ -91,8 +99,9 @@ def test_a_model_in_parts_trains_in_mixed_precision(in_parts):
 
 
 def test_an_optimizer_that_needs_variables_whole_is_refused(in_parts):
-    assert "optimizer: received Adafactor for" in in_parts["refused"]
-    assert "Fix: leave --split_bytes out" in in_parts["refused"]
+    for optimizer in ("Adafactor", "Lamb"):  # of the model, and of its own step
+        assert f"optimizer: received {optimizer} for" in in_parts[optimizer]
+        assert "Fix: leave --split_bytes out" in in_parts[optimizer]
     for way in ("checkpoint", "export"):
         assert "which is in parts" in in_parts[way]
         assert "Fix: save the model by model.save" in in_parts[way]

@@ -10,7 +10,6 @@ from keras.src.backend import compute_output_spec
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of, servers
-from tfdist.strategy.split import SplitVariable
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
@@ -81,41 +80,9 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
             optimizer.build(model.trainable_variables)
     model._post_build()
     _require_variables_of_scope(model, job)
-    if job.kind == "ps":
-        _require_update_by_rows(model)
     if new and job.kind == "ps":
         weights = servers.bytes_on_servers(model.weights, num_ps=_num_ps(job))
         servers.say(bytes_on_servers(model, job), weights=weights)
-
-
-# Whose update of a row needs no other row of the same variable.
-_BY_ROWS = (
-    "SGD",
-    "RMSprop",
-    "Adam",
-    "AdamW",
-    "Adadelta",
-    "Adagrad",
-    "Adamax",
-    "Nadam",
-    "Ftrl",
-    "Lion",
-)
-
-
-def _require_update_by_rows(model: keras.Model) -> None:
-    """Raises UsageError for an optimizer that needs a split variable whole."""
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    split = [v for v in model.trainable_variables if isinstance(v.value, SplitVariable)]
-    by_rows = tuple(getattr(keras.optimizers, name) for name in _BY_ROWS)
-    if optimizer is None or not split or type(optimizer) in by_rows:
-        return
-    raise UsageError(
-        "optimizer",
-        received=f"{type(optimizer).__name__} for {split[0].path}, which is in parts",
-        expected=f"one whose update goes row by row: {', '.join(_BY_ROWS)}",
-        fix="leave --split_bytes out",
-    )
 
 
 def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:

@@ -63,7 +63,8 @@ def waste():
         model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4, use_bias=False)])
         model.compile("sgd", "mse")
     history = tfdist.fit(model, X, Y, batch_size=8, seed=3, verbose=0)
-    return {"losses": history.history["loss"]}
+    staleness = zoo.stalenesses_of_a_meeting(strategy, times=10)
+    return {"losses": history.history["loss"], "staleness": staleness}
 
 
 def profile():
@@ -91,7 +92,7 @@ def loopback_bytes():
 def split():
     """Models with variables in parts: each optimizer, then what is saved and resumed."""
     seen = {}
-    for name in zoo.OPTIMIZERS:
+    for name in zoo.SPLIT_OPTIMIZERS:
         with strategy.scope():
             model = zoo.tokens(name)
         history = tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=3, seed=3, verbose=0)
@@ -99,6 +100,10 @@ def split():
         if name == "adam":
             listed = [*model.weights, *model.optimizer.variables]
             seen["parts"] = {v.path: [server_of(p) for p in parts_of(v.value)] for v in listed}
+    with strategy.scope():
+        model = zoo.two_updates()
+    tfdist.fit(model, zoo.X, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
+    seen["two updates"] = zoo.flat(model)
     keras.config.set_dtype_policy("mixed_bfloat16")
     with strategy.scope():
         model = zoo.tokens()
@@ -108,8 +113,11 @@ def split():
     with strategy.scope():
         model = zoo.tokens()
         model.compile(keras.optimizers.Adafactor(), "mse")
+        inner = keras.optimizers.Lamb()
+        second = zoo.two_updates(keras.optimizers.LossScaleOptimizer(inner))
     refused = {
-        "refused": lambda: tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, verbose=0),
+        "Adafactor": lambda: tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, verbose=0),
+        "Lamb": lambda: tfdist.fit(second, zoo.X, zoo.CALM, batch_size=8, verbose=0),
         "checkpoint": lambda: tf.train.Checkpoint(model=model).save(OUT / "checkpoint"),
         "export": lambda: model.export(OUT / "export", verbose=False),
     }

@@ -10,6 +10,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     trace         what the replacements know about the step that this thread is tracing
     replacement   what a replacement is
     gradients     the one door: gradients are reduced where they enter the optimizer
+    by_rows       which optimizers may update a variable in parts
     reduction     the sum over replicas itself, in few messages
     updates       behind the door: each replica updates its own copy of a variable
     losses        a replica's loss counts by its share of the global batch

@@ -18,6 +18,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
+from tfdist.training.keras_compat.by_rows import require_by_rows
 from tfdist.training.keras_compat.reduction import reduced, times
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
@@ -30,6 +31,9 @@ def _door(original: Callable[..., Any]) -> Callable[..., Any]:
         trace = current()
         if trace is None or trace.in_door or not (trace.num_replicas > 1 or _on_ps()):
             return original(self, grads, trainable_variables)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        require_by_rows(self, trainable_variables or self._trainable_variables)
         if trace.num_replicas > 1:
             grads = reduced(_weighted(list(grads), trace), trace)
         if trace.at_door is not None:
