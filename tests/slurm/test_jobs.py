@@ -59,6 +59,8 @@ def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone
     # The limit ends nothing: 75 s before it, give or take 30, Slurm sends the warning.
     job = slurm.submit(*TWO_NODES, "--time", "2m", "--grace_s", "75", program=TRAIN)
     job.said("stopped by SIGUSR1")
+    # What comes next is not to be warned of it too, however long it takes.
+    slurm.cluster.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
 
     job.said("held after", times=2)
     slurm.cluster.ask("scancel", "--signal=USR1", "--batch", job.id)
