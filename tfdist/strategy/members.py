@@ -30,6 +30,8 @@ from tfdist.strategy.servers import BalancedExtended
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.2
 _SAY_EVERY_S = 10.0
+_STEADY_S = 0.5  # how long a worker must answer: one that is being killed does for a moment
+_UPDATE_TIMEOUT_S = 30.0
 
 
 class Members:
@@ -41,6 +43,8 @@ class Members:
         self._min_workers = min(min_workers or len(self._workers), len(self._workers))
         self._connected: frozenset[int] = frozenset()
         self._updating = threading.Lock()
+        self._noting = threading.Lock()  # never held for long
+        self._is_stuck = False
 
     @property
     def num_workers(self) -> int:
@@ -135,7 +139,10 @@ class Members:
 
     def admit(self, worker: int) -> bool:
         """Connects to a worker that has come or come back; False while it does not answer."""
-        if not answers(self._cluster.worker[worker]):
+        if self._is_stuck or not self.answers(worker):
+            return False
+        time.sleep(_STEADY_S)
+        if not self.answers(worker):
             return False
         with self._updating:
             there = {i for i in self._connected if answers(self._cluster.worker[i])} | {worker}
@@ -143,17 +150,45 @@ class Members:
             cluster = self.spec(there).as_cluster_def()
             definition.cluster.CopyFrom(cluster)
             try:
-                tf_context.update_server_def(definition)
+                if self._is_stuck or not self._updated(definition):
+                    return False
             except tf.errors.OpError as error:  # one of them died meanwhile: the next call tells
                 _LOG.debug("worker-%d could not be connected to yet: %s", worker, error)
                 return False
-            self._connected = self._connected | {worker}
+            with self._noting:
+                self._connected = self._connected | {worker}
         return True
 
     def lost(self, worker: int) -> None:
-        """Notes that a worker has died; `admit` takes it back."""
-        with self._updating:
+        """Notes that a worker has died; `admit` takes it back. Waits for nobody."""
+        with self._noting:
             self._connected = self._connected - {worker}
+
+    def _updated(self, definition: Any) -> bool:
+        """Tells the runtime who is there; False, for ever, when it does not come back from that.
+
+        It waits without a limit for a worker that dies at that moment.
+        """
+        failed: list[BaseException] = []
+
+        def update() -> None:
+            try:
+                tf_context.update_server_def(definition)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=update, name="tfdist-update", daemon=True)
+        thread.start()
+        thread.join(_UPDATE_TIMEOUT_S)
+        self._is_stuck = thread.is_alive()
+        if self._is_stuck:
+            _LOG.warning(
+                "TensorFlow waits for a worker that died while another was connected to: "
+                "no worker can come back to this attempt, the others go on"
+            )
+        for error in failed:
+            raise error
+        return not self._is_stuck
 
     def _require_enough(self, missing: list[Task], waited_s: float) -> None:
         servers = [task for task in missing if task.type == "ps"]

@@ -1,0 +1,76 @@
+"""The workers of a ps job that the chief is connected to, while others of them die."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import tensorflow as tf
+
+from tfdist.cluster import ClusterSpec
+from tfdist.strategy import members as members_module
+from tfdist.strategy.members import Members
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def listeners():
+    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    yield found
+    for listener in found:
+        listener.close()
+
+
+@pytest.fixture
+def members(listeners, monkeypatch):
+    monkeypatch.setattr(members_module, "_STEADY_S", 0.3)
+    monkeypatch.setattr(members_module, "_UPDATE_TIMEOUT_S", 0.5)
+    definition = tf.train.ServerDef(protocol="grpc", job_name="chief")
+    monkeypatch.setattr(members_module.tf_context, "get_server_def", lambda: definition)
+    chief, ps, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
+    made = Members(ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers)))
+    made._connected = frozenset({1})
+    return made
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """What TensorFlow does when it is told of a worker."""
+    found = SimpleNamespace(told=[], begun=threading.Event(), may_end=threading.Event())
+
+    def update(definition):
+        found.told.append(definition)
+        found.begun.set()
+        assert found.may_end.wait(DEADLINE_S)
+
+    monkeypatch.setattr(members_module.tf_context, "update_server_def", update)
+    yield found
+    found.may_end.set()
+
+
+def test_nobody_waits_for_a_worker_that_dies_while_another_is_connected_to(members, runtime):
+    answered = []
+    thread = threading.Thread(target=lambda: answered.append(members.admit(0)))
+    thread.start()
+    assert runtime.begun.wait(DEADLINE_S)
+    start_s = time.monotonic()
+    members.lost(1)
+    assert members.connected == frozenset()
+    assert time.monotonic() - start_s < 0.4  # it is told without a wait for the runtime
+    thread.join(DEADLINE_S)
+    assert answered == [False]
+    assert members.admit(1) is False  # the runtime cannot be told of anybody any more
+    assert len(runtime.told) == 1
+
+
+def test_a_worker_that_is_being_killed_is_not_connected_to(members, runtime, listeners):
+    runtime.may_end.set()
+    threading.Timer(0.1, listeners[2].close).start()
+    assert members.admit(0) is False
+    assert runtime.told == []
+    assert members.admit(1) is True
+    assert members.connected == {1}
