@@ -66,16 +66,14 @@ class Stuck:
         if place.worker_index == 1:
             self.begun.set()
             assert self.go_on.wait(DEADLINE_S)
-        time.sleep(0.01)  # so that all workers get some
+        assert self.begun.wait(DEADLINE_S)  # the others do not take all of it before
         return place.worker_index
 
 
 def submit_until_stuck(crew, stuck):
-    """Returns the futures of as many pieces as it takes until worker 1 has one."""
-    futures = []
-    while not stuck.begun.is_set():
-        futures += [crew.submit(stuck, steps=1) for _ in range(4)]
-        stuck.begun.wait(0.05)
+    """Returns the futures of some pieces, of which worker 1 has one."""
+    futures = [crew.submit(stuck, steps=1) for _ in range(6)]
+    assert stuck.begun.wait(DEADLINE_S)
     return futures
 
 

@@ -165,8 +165,8 @@ def say(held: Mapping[str, int], *, weights: Mapping[str, int]) -> None:
     idle = [name for name, size in weights.items() if not size]
     if idle:
         _LOG.warning(
-            "ps: received %d for a model whose weights are on %d of them; %s does next to "
-            "nothing. Fix: --ps %d",
+            "ps: received %d for a model whose weights are on %d of them; %s: next "
+            "to nothing to do. Fix: --ps %d",
             len(weights),
             len(weights) - len(idle),
             ", ".join(idle),
