@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist.checkpoint import shards as shard_files
 from tfdist.checkpoint.manifest import FILE_NAME, Manifest
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 
 UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -112,6 +112,26 @@ def wrong_path(directory: Path, error: OSError) -> UsageError | None:
         expected="a directory that can be made and written",
         fix="choose another directory, or give this user the right to write there",
     )
+
+
+def failure(
+    directory: Path, error: OSError, *, what: str = "", newest: int | None = None
+) -> TfdistError:
+    """Returns what is wrong and what is safe, in one line.
+
+    Args:
+      what: of the directory, as in ``checkpoint of step 7 in ``; all of it if not said.
+      newest: the step of the newest checkpoint that is whole.
+    """
+    free = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with contextlib.suppress(OSError):
+            free = f" ({shutil.disk_usage(directory).free >> 20} MiB free)"
+    safe = "none was saved before"
+    if newest is not None:
+        safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
+    where = what or "checkpoints in "
+    return TfdistError(f"{where}{directory}: {error.strerror or error}{free}; {safe}")
 
 
 def fsync_directory(directory: Path) -> None:

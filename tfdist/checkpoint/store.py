@@ -9,7 +9,6 @@ again. TensorFlow is not needed to read or write one.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -297,16 +296,7 @@ class CheckpointStore:
             raise self._failed(f"checkpoint of step {step} in ", error) from error
 
     def _failed(self, what: str, error: OSError) -> TfdistError:
-        """What is wrong and what is safe, in one line."""
-        free, newest = "", None
+        newest = None
         with contextlib.suppress(OSError, TfdistError):
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free = f" ({shutil.disk_usage(self._directory).free >> 20} MiB free)"
             newest = self.latest()
-        safe = (
-            "none was saved before"
-            if newest is None
-            else (f"earlier checkpoints are untouched, the newest is of step {newest}")
-        )
-        where = what or "checkpoints in "
-        return TfdistError(f"{where}{self._directory}: {error.strerror or error}{free}; {safe}")
+        return files.failure(self._directory, error, what=what, newest=newest)

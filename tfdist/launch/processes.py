@@ -8,17 +8,16 @@ import json
 import os
 import selectors
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.events import Asked, Awaited, Beat, Ended, Event, Raised, Started
+from tfdist.launch.events import Asked, Ended, Event, Started
 from tfdist.launch.evidence import KillEvidence
 from tfdist.launch.guard import Guard
 from tfdist.launch.guardian import MARK
 from tfdist.launch.heartbeat import STACK_SIGNAL
-from tfdist.launch.messages import task_of
+from tfdist.launch.notes import event_of
 from tfdist.launch.output import TaskOutput
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter
@@ -212,7 +211,7 @@ class JobProcesses:
         tasks = {str(task): task for task in self._running} if lines else {}
         for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                self._news.append(_note(json.loads(line), tasks))
+                self._news.append(event_of(json.loads(line), tasks))
 
     def _read(self, fd: int) -> bool:
         """Passes on what is in a pipe; returns whether there may be more."""
@@ -279,32 +278,3 @@ class JobProcesses:
 def _signal_group(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)
-
-
-def _note(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
-    """Returns what a task has told; KeyError for one that is not running."""
-    task, at_s = tasks[note["task"]], note["at"]
-    if beat := note.get("beat"):
-        return Beat(
-            task=task,
-            phase=beat["phase"],
-            step=beat["step"],
-            since_s=beat["since"],
-            first_step_s=beat["first_step"],
-            at_s=at_s,
-            awaited=_awaited(beat["awaited"]),
-        )
-    return Raised(
-        task=task,
-        exit_code=note["exit_code"],
-        cause=note["cause"],
-        at_s=at_s,
-        step=note.get("step"),
-    )
-
-
-def _awaited(told: dict[str, Any] | None) -> Awaited | None:
-    if told is None:
-        return None
-    # It may be on another host.
-    return Awaited(task=task_of(told["task"]), since_s=told["since"], is_first=told["first"])
