@@ -44,6 +44,13 @@ def render(lines: Sequence[Mapping[str, Any]], *, expected: str, asked_for: int)
             f"After {len(went_on)} kills of torchrun itself its workers went on; the runner ended"
             f" them {about['orphaned_s']:g} s later, before it gave the command again.\n"
         )
+    again = sum(r["failed_again"] for r in results if r not in ours)
+    if again:
+        parts.append(
+            f"{again} restarts of torchrun failed by themselves, and torchrun made another: they"
+            " are in its times, and do not count against it. One of tfdist's would count as"
+            " different.\n"
+        )
     load = float(about["machine"]["load before"].split()[0])
     if load > QUIET_LOAD:
         parts.append(

@@ -28,7 +28,9 @@ def launcher(*, random_states: bool) -> Launcher:
 
     # What the agent logs when it has seen that a worker ended.
     named = re.compile(r"failed \(exitcode")
-    return Launcher(command=command, named=named, told=_told, ends_its_tasks=False)
+    return Launcher(
+        command=command, named=named, told=_told, ends_its_tasks=False, may_fail_again=True
+    )
 
 
 def _told(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -25,6 +25,8 @@ class Record:
     marks: list[dict[str, Any]] = field(default_factory=list)
     """Those of the attempt that came after it."""
     identical: bool | None = None
+    failed_again: int = 0
+    """How often the launcher named another failure before the next fault."""
 
     def saw(self, mark: dict[str, Any]) -> None:
         """Takes a mark, if a task that was started after the fault made it."""
@@ -35,6 +37,7 @@ class Record:
     def named(self, line: str, at_s: float) -> bool:
         """The launcher has said what failed; False if it had already: this is another failure."""
         if self.detected_s is not None:
+            self.failed_again += 1
             return False
         self.detected_s, self.said = at_s, line
         return True
@@ -85,6 +88,7 @@ class Record:
             "said": self.said,
             "restarted_by": self.restarted_by,
             "identical": self.identical,
+            "failed_again": self.failed_again,
             **{name: getattr(self, name) for name in times},
         }
 

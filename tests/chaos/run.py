@@ -64,6 +64,8 @@ class Launcher:
     told: Told = from_tf_config
     ends_its_tasks: bool = True
     """Whether tasks that outlive it are an error; they are killed before the next start."""
+    may_fail_again: bool = False
+    """Whether a restart that fails by itself, and is followed by another, is no error."""
 
 
 @cache
@@ -247,7 +249,7 @@ class ChaosRun:
             shas = {m["weights_sha256"] for m in self._marks if m["event"] == "done"}
             if len(shas) > 1:
                 broken = "the tasks ended with different weights"
-        if self._faults.unexpected:
+        if self._faults.unexpected and not self._launcher.may_fail_again:
             broken = broken or f"without a fault: {self._faults.unexpected[0]}"
         if self._left_behind:
             broken = broken or "tasks outlived their launcher"
