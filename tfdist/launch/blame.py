@@ -26,7 +26,8 @@ _SAID = (
     "collective|peer|heartbeat|coordination|unhealthy|recvmsg|rendezvous|graph execution error"
 )
 _LOST = re.compile(
-    r"\b(UnavailableError|AbortedError|ConnectionError|ConnectionResetError|BrokenPipeError)\b|"
+    r"\b(PeerLost|UnavailableError|AbortedError|ConnectionError|ConnectionResetError)\b|"
+    r"\bBrokenPipeError\b|"
     rf"\b(InternalError|CancelledError|DeadlineExceededError)\b.*({_SAID})",
     re.IGNORECASE | re.DOTALL,
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import read_environment
+from tfdist.errors import PeerLost
 from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
@@ -53,6 +55,17 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     For a callback that writes. It must not run collectives (evaluate, predict, read a metric).
     """
     return callback if is_chief() else keras.callbacks.Callback()
+
+
+@contextlib.contextmanager
+def naming_who_is_gone(job: Job) -> Iterator[None]:
+    """Says which worker has gone, where TensorFlow says that some function failed."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if job.ring is None or not job.ring.lost:
+            raise
+        raise PeerLost(f"{job.name}: {job.ring.lost}") from error
 
 
 def sum_over_tasks(job: Job, values: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import os
 import tensorflow as tf
 
 from tfdist.cluster import TaskConfig, read_environment
+from tfdist.strategy.ring import Ring
 
 KINDS = ("single", "mirrored", "multiworker", "ps")
 
@@ -20,11 +21,13 @@ class Job:
       strategy: what the model's variables are created under.
       kind: one of `KINDS`.
       config: the decoded TF_CONFIG, or None for a process that stands alone.
+      ring: what sums gradients over the workers; None where TensorFlow's collectives do.
     """
 
     strategy: tf.distribute.Strategy
     kind: str
     config: TaskConfig | None = None
+    ring: Ring | None = None
 
     @property
     def is_chief(self) -> bool:

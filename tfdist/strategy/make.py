@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -11,13 +13,15 @@ import tensorflow as tf
 
 from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_strategy
 from tfdist.errors import UsageError, near
-from tfdist.strategy import devices, rendezvous
+from tfdist.strategy import devices, neighbours, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
+from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.members import ElasticParameterServerStrategy, Members
 from tfdist.strategy.serve import chief_watch, serve
 
 _LOG = logging.getLogger(__name__)
+_NEIGHBOURS_S = 20.0
 
 
 def make_strategy(
@@ -46,7 +50,8 @@ def make_strategy(
         come in that time; default what TF_CONFIG says, else all.
       split_bytes: under ps, divide a trainable variable of more bytes over the parameter servers;
         default what TF_CONFIG says, else none is divided.
-      communication_options: of the all-reduce; default a ring on CPUs, TensorFlow's choice on GPUs.
+      communication_options: of the all-reduce; default tfdist's own ring on CPUs,
+        TensorFlow's choice on GPUs.
       environ: where TF_CONFIG, or what a scheduler set, is read; default `os.environ`.
 
     Raises:
@@ -77,7 +82,10 @@ def make_strategy(
         else:
             strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers, split_bytes)
     _hear_sigterm()
-    job = remember(Job(strategy=strategy, kind=kind, config=config))
+    job = Job(strategy=strategy, kind=kind, config=config)
+    if kind == "multiworker" and communication_options is None:
+        job = _in_ring(job)
+    remember(job)
     if config is not None and config.task.type == "evaluator":
         chief_watch(config, timeout_s=timeout_s)  # it may be done before this task needs to know
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
@@ -177,6 +185,22 @@ def _multiworker(
             fix="give every task the same number of visible devices",
         )
     return strategy
+
+
+def _in_ring(job: Job) -> Job:
+    """The same job, with a ring for its gradients where they are on CPUs."""
+    config = job.config
+    if config is None or job.num_replicas == 1 or tf.config.list_physical_devices("GPU"):
+        return job
+    tasks = config.cluster.training_tasks()
+    ring = neighbours.join(
+        job.replica_ids[0],
+        [config.cluster.address(task) for task in tasks],
+        [f"{task} ({config.cluster.address(task)})" for task in tasks],
+        total=functools.partial(sum_over_tasks, job),
+        timeout_s=_NEIGHBOURS_S,
+    )
+    return dataclasses.replace(job, ring=ring)
 
 
 def _parameter_server(

@@ -14,7 +14,7 @@ from tensorflow.python.distribute import values_util
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
 from tfdist.strategy import Job
-from tfdist.strategy.group import sum_bytes, sum_over_tasks
+from tfdist.strategy.group import naming_who_is_gone, sum_bytes, sum_over_tasks
 from tfdist.training.exactness import require_deterministic
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
@@ -44,7 +44,8 @@ class SynchronousEngine:
                 require_deterministic(traced.graph)
         logs: dict[str, tf.Tensor] = {}
         for start, end in self._calls(program, first, last):
-            logs, rows = function(*_arguments(program, start, end))
+            with naming_who_is_gone(self._job):
+                logs, rows = function(*_arguments(program, start, end))
             if not program.feed.direct:
                 program.feed.advanced_to(end)
             if program.recorder is not None:
@@ -60,7 +61,8 @@ class SynchronousEngine:
             arguments = [tf.constant(step, tf.int64)]
             if not program.feed.direct:
                 arguments.append(program.feed.iterator(step))
-            locals_ = function(*arguments)
+            with naming_who_is_gone(self._job):
+                locals_ = function(*arguments)
             if not program.feed.direct:
                 program.feed.advanced_to(step + 1)
             yield self._gathered(locals_)

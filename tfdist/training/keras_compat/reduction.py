@@ -7,10 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.trace import StepTrace
 from tfdist.training.keras_compat.updates import own_copy
 
 _PACK_BYTES = 2**20
+_BY_RING = frozenset((tf.float16, tf.float32, tf.float64, tf.int32, tf.int64))
 
 
 def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
@@ -47,7 +49,26 @@ def times(gradient: Any, factor: tf.Tensor | float) -> Any:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over all replicas, small ones packed into few messages. Replica context.
+    """Sums each tensor over all replicas, in as few messages as can be. Replica context."""
+    job = current_job()
+    if job is None or job.ring is None or job.strategy is not tf.distribute.get_strategy():
+        return _by_collectives(tensors)
+    results: list[tf.Tensor] = list(tensors)
+    mine = [i for i, tensor in enumerate(tensors) if tensor.dtype in _BY_RING]
+    # A function keeps the order of such calls, so every worker makes the same sums in turn.
+    sums = tf.numpy_function(
+        job.ring.sum, [tensors[i] for i in mine], [tensors[i].dtype for i in mine]
+    )
+    for i, total in zip(mine, sums, strict=True):
+        results[i] = tf.ensure_shape(total, tensors[i].shape)
+    others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _BY_RING]
+    for i, total in zip(others, _by_collectives([tensors[i] for i in others]), strict=True):
+        results[i] = total
+    return results
+
+
+def _by_collectives(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Small ones are packed into few messages.
 
     A large one is a message of its own: it needs no copy, and leaves while others are computed.
     """

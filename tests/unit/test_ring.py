@@ -1,0 +1,220 @@
+"""The ring of workers, each here a thread: its sums, and what it says when one has gone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tfdist.strategy import neighbours
+from tfdist.strategy.ring import Ring
+
+DEADLINE_S = 20.0
+
+
+def ring_of(size):
+    pairs = [socket.socketpair() for _ in range(size)]
+    return [
+        Ring(
+            rank=rank,
+            size=size,
+            to_next=pairs[rank][0],
+            from_previous=pairs[rank - 1][1],
+            names=[f"worker-{i}" for i in range(size)],
+        )
+        for rank in range(size)
+    ]
+
+
+def at_once(calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(5,)],
+        [()],
+        [(3, 4), (1,), (2, 2, 2)],
+        [(0,), (3,), (0, 2)],
+        [(1 << 20,), (7,)],
+        [(1,)] * 300,
+    ],
+    ids=["vector", "scalar", "several", "empty", "large", "many"],
+)
+def test_every_worker_gets_the_same_sum(size, shapes):
+    draw = np.random.default_rng(size)
+    mine = [[draw.normal(size=s).astype(np.float32) for s in shapes] for _ in range(size)]
+    rings = ring_of(size)
+    kept = [[array.copy() for array in arrays] for arrays in mine]
+    results = at_once([lambda r=r, m=m: r.sum(*m) for r, m in zip(rings, mine, strict=True)])
+    for index, shape in enumerate(shapes):
+        expected = np.sum([arrays[index].astype(np.float64) for arrays in mine], axis=0)
+        for result in results:
+            assert result[index].shape == shape
+            np.testing.assert_allclose(result[index], expected, rtol=1e-5, atol=1e-5)
+            assert result[index].tobytes() == results[0][index].tobytes()
+    for arrays, before in zip(mine, kept, strict=True):  # they may be TensorFlow's own memory
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(arrays, before, strict=True))
+
+
+def test_types_are_kept_and_an_overflow_travels():
+    rings = ring_of(3)
+    mine = (
+        np.array([6e4, 1.0], np.float16),
+        np.array([1.0, np.inf]),
+        np.array([2**30, -3], np.int32),
+        np.array([2**40], np.int64),
+    )
+    for result in at_once([lambda r=r: r.sum(*mine) for r in rings]):
+        assert [a.dtype for a in result] == [a.dtype for a in mine]
+        assert np.isinf(result[0][0])
+        assert result[0][1] == 3.0
+        assert result[1].tolist() == [3.0, np.inf]
+        assert result[3].tolist() == [3 * 2**40]
+
+
+def test_a_result_is_not_written_to_by_the_next_sum():
+    rings = ring_of(2)
+    first = at_once([lambda r=r: r.sum(np.ones(1000)) for r in rings])
+    at_once([lambda r=r: r.sum(np.zeros(1000)) for r in rings])
+    assert all((result[0] == 2).all() for result in first)
+
+
+def test_what_is_not_the_same_sum_is_refused():
+    one, other = ring_of(2)
+    arrays = np.ones(4), np.ones((2, 2))
+    for message in at_once(
+        [lambda: failure_of(one, arrays[0]), lambda: failure_of(other, arrays[1])]
+    ):
+        assert "the programs differ" in message
+
+
+def failure_of(ring, *arrays):
+    with pytest.raises(ConnectionError) as raised:
+        ring.sum(*arrays)
+    return str(raised.value)
+
+
+def test_a_worker_that_ends_is_named_by_its_neighbours():
+    rings = ring_of(3)
+    rings[1].close()
+    message = failure_of(rings[2], np.ones(10**6))
+    assert message == "worker-1 has gone: it has closed its connection"
+    assert rings[2].lost == message
+    assert failure_of(rings[2], np.ones(1)) == message
+
+
+def test_a_worker_that_ends_within_a_sum_is_named():
+    one, other = ring_of(2)
+    arrays = [np.ones(10**6)]
+
+    def ends_in_it():
+        other._agree(arrays)
+        other.close()
+
+    message, _ = at_once([lambda: failure_of(one, *arrays), ends_in_it])
+    assert message.startswith("worker-1 has gone")
+
+
+def joined(size, *, hosts=("127.0.0.1",), timeout_s=10.0, replace=None, seen=None):
+    """The rings of `size` threads, whose collective is a barrier and an array."""
+    barrier, lock = threading.Barrier(size), threading.Lock()
+    sums: list[np.ndarray] = []
+
+    def worker(rank):
+        calls = iter(range(10))
+
+        def total(values):
+            number = next(calls)
+            with lock:
+                if len(sums) <= number:
+                    sums.append(np.zeros_like(values))
+                sums[number] += values
+            barrier.wait(DEADLINE_S)
+            if number == 0 and replace is not None:
+                return replace(sums[0].copy())
+            return sums[number].copy()
+
+        addresses = [f"{hosts[i % len(hosts)]}:1" for i in range(size)]
+        names = [f"worker-{i}" for i in range(size)]
+        return neighbours.join(rank, addresses, names, total=total, timeout_s=timeout_s)
+
+    return at_once([lambda r=r: worker(r) for r in range(size)])
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Workers who do not find each other on one machine."""
+    place, calls = neighbours._place_on_this_machine, itertools.count()
+    monkeypatch.setattr(
+        neighbours, "_place_on_this_machine", lambda secret: place(secret) + b"%d" % next(calls)
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("on_one_machine", [True, False])
+def test_workers_find_their_neighbours(request, on_one_machine, size):
+    if not on_one_machine:
+        request.getfixturevalue("apart")
+    rings = joined(size)
+    family = socket.AF_UNIX if on_one_machine else socket.AF_INET
+    assert {ring._to_next.family for ring in rings} == {family}
+    results = at_once([lambda r=r: r.sum(np.arange(9.0)) for r in rings])
+    assert all((result[0] == size * np.arange(9.0)).all() for result in results)
+    for ring in rings:
+        ring.close()
+
+
+def test_a_name_that_is_no_address_of_this_machine_is_listened_for_everywhere():
+    listeners = list(neighbours._listeners("192.0.2.1", b"s" * 16))  # of a documentation's network
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        with socket.create_connection(("127.0.0.1", listeners[0].getsockname()[1]), timeout=5):
+            pass
+
+
+def test_a_stranger_is_not_let_in(apart):
+    knocked = []
+
+    def knock(table):
+        ports = table.reshape(2, -1)[:, 0]
+        for port in ports:
+            stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=5)
+            stranger.sendall(b"\0" * 20)
+            knocked.append(stranger)
+        return table
+
+    rings = joined(2, replace=knock)
+    at_once([lambda r=r: r.sum(np.ones(3)) for r in rings])
+    for stranger in knocked:
+        stranger.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def test_where_one_cannot_be_reached_all_do_without(apart, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    def firewall(table):
+        table = table.reshape(3, -1)
+        table[1, 0] = port  # where nobody listens
+        return table.reshape(-1)
+
+    start = time.monotonic()
+    assert joined(3, replace=firewall, timeout_s=1.0) == [None] * 3
+    assert time.monotonic() - start < DEADLINE_S
+    assert f"worker-1 cannot be reached from worker-0 at 127.0.0.1:{port}" in caplog.text
+    assert "gradients go by TensorFlow's collectives" in caplog.text

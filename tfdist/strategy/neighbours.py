@@ -1,0 +1,161 @@
+"""How the workers of a job find their neighbours in the ring, or agree to do without one.
+
+Each worker listens at a port that the system gives it, tells it the others by a collective of
+TensorFlow's, and connects to the next. Workers of one machine meet at a socket of that machine,
+which costs the processor less. Who does not know a worker's secret is not let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from tfdist.strategy.ring import Ring
+
+_LOG = logging.getLogger(__name__)
+_SECRET_BYTES = 16
+_HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
+_WORDS = 1 + _SECRET_BYTES // 4
+_BUFFER_BYTES = 4 * 2**20
+# A machine that has vanished is noticed after about half a minute.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+_UNACKNOWLEDGED_MS = 120_000  # longer: it counts for a task that is stopped for a while, too
+
+Sum = Callable[[np.ndarray], np.ndarray]
+
+
+def join(
+    rank: int, addresses: Sequence[str], names: Sequence[str], *, total: Sum, timeout_s: float
+) -> Ring | None:
+    """Returns this worker's place in a ring of all, None in every worker if one cannot join.
+
+    A collective.
+
+    Args:
+      rank: this worker's place, from 0.
+      addresses: ``host:port`` of each worker; the host is where its neighbours look for it.
+      names: what to call each worker in a message.
+      total: sums an int32 vector of the same length over the workers. A collective.
+      timeout_s: how long to wait for both neighbours.
+    """
+    size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
+    hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(one) for one in _listeners(hosts[rank], secret)]
+        table = np.zeros((size, _WORDS), np.int32)
+        table[rank, 0] = listeners[0].getsockname()[1]
+        table[rank, 1:] = np.frombuffer(secret, np.int32)
+        table = total(table.reshape(-1)).reshape(size, _WORDS)
+        after = (rank + 1) % size
+        deadline_s = time.monotonic() + timeout_s
+        place = f"{hosts[after]}:{table[after, 0]}"
+        hello = _HELLO.pack(table[after, 1:].tobytes(), rank)
+        to_next = _connect(hosts[after], int(table[after, 0]), hello, deadline_s)
+        expected = _HELLO.pack(secret, (rank - 1) % size)
+        from_previous = _accept(listeners, expected, deadline_s)
+    reached = np.zeros((size, 2), np.int32)
+    reached[rank] = to_next is not None, from_previous is not None
+    reached = total(reached.reshape(-1)).reshape(size, 2)
+    if reached.all() and to_next is not None and from_previous is not None:
+        return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
+    if to_next is None:
+        _LOG.warning("%s cannot be reached from %s at %s", names[after], names[rank], place)
+    if rank == 0:
+        _LOG.warning(
+            "not every worker reaches the next one beside TensorFlow's own port: gradients go by"
+            " TensorFlow's collectives, which on CPUs is slower"
+        )
+    for end in (to_next, from_previous):
+        if end is not None:
+            end.close()
+    return None
+
+
+def _listeners(host: str, secret: bytes) -> Iterator[socket.socket]:
+    """One for other machines, at the job's own interface if that can be told, and one for this."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        yield socket.create_server(address[:2], family=family)
+    except OSError:  # a name that stands for this task but is no address of this machine's
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        yield socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+    near = socket.socket(socket.AF_UNIX)
+    near.bind(_place_on_this_machine(secret))
+    near.listen()
+    yield near
+
+
+def _place_on_this_machine(secret: bytes) -> bytes:
+    """A name that others can see, and that does not tell the secret."""
+    return b"\0tfdist-" + hashlib.sha256(b"place" + secret).hexdigest()[:32].encode()
+
+
+def _connect(host: str, port: int, hello: bytes, deadline_s: float) -> socket.socket | None:
+    near = socket.socket(socket.AF_UNIX)
+    try:
+        near.connect(_place_on_this_machine(hello[:_SECRET_BYTES]))
+        near.sendall(hello)
+        return _prepared(near)
+    except OSError:
+        near.close()
+    try:
+        remaining_s = max(deadline_s - time.monotonic(), 0.1)
+        far = socket.create_connection((host, port), timeout=remaining_s)
+        far.sendall(hello)
+        return _prepared(far)
+    except OSError as error:
+        _LOG.debug("%s:%d: %s", host, port, error)
+        return None
+
+
+def _accept(
+    listeners: Sequence[socket.socket], expected: bytes, deadline_s: float
+) -> socket.socket | None:
+    """The first connection that says `expected`; all others are closed."""
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            selector.register(listener, selectors.EVENT_READ)
+        while (remaining_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
+                end, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                if hmac.compare_digest(_heard(end, deadline_s), expected):
+                    return _prepared(end)
+                end.close()
+    return None
+
+
+def _heard(end: socket.socket, deadline_s: float) -> bytes:
+    heard = b""
+    try:
+        while len(heard) < _HELLO.size:
+            end.settimeout(min(max(deadline_s - time.monotonic(), 0.1), 1.0))
+            data = end.recv(_HELLO.size - len(heard))
+            if not data:
+                break
+            heard += data
+    except OSError:
+        pass
+    return heard
+
+
+def _prepared(end: socket.socket) -> socket.socket:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        end.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    if end.family != socket.AF_UNIX:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        for option, seconds in _KEEP_ALIVE:
+            end.setsockopt(socket.IPPROTO_TCP, option, seconds)
+    return end
