@@ -54,17 +54,34 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if job is None or job.ring is None or job.strategy is not tf.distribute.get_strategy():
         return _by_collectives(tensors)
     results: list[tf.Tensor] = list(tensors)
-    mine = [i for i, tensor in enumerate(tensors) if tensor.dtype in _BY_RING]
-    # A function keeps the order of such calls, so every worker makes the same sums in turn.
-    sums = tf.numpy_function(
-        job.ring.sum, [tensors[i] for i in mine], [tensors[i].dtype for i in mine]
-    )
-    for i, total in zip(mine, sums, strict=True):
-        results[i] = tf.ensure_shape(total, tensors[i].shape)
     others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _BY_RING]
     for i, total in zip(others, _by_collectives([tensors[i] for i in others]), strict=True):
         results[i] = total
+    # A function keeps the order of such calls, so every worker makes the same sums in turn.
+    for bucket in _buckets(tensors):
+        types = [tensors[i].dtype for i in bucket]
+        sums = tf.numpy_function(job.ring.sum, [tensors[i] for i in bucket], types)
+        for i, total in zip(bucket, sums, strict=True):
+            results[i] = tf.ensure_shape(total, tensors[i].shape)
     return results
+
+
+def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Groups of tensors that are summed by one call, in the order in which they are ready.
+
+    Gradients of the last layers come first: their sum is made while others are computed.
+    """
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for i in reversed(range(len(tensors))):
+        if tensors[i].dtype not in _BY_RING:
+            continue
+        if filled >= _PACK_BYTES:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(i)
+        filled += (tensors[i].shape.num_elements() or 0) * tensors[i].dtype.size
+    return [bucket for bucket in buckets if bucket]
 
 
 def _by_collectives(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
