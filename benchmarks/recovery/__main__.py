@@ -1,10 +1,10 @@
 """``python -m benchmarks.recovery``: kills at random times, tfdist and torchrun in turn.
 
 Writes `benchmarks/RECOVERY.md` and, beside it, `recovery.jsonl` with a line for each kill. In each
-round every side runs its job once and is killed three times on the way: a task, all of them or the
-launcher, while it starts or trains. All sides get the same draws, scaled to how long they take.
-torchrun restarts by ``--max-restarts``; what its job does is in `torch_job`. A killed launcher is
-started again by the runner, on every side.
+round every side runs its job once, torchrun's in the first rounds only, and is killed three times
+on the way: a task, all of them or the launcher, while it starts or trains. All sides get the same
+draws, scaled to how long they take. torchrun restarts by ``--max-restarts``; what its job does is
+in `torch_job`. A killed launcher is started again by the runner, on every side.
 
 Expected, before the first measurement:
 
@@ -69,6 +69,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery")
     parser.add_argument("--rounds", type=int, default=LEAST_KILLS // 15 + 1, help="(14)")
+    parser.add_argument("--peer_rounds", type=int, default=5, help="torchrun's, of them (5)")
     parser.add_argument("--seed", type=int, help="of the kills (a new one)")
     parser.add_argument("--sides", type=int, default=len(SIDES), help="the first so many (7)")
     parser.add_argument("--report_only", action="store_true", help="RECOVERY.md from the lines")
@@ -91,9 +92,10 @@ def _measure(args: argparse.Namespace) -> None:
             campaigns.append(
                 Campaign(plan, directory, seed=seed, say=say, results=results, launcher=by)
             )
-        for _ in range(args.rounds):
-            for campaign in campaigns:
-                campaign.random_kills(3)
+        for number in range(args.rounds):
+            for (_, by), campaign in zip(SIDES, campaigns, strict=False):
+                if by is TFDIST or number < args.peer_rounds:
+                    campaign.random_kills(3)
     RAW.write_text(_OWN_PATH.sub("", RAW.read_text()))
 
 

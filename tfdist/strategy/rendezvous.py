@@ -25,7 +25,7 @@ LATER_S = 10.0
 reach this task gives up before, and names it with its address."""
 
 _PROBE_EVERY_S = 1.0
-_FIRST_PROBE_S = 0.02  # the next one comes after twice the time, up to the above
+_PROBE_ONE_EVERY_S = 0.02  # how long to leave between two probes of any peer, up to the above
 _SAY_EVERY_S = 10.0
 _BACKLOG = 4096  # connections that peers may open before anybody takes them
 
@@ -69,7 +69,6 @@ def await_peers(
     """
     missing = [task for task in config.cluster.training_tasks() if task != config.task]
     start = said = clock()
-    pause_s = _FIRST_PROBE_S
     with answering(config):
         while missing := missing_peers(config.cluster, missing):
             waited_s = clock() - start
@@ -78,8 +77,9 @@ def await_peers(
             if clock() - said >= _SAY_EVERY_S:
                 said = clock()
                 _LOG.warning("%s", _message(config, missing, waited_s, timeout_s))
+            # The last one to come is what all wait for, so a few are looked for often.
+            pause_s = min(_PROBE_ONE_EVERY_S * len(missing), _PROBE_EVERY_S)
             sleep(min(pause_s, timeout_s - waited_s))
-            pause_s = min(2 * pause_s, _PROBE_EVERY_S)
 
 
 @contextlib.contextmanager
