@@ -59,10 +59,10 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 @contextlib.contextmanager
 def naming_who_is_gone(job: Job) -> Iterator[None]:
-    """Says which worker has gone, where TensorFlow says that some function failed."""
+    """Raises PeerLost for the worker that has gone, where TensorFlow says that something failed."""
     try:
         yield
-    except tf.errors.OpError as error:
+    except (tf.errors.OpError, ConnectionError) as error:
         if job.ring is None or not job.ring.lost:
             raise
         raise PeerLost(f"{job.name}: {job.ring.lost}") from error
@@ -75,6 +75,9 @@ def sum_over_tasks(job: Job, values: np.ndarray) -> np.ndarray:
     """
     if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
         return values
+    if job.ring is not None:
+        with naming_who_is_gone(job):
+            return job.ring.sum(values)[0]
     return _summer(job.strategy)(tf.constant(values)).numpy()
 
 

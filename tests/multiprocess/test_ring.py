@@ -1,0 +1,71 @@
+"""Gradients by the ring: the bits of TensorFlow's own, and a name for who has gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
+from tfdist.errors import EXIT_PEER_MISSING
+
+PROGRAM = pathlib.Path(__file__).parent / "programs" / "ring.py"
+DEADLINE_S = 120
+THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+
+
+def run(out, how):
+    """Runs a job of two workers; returns its exit code and what it said."""
+    command = [sys.executable, "-m", "tfdist.launch", "--strategy", "multiworker", "--workers", "2"]
+    command += ["--run_dir", str(out / how), str(PROGRAM), str(out), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+        pytest.fail(f"{how}: not done in {DEADLINE_S} s\n{said[-20000:]}")
+    return process.returncode, said
+
+
+def test_two_workers_get_the_bits_that_tensorflows_ring_gives_them(tmp_path):
+    seen = {}
+    for how in ("ring", "collectives"):
+        code, said = run(tmp_path, how)
+        assert code == 0, said
+        files = [tmp_path / f"{how}-worker-{i}.json" for i in range(2)]
+        seen[how] = [json.loads(file.read_text()) for file in files]
+    assert [task["by ring"] for task in seen["ring"]] == [True, True]
+    assert [task["by ring"] for task in seen["collectives"]] == [False, False]
+    assert len({task["sha"] for tasks in seen.values() for task in tasks}) == 1
+
+
+def test_a_worker_that_dies_is_named_by_its_neighbour_without_a_launcher_too(tmp_path):
+    ports = hold_ports(2)
+    cluster = ClusterSpec(worker=tuple(port.address for port in ports))
+    tasks = []
+    for index in range(2):
+        config = encode(TaskConfig(cluster=cluster, task=Task("worker", index)))
+        tasks.append(
+            subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(tmp_path), "dies"],
+                env={**os.environ, **THREADS, "TF_CONFIG": config},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        said = [task.communicate(timeout=DEADLINE_S)[1] for task in tasks]
+    except subprocess.TimeoutExpired:
+        for task in tasks:
+            task.kill()
+        pytest.fail("\n".join(task.communicate()[1] for task in tasks))
+    assert tasks[1].returncode == -signal.SIGKILL, said[1]
+    assert tasks[0].returncode == EXIT_PEER_MISSING, said[0]
+    (line,) = [text for text in said[0].splitlines() if text.startswith("tfdist: ")]
+    assert line.startswith(f"tfdist: worker-0: worker-1 ({ports[1].address}) has gone")
