@@ -92,6 +92,29 @@ def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process() -> None:
+    """As a save that fails on a full disk: SIGTERM's own answer ends a process without a word."""
+    program = """
+        import signal, time
+        from tfdist.checkpoint.preemption import StopRequests
+        from tfdist.errors import TfdistError
+        with StopRequests() as requests:
+            signal.raise_signal(signal.SIGTERM)
+            while requests.signum is None:
+                time.sleep(0.001)
+            raise TfdistError("checkpoint of step 7: No space left on device")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == -signal.SIGTERM
+    said = "SIGTERM while stopping: checkpoint of step 7: No space left on device\n"
+    assert done.stderr == said
+
+
 def test_handlers_of_python_and_of_c_and_the_wakeup_descriptor_are_given_back() -> None:
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK)
     with open(os.devnull, "w") as nowhere:

@@ -104,6 +104,8 @@ class StopRequests:
             self._thread.join()
         self._close()
         if self.signum is not None and not isinstance(error, Stopped):
+            if isinstance(error, Exception):  # the signal may end the process before it is told
+                _LOG.error("%s while stopping: %s", signal.Signals(self.signum).name, error)
             signal.raise_signal(self.signum)
 
     def _give_back(self) -> None:
