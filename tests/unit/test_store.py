@@ -21,7 +21,7 @@ import pytest
 
 from tfdist.checkpoint import manifest as manifest_module
 from tfdist.checkpoint import shards as shards_module
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import TfdistError, UsageError
 
 
@@ -234,6 +234,52 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(
     assert "using the one before" in caplog.text
     with pytest.raises(TfdistError, match=rf"{path.name} is damaged"):
         store.read(2)
+
+
+@pytest.mark.parametrize("file", ["arrays.bin", "manifest.json"])
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(errno.EACCES, UsageError), (errno.ESTALE, TfdistError), (errno.EMFILE, TfdistError)],
+)
+def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, file: str, number: int, raised: Any
+) -> None:
+    """A run that took it for damaged would start over, and remove it."""
+    paths = [write(store, 1), write(store, 2)]
+    _refuse_reading(monkeypatch, paths[1] / file, number)
+    with pytest.raises(TfdistError, match=rf"{paths[1].name}/{file}.*{os.strerror(number)}") as got:
+        store.read()
+    assert isinstance(got.value, UsageError) is (raised is UsageError)
+    assert not isinstance(got.value, NothingWhole)
+    monkeypatch.undo()
+    assert_is(store.read(), 2)
+    write(store, 3)
+    assert store.steps() == [2, 3]
+
+
+def test_one_that_the_disk_does_not_give_back_is_damaged(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, 1)
+    _refuse_reading(monkeypatch, write(store, 2) / "arrays.bin", errno.EIO)
+    assert_is(store.read(), 1)
+
+
+def _refuse_reading(monkeypatch: pytest.MonkeyPatch, refused: Path, number: int) -> None:
+    """As a server of files does, or another user's file; root may read everything."""
+
+    class File(FileIO):
+        def __init__(self, path: Any, mode: str) -> None:
+            if Path(path) == refused and mode == "rb":
+                raise OSError(number, os.strerror(number))
+            super().__init__(path, mode)
+
+    def read_bytes(path: Path) -> bytes:
+        with File(path, "rb") as file:
+            return file.read()
+
+    monkeypatch.setattr(shards_module, "FileIO", File)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
 
 
 def test_one_is_read_by_its_name_or_none_at_all(store: CheckpointStore) -> None:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from tfdist.errors import TfdistError, UsageError
 
 FORMAT = "tfdist-checkpoint"
 VERSION = 1
 FILE_NAME = "manifest.json"
 _CHECKSUM = "manifest_sha256"
+# With these a file is not what was written, and will not be at a second try.
+_DAMAGE = frozenset(
+    (
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+        *(errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA),
+    )
+)
 
 
 class Damaged(Exception):
     """A checkpoint that cannot be read as it was written; the message says what is wrong."""
+
+
+class Unreadable(TfdistError):
+    """A checkpoint that may be whole, and cannot be read now."""
 
 
 class NewerFormat(Exception):
@@ -66,6 +81,15 @@ class Manifest:
         return json.dumps(body, indent=1).encode() + b"\n"
 
     @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Reads that of a checkpoint; raises Damaged, NewerFormat, or as `reading_failed` says."""
+        file = directory / FILE_NAME
+        try:
+            return cls.from_bytes(file.read_bytes())
+        except OSError as error:
+            raise reading_failed(file, error) from error
+
+    @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
         """Reads what `to_bytes` wrote; raises Damaged or NewerFormat."""
         try:
@@ -89,6 +113,23 @@ class Manifest:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{FILE_NAME} is cut short or not JSON") from error
+
+
+def reading_failed(path: Path, error: OSError) -> Damaged | TfdistError:
+    """Returns what to raise where a file of a checkpoint cannot be read.
+
+    Only what is damaged is passed over for an older one, and later removed.
+    """
+    if error.errno in _DAMAGE:
+        return Damaged(f"{path.name}: {error.strerror}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return UsageError(
+            f"checkpoint {path}",
+            received=error.strerror,
+            expected="a file that can be read",
+            fix="give this user the right to read it, or choose another directory",
+        )
+    return Unreadable(f"checkpoint {path}: {error.strerror or error}")
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

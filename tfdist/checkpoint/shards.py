@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tfdist.checkpoint.manifest import Damaged, Entry, Shard
+from tfdist.checkpoint.manifest import Damaged, Entry, Shard, reading_failed
 from tfdist.errors import UsageError
 
 # Offsets are multiples of this, so that a shard can be memory-mapped as any dtype.
@@ -64,7 +64,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def read_shard(path: Path, *, shard: Shard, entries: Mapping[str, Entry]) -> dict[str, Array]:
-    """Reads the arrays of one shard, verifying its checksum; raises Damaged."""
+    """Reads the arrays of one shard, verifying its checksum; raises Damaged or TfdistError."""
     digest = hashlib.sha256()
     arrays = {}
     position = 0
@@ -79,7 +79,7 @@ def read_shard(path: Path, *, shard: Shard, entries: Mapping[str, Entry]) -> dic
                 position = entry.offset + array.nbytes
                 arrays[name] = array.byteswap() if sys.byteorder == "big" else array
     except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror}") from error
+        raise reading_failed(path, error) from error
     except (ValueError, TypeError, EOFError) as error:
         raise Damaged(f"{path.name}: {error}") from error
     if digest.hexdigest() != shard.sha256 or position != shard.size_bytes:
@@ -88,11 +88,11 @@ def read_shard(path: Path, *, shard: Shard, entries: Mapping[str, Entry]) -> dic
 
 
 def check_size(path: Path, *, shard: Shard) -> None:
-    """Raises Damaged where the file is missing or not as long as it was written."""
+    """Raises Damaged where the file is missing or not as long as it was written, or TfdistError."""
     try:
         size_bytes = path.stat().st_size
     except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror}") from error
+        raise reading_failed(path, error) from error
     if size_bytes != shard.size_bytes:
         raise Damaged(f"{path.name} has {size_bytes} bytes of {shard.size_bytes}")
 

@@ -24,7 +24,7 @@ import numpy as np
 from tfdist.checkpoint import files, lock
 from tfdist.checkpoint import shards as shard_files
 from tfdist.checkpoint.lock import WriterLock
-from tfdist.checkpoint.manifest import FILE_NAME, VERSION, Damaged, Manifest, NewerFormat
+from tfdist.checkpoint.manifest import VERSION, Damaged, Manifest, NewerFormat, Unreadable
 from tfdist.errors import TfdistError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -163,8 +163,9 @@ class CheckpointStore:
         A damaged newest one is named in a warning and the one before it used; a damaged one that
         was asked for by its step is an error. Holds no more than the arrays once.
 
-        Raises UsageError where there is none or its format is newer than this tfdist, and
-        NothingWhole, a TfdistError, where all are damaged.
+        Raises UsageError where there is none, its format is newer than this tfdist, or this user
+        may not read it; Unreadable, a TfdistError, where it may be whole and cannot be read now;
+        and NothingWhole, another, where all are damaged.
         """
         places = [p for p in reversed(self._places()) if step is None or p.step == step]
         if not places:
@@ -182,10 +183,11 @@ class CheckpointStore:
 
     def read_named(self, name: str) -> Checkpoint | None:
         """Reads the checkpoint in the directory of that name; None where it cannot be read, as when
-        the writer removes it meanwhile. Raises UsageError for a newer format."""
+        the writer removes it meanwhile. Raises UsageError for a newer format, or one that this user
+        may not read."""
         try:
             return self._read(next(p for p in self._places() if p.path.name == name))
-        except (StopIteration, Damaged) as error:
+        except (StopIteration, Damaged, Unreadable) as error:
             logger.info("%s: %s was not read: %s", self._directory, name, error or "it is gone")
             return None
 
@@ -213,9 +215,7 @@ class CheckpointStore:
 
     def _manifest(self, place: _Place) -> Manifest:
         try:
-            return Manifest.from_bytes((place.path / FILE_NAME).read_bytes())
-        except OSError as error:
-            raise Damaged(f"{FILE_NAME}: {error.strerror}") from error
+            return Manifest.read(place.path)
         except NewerFormat as error:
             raise UsageError(
                 f"checkpoint {place.path}",
