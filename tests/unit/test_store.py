@@ -370,6 +370,49 @@ def test_the_lock_ends_with_its_process(store: CheckpointStore) -> None:
     assert store.steps() == [1, 2]
 
 
+def test_the_lock_ends_with_its_process_though_one_forked_from_it_lives_on(
+    store: CheckpointStore,
+) -> None:
+    """As a process that reads data does when the training is killed."""
+    program = (
+        "import numpy, os, signal, sys; from tfdist.checkpoint.store import CheckpointStore;"
+        "store = CheckpointStore(sys.argv[1]); store.write(1, {'x': numpy.ones(1)}, meta={});"
+        "os.fork() or (print('forked', flush=True), sys.stdin.read(), os._exit(0));"
+        "signal.pause()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, store.directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "forked\n"
+        with pytest.raises(UsageError, match=f"process {holder.pid}"):
+            write(store, 2)
+        holder.kill()
+        holder.wait()
+        write(store, 2)
+    finally:
+        holder.kill()
+        holder.stdin.close()
+    assert holder.stdout.read() == ""  # the child has ended
+    holder.stdout.close()
+    assert store.steps() == [1, 2]
+
+
+def test_a_fork_does_not_let_go_of_its_parents_lock(store: CheckpointStore) -> None:
+    write(store, 1)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(UsageError, match="a second writer"):
+        write(CheckpointStore(store.directory), 2)
+
+
 def test_threads_may_write_at_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=10)
     threads = [threading.Thread(target=write, args=(store, step)) for step in range(1, 7)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import weakref
 from pathlib import Path
@@ -14,7 +15,10 @@ FILE_NAME = ".lock"
 
 
 class WriterLock:
-    """Held from `acquire` until `release`, the end of this object, or of the process."""
+    """Held from `acquire` until `release`, the end of this object, or of the process.
+
+    A process forked meanwhile, such as one that reads data, does not hold it on.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -26,11 +30,13 @@ class WriterLock:
 
     def acquire(self) -> None:
         """Takes the lock at once; raises UsageError where another has it, and OSError."""
+        _let_go_in_children()
         descriptor = self._open()
         while not self._is_there(descriptor):  # its last holder has removed it meanwhile
             os.close(descriptor)
             descriptor = self._open()
         self._close = weakref.finalize(self, os.close, descriptor)
+        _acquired.add(self)
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
@@ -68,3 +74,17 @@ class WriterLock:
         except FileNotFoundError:
             return False
         return os.path.samestat(there, os.fstat(descriptor))
+
+
+_acquired: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+@functools.cache
+def _let_go_in_children() -> None:
+    """Has forked children close their copies: the lock lasts until the last one is closed."""
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    for lock in list(_acquired):
+        lock.release()
