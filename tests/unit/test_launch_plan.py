@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import os
 import shlex
 from pathlib import Path
 
@@ -351,6 +354,15 @@ def test_two_jobs_do_not_share_a_run_directory(tmp_path):
     with RunDir(tmp_path), pytest.raises(UsageError, match="where a job runs"):
         RunDir(tmp_path)
     RunDir(tmp_path).close()
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_job(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match="No locks available"):
+        RunDir(tmp_path)
 
 
 def test_a_run_directory_that_cannot_be_made_is_a_mistake(tmp_path):

@@ -62,8 +62,10 @@ class RunDir:
             raise _not_writable(path, error) from None
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             self.close()
+            if not isinstance(error, BlockingIOError):
+                raise _not_writable(path, error) from None
             raise UsageError(
                 "--run_dir",
                 received=f"{path}, where a job runs",
