@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import select
 import selectors
 import socket
 import threading
@@ -246,6 +247,30 @@ def test_strangers_neither_stay_nor_pile_up(
         meeting.join(1)  # and one of ours gets in
         meeting.clock.ahead_s += 11
         meeting.until(lambda: len(meeting.hub._guests) <= 1)
+
+
+def test_without_a_free_descriptor_it_waits_and_accepts_when_there_is_one(
+    meeting: Rendezvous,
+) -> None:
+    meeting.join(1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(meeting.raw())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        meeting.hub.turn()
+        ready, _, _ = select.select([meeting.hub], [], [], 0)
+        assert not ready, "it would be turned again at once"
+        assert "Too many open files" in meeting.hub.turned_away[0]
+        meeting.clock.ahead_s += 0.6
+        meeting.turn()  # the next check tries again, and heard its member meanwhile
+        meeting.turn()
+        assert meeting.hub.present == {1}
+        assert len(meeting.hub._guests) == 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        meeting.until(lambda: len(meeting.hub._guests) == 3)
+    meeting.join(2)
 
 
 @settings(

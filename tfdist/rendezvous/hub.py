@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 from collections import Counter
@@ -20,6 +21,7 @@ _GREETING_S = 10.0
 _SPARE_GUESTS = 64
 _MAX_ACCEPTS = 256  # at once, so that those who are in are heard meanwhile
 _MAX_TURNED_AWAY = 16
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +96,9 @@ class Hub:
         self._checked_s = clock()
         self._turned_away: Counter[str] = Counter()
         self._selector = selectors.EpollSelector()
+        self._is_listening = False
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._listen(True)
 
     def fileno(self) -> int:
         """Returns what is readable when there is something to do."""
@@ -155,8 +158,10 @@ class Hub:
         for _ in range(_MAX_ACCEPTS):
             try:
                 sock, address = self._listener.accept()
-            except OSError:  # nobody any more, or no more files
-                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause(error)
+                return  # else there is nobody any more
             link = Link(self._token, accepts=True)
             channel = Channel(sock, link, clock=self._clock)
             guest = _Guest(channel=channel, address=str(address[0]), came_s=self._clock())
@@ -164,6 +169,23 @@ class Hub:
             self._guests[channel.fileno()] = guest
             self._selector.register(channel.fileno(), guest.events)
             self._with(guest, channel.flush)
+
+    def _pause(self, error: OSError) -> None:
+        """Leaves who comes waiting until the next check, as accepting fails until then.
+
+        A listener with somebody before it stays readable: watched, it would have us turn at once,
+        again and again.
+        """
+        self._listen(False)
+        self._turned_away[f"whoever came next: {error.strerror} (see ulimit -n)"] += 1
+
+    def _listen(self, wanted: bool) -> None:
+        """Watches the listener, or does not."""
+        if wanted and not self._is_listening:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        elif self._is_listening and not wanted:
+            self._selector.unregister(self._listener)
+        self._is_listening = wanted
 
     def _make_room(self) -> None:
         """Drops the oldest of those who have not joined where there are too many."""
@@ -243,6 +265,7 @@ class Hub:
     def _check(self) -> None:
         """Shows the others that we live, and drops those of whom nothing is heard."""
         self._checked_s = now_s = self._clock()
+        self._listen(True)
         for guest in list(self._guests.values()):
             if guest.rank is None:
                 if now_s - guest.came_s > _GREETING_S:
