@@ -10,19 +10,31 @@ import pytest
 
 from tests.multiprocess.jobs import report
 from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
+from tfdist.cluster import hold_ports
 from tfdist.outputs.evaluations import Evaluations
 
 PROGRAM = Path(__file__).parent / "programs" / "evaluated.py"
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_checkpoints_are_evaluated_beside_a_multiworker_training(tmp_path: Path) -> None:
-    job = TrainingJob(tmp_path, "--strategy=multiworker", "--workers=2", "--evaluator")
-    assert job.end() == 0, job.logs()
+def test_checkpoints_are_evaluated_beside_a_multiworker_training_on_two_hosts(
+    tmp_path: Path,
+) -> None:
+    hosts = ("127.0.0.1", "127.0.0.2")
+    with hold_ports(1)[0] as held:
+        job, other = (
+            TrainingJob(
+                tmp_path, f"--hosts={','.join(hosts)}", f"--node_rank={rank}",
+                f"--rendezvous_port={held.port}", "--evaluator",
+            )
+            for rank in (0, 1)
+        )  # fmt: skip
+        assert (job.end(), other.end()) == (0, 0), job.logs()
     (attempt,) = report(tmp_path)["attempts"]
     assert attempt["lost"] == [], job.logs()
-    codes = {task["task"]: task["exit_code"] for task in attempt["tasks"]}
-    assert codes == {"worker-0": 0, "worker-1": 0, "evaluator-0": 0}, job.logs()
+    ended = {task["task"]: (task["exit_code"], task["host"]) for task in attempt["tasks"]}
+    workers = {f"worker-{rank}": (0, host) for rank, host in enumerate(hosts)}
+    assert ended == {**workers, "evaluator-0": (0, hosts[0])}, job.logs()
     files = Evaluations(tmp_path / "checkpoints")
     lines = files.lines()
     assert (lines[-1]["step"], lines[-1]["examples"]) == (600, 30000), job.logs()

@@ -68,6 +68,25 @@ def test_a_list_of_one_host_is_a_job_on_this_machine():
     assert (options.workers, options.hosts) == (3, None)
 
 
+def test_an_evaluator_is_one_task_more_on_the_host_of_the_chief():
+    _, group = decided("--hosts a:2,b:1 --node_rank 0 --evaluator")
+    evaluator = Task("evaluator", 0)
+    assert group.tasks([0, 1])[0] == (Task("worker", 0), Task("worker", 1), evaluator)
+    assert group.tasks([0])[0][-1] == evaluator  # where the other did not come back
+    assert [group.num_tasks(rank) for rank in (0, 1)] == [3, 1]
+    cluster = group.cluster({0: ["a:1", "a:2", "a:3"], 1: ["b:1"]}, strategy="multiworker")
+    assert (cluster.worker, cluster.evaluator) == (("a:1", "a:2", "b:1"), ("a:3",))
+    ps = decided("--hosts a:2,b:2 --node_rank 0 --ps 1 --evaluator")[1]
+    assert ps.tasks([0, 1])[0] == (Task("chief", 0), Task("worker", 0), evaluator)
+    assert ps.stand_in_cluster(strategy="ps").evaluator == ("a:2225",)
+
+
+def test_a_list_of_one_host_has_an_evaluator_where_there_are_several_tasks():
+    options, group = decided("--hosts a:2 --node_rank 0 --evaluator", {})
+    assert (group, options.workers, options.strategy) == (None, 2, "multiworker")
+    assert options.evaluator
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -81,7 +100,6 @@ def test_a_list_of_one_host_is_a_job_on_this_machine():
         ("--hosts a,b --node_rank 0 --min_workers 3", "--min_workers: received 3 of 2 workers"),
         ("--hosts a,b --node_rank 0 --rendezvous_token_file /none", "--rendezvous_token_file: "),
         ("--hosts a,b --node_rank 0 --isolate", "--isolate: received it in a job on 2 hosts"),
-        ("--hosts a,b --evaluator --strategy multiworker --node_rank 0", "--evaluator: received"),
         ("--hosts a,b --host_timeout_s 0", "--host_timeout_s: received 0"),
         ("--hosts a,b --host_timeout_s 1", "--host_timeout_s: received 1; expected 2 or more"),
         ("--fork_server 3 --isolate", "--fork_server: received a fork server with --isolate"),
@@ -90,6 +108,11 @@ def test_a_list_of_one_host_is_a_job_on_this_machine():
 )
 def test_what_cannot_be_is_one_line(line, said):
     assert refusal(line).startswith(said)
+
+
+def test_why_several_hosts_are_not_isolated_is_said():
+    said = refusal("--hosts a,b --node_rank 0 --isolate")
+    assert "no other host reaches into a network namespace of its own" in said
 
 
 def test_several_hosts_need_a_token_and_loopback_none():

@@ -37,7 +37,11 @@ _OWN_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The hosts of a job by rank, how many tasks each has, and which of them this is."""
+    """The hosts of a job by rank, how many tasks each has, and which of them this is.
+
+    An evaluator is not counted in `slots`: it is one task more, on the chief's host, where the
+    checkpoints are.
+    """
 
     hosts: tuple[str, ...]
     slots: tuple[int, ...]
@@ -45,7 +49,12 @@ class Group:
     port: int
     """Where the launcher of host 0 listens."""
     num_ps: int = 0
+    has_evaluator: bool = False
     token: bytes = dataclasses.field(default=b"", repr=False)
+
+    def num_tasks(self, rank: int) -> int:
+        """Returns how many tasks a host has."""
+        return self.slots[rank] + (self.has_evaluator and not rank)
 
     def tasks(self, ranks: Sequence[int]) -> dict[int, tuple[Task, ...]]:
         """Returns the tasks of each of the hosts `ranks`, numbered host after host.
@@ -57,6 +66,8 @@ class Group:
         tasks: dict[int, tuple[Task, ...]] = dict.fromkeys(ranks, ())
         for number, (rank, type_) in enumerate(zip(of_slot, types, strict=True)):
             tasks[rank] += (Task(type_, types[:number].count(type_)),)
+        if self.has_evaluator and 0 in tasks:
+            tasks[0] += (Task("evaluator", 0),)
         return tasks
 
     def cluster(self, at: Mapping[int, Sequence[str]], *, strategy: str) -> ClusterSpec:
@@ -73,14 +84,15 @@ class Group:
             addresses=[address for _, address in pairs],
             workers=sum(task.type == "worker" for task, _ in pairs),
             ps=self.num_ps,
+            evaluator=self.has_evaluator,
         )
 
     def stand_in_cluster(self, *, strategy: str) -> ClusterSpec:
         """Returns the cluster with ports in a row, as nobody knows them before the rendezvous."""
         ports = itertools.count(DEFAULT_PORT + 1)
         at = {
-            rank: [placement.join(self.hosts[rank], next(ports)) for _ in range(slots)]
-            for rank, slots in enumerate(self.slots)
+            rank: [placement.join(host, next(ports)) for _ in range(self.num_tasks(rank))]
+            for rank, host in enumerate(self.hosts)
         }
         return self.cluster(at, strategy=strategy)
 
@@ -110,13 +122,14 @@ def decided_group(
     _check_fewest(options)
     if len(hosts) == 1:
         return dataclasses.replace(options, hosts=None, node_rank=None), None
-    _refuse_what_is_for_one(options, num_hosts=len(hosts))
+    _refuse_isolation(options, num_hosts=len(hosts))
     group = Group(
         hosts=hosts,
         slots=slots,
         rank=rank,
         port=options.rendezvous_port or port,
         num_ps=options.num_ps if options.strategy == "ps" else 0,
+        has_evaluator=options.evaluator,
         token=tokens.read_token(environ, path=options.rendezvous_token_file, hosts=hosts),
     )
     return options, group
@@ -248,15 +261,15 @@ def _check_fewest(options: LaunchOptions) -> None:
         )
 
 
-def _refuse_what_is_for_one(options: LaunchOptions, *, num_hosts: int) -> None:
-    reasons = {
-        "isolate": "leave it out: the hosts have to reach each other",
-        "evaluator": "leave it out, and validate in the training",
-    }
-    for name, fix in reasons.items():
-        if getattr(options, name):
-            received, expected = f"it in a job on {num_hosts} hosts", "a job on this machine alone"
-            raise UsageError(f"--{name}", received=received, expected=expected, fix=fix)
+def _refuse_isolation(options: LaunchOptions, *, num_hosts: int) -> None:
+    if options.isolate:
+        raise UsageError(
+            "--isolate",
+            received=f"it in a job on {num_hosts} hosts",
+            expected="a job on this machine alone: no other host reaches into a network "
+            "namespace of its own",
+            fix="leave it out, and see that only the hosts of the job reach its ports",
+        )
 
 
 def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:

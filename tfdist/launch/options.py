@@ -126,12 +126,6 @@ def _check_together(options: LaunchOptions) -> None:
     if workers > 1 and strategy in ("single", "mirrored"):
         fix = "use --strategy multiworker, or leave --workers out"
         _refuse("workers", f"{workers} with --strategy {strategy}", "one process, 1", fix)
-    is_one_process = strategy in ("single", "mirrored") or (
-        strategy == "auto" and workers == 1 and ps is None
-    )
-    if options.evaluator and is_one_process:
-        fix = "leave --evaluator out, or use --strategy ps or multiworker"
-        _refuse("evaluator", "a job of one process", "a job whose tasks have addresses", fix)
     devices = options.devices_per_worker
     if strategy == "single" and devices is not None and devices > 1:
         received = f"{devices} with --strategy single"

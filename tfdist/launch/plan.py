@@ -55,7 +55,23 @@ class Place:
 
 
 def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
-    """Returns the strategy of the job, ``auto`` decided by the numbers asked for."""
+    """Returns the strategy of the job, ``auto`` decided by the numbers asked for.
+
+    Raises:
+        UsageError: a job of one process, of which something was asked that only others have.
+    """
+    strategy = _strategy_of(options, machine)
+    if options.evaluator and strategy in ("single", "mirrored"):
+        raise UsageError(
+            "--evaluator",
+            received=f"it in a job of one process ({strategy})",
+            expected="a job whose tasks have addresses",
+            fix="leave --evaluator out, or use --strategy ps or multiworker",
+        )
+    return strategy
+
+
+def _strategy_of(options: LaunchOptions, machine: Machine) -> str:
     if options.strategy != "auto":
         return options.strategy
     if options.ps is not None:

@@ -127,7 +127,7 @@ class Team:
     def ready(self, rank: int, message: Message) -> None:
         """Takes down that a host is ready for an attempt, with these ports."""
         ports = message.get("ready")
-        if isinstance(ports, list) and len(ports) == self._group.slots[rank]:
+        if isinstance(ports, list) and len(ports) == self._group.num_tasks(rank):
             self._ports[rank] = [int(port) for port in ports]
 
     def lost(self, rank: int) -> None:
