@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.multiprocess.jobs import PAUSE, STARTS, report
+from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -89,6 +90,31 @@ def test_each_launcher_starts_its_own_tasks_of_one_cluster(both, command, tmp_pa
     written = [job.text for job in jobs]
     written += [path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not any(TOKEN in text for text in written)
+
+
+def test_all_ports_are_of_the_range_that_was_given_and_taken_ones_are_skipped(both):
+    among = range(21_000, 21_060)
+    with hold_ports(1, among=among[5:])[0] as taken:
+        first = taken.port - 2
+        # The launchers of both hosts are on this machine: they share the range.
+        ports = ("--ports", f"{first}-{first + 9}", "--rendezvous_port", str(first))
+        jobs = both(TELL, *ports, slots=2)
+        assert codes(jobs) == [0, 0], [job.text for job in jobs]
+        (workers,) = {
+            tuple(json.loads(line)["cluster"]["worker"])
+            for job in jobs
+            for line in re.findall("told (.*)", job.text)
+        }
+        numbers = {int(worker.rpartition(":")[2]) for worker in workers}
+        assert len(numbers) == 4
+        assert numbers <= {*range(first + 1, first + 10)} - {taken.port}
+    too_few = both(TELL, "--ports", "21000-21001", "--rendezvous_port", "21000", slots=2)
+    assert codes(too_few) == [EXIT_USAGE, EXIT_USAGE]
+    for job in too_few:
+        assert len(lines(job)) == 1
+        assert lines(job)[0].startswith(
+            "--ports: received 21000-21001, 2 ports; expected 2 or more"
+        )
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -121,6 +121,29 @@ def test_a_port_that_is_none_is_refused(port: str) -> None:
     refusal({**recorded("slurm_srun_n3")[0], "TFDIST_PORT": port}, "TFDIST_PORT")
 
 
+def test_one_variable_says_which_ports_a_job_may_have() -> None:
+    steps = recorded("slurm_srun_n3")  # of job 1
+    few = read_all([{**e, "TFDIST_PORTS": "30000-30031"} for e in steps])[0].cluster.worker
+    assert few == ("node01:30000", "node01:30001", "node02:30002")
+    many = read_all([{**e, "TFDIST_PORTS": "30000-30099"} for e in steps])[0].cluster.worker
+    assert many[0] == f"node01:{30_000 + PORTS_PER_JOB}"  # job 2 has others
+    two = read_all([{**e, "TFDIST_PORTS": "30000-30001"} for e in steps])[0].cluster.worker
+    assert two == ("node01:30000", "node01:30001", "node02:30000")
+    refusal({**steps[0], "TFDIST_PORTS": "30000-30000"}, "TFDIST_PORTS")
+    refusal({**steps[0], "TFDIST_PORTS": "30000"}, "TFDIST_PORTS")
+    refusal({**steps[0], "TFDIST_PORTS": "30000-30009", "TFDIST_PORT": "1"}, "TFDIST_PORTS")
+    pods = recorded("kubernetes_indexed_job")
+    worker = read_all([{**e, "TFDIST_PORTS": "80-80"} for e in pods])[2].cluster.worker
+    assert worker[2].endswith(":80")
+
+
+def test_a_large_job_has_the_whole_range_on_each_host() -> None:
+    ports = {"TFDIST_PORTS": "30000-30063"}
+    config = read_environment(large_slurm_job(4_800, 48, rank=4_799) | ports)
+    assert config is not None
+    assert config.cluster.worker[4_799] == "n100:30047"
+
+
 def large_slurm_job(tasks: int, per_node: int, rank: int = 0) -> Environ:
     nodes = tasks // per_node
     first = rank // per_node * per_node

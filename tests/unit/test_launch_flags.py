@@ -30,7 +30,7 @@ def test_restarts_are_to_be_asked_for_and_a_hang_timeout_can_be_turned_off():
 
 @pytest.mark.parametrize("flag", [flag.name for flag in FLAGS if flag.name != "help"])
 def test_every_flag_in_the_help_is_read(flag):
-    examples = {"strategy": "ps", "start": "fork", "run_dir": "x"}
+    examples = {"strategy": "ps", "start": "fork", "run_dir": "x", "ports": "20000-20009"}
     examples |= dict.fromkeys(("isolate", "dry_run", "evaluator", "profile_ps"), "")
     example = examples.get(flag, "2")
     words = [f"--{flag}", example] if example else [f"--{flag}"]

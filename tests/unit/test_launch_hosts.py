@@ -11,6 +11,9 @@ from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.launch.flags import parse
 from tfdist.launch.hosts import Group, decided_group, environment_of_tasks, terms
+from tfdist.launch.machine import Machine
+from tfdist.launch.plan import decided_strategy
+from tfdist.launch.port_choice import ports_of_tasks, with_variables
 
 TOKEN = "a secret that nobody must see"
 WITH_TOKEN = {"TFDIST_RENDEZVOUS_TOKEN": TOKEN}
@@ -118,6 +121,52 @@ def test_why_several_hosts_are_not_isolated_is_said():
 def test_several_hosts_need_a_token_and_loopback_none():
     assert refusal("--hosts a,b --node_rank 0", {}).startswith("TFDIST_RENDEZVOUS_TOKEN: ")
     assert decided("--hosts 127.0.0.1,127.0.0.2 --node_rank 0", {})[1].token == b""
+
+
+# ports
+
+
+def ports_of(line, environ=None):
+    options = with_variables(parse(line.split()), environ or {})
+    options, group = decided_group(options, {**WITH_TOKEN, **(environ or {})})
+    strategy = decided_strategy(options, Machine(cpus=2))
+    ports = ports_of_tasks(options, group, strategy=strategy)
+    return ports, None if group is None else group.port
+
+
+def test_launchers_meet_at_the_first_port_of_a_range_and_tasks_have_the_others():
+    hosts = "--hosts a:2,b --node_rank 0 --ports 20000-20003"
+    assert ports_of(hosts) == ([20001, 20002, 20003], 20000)
+    assert ports_of(f"{hosts} --rendezvous_port 2222") == ([*range(20000, 20004)], 2222)
+    assert ports_of(f"{hosts} --rendezvous_port 20002") == ([20000, 20001, 20003], 20002)
+    assert ports_of("--workers 2 --ports 20000-20001") == ([20000, 20001], None)
+    assert ports_of("--workers 2") == (None, None)
+    environ = {"TFDIST_PORTS": "20000-20003"}
+    assert ports_of("--workers 2", environ)[0] == [*range(20000, 20004)]
+    assert ports_of("--workers 2 --ports 7-9", environ)[0] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--workers 3 --ports 20000-20001", "20000-20001, 2 ports; expected 3 or more"),
+        (
+            "--hosts a:1,b:2 --node_rank 0 --ports 7-8",
+            "expected 2 or more for the tasks of a host,",
+        ),
+        ("--hosts a:2,b:1 --node_rank 1 --evaluator --ports 7-9", "expected 3 or more"),
+    ],
+)
+def test_a_range_that_is_too_small_is_one_line(line, said):
+    with pytest.raises(UsageError) as error:
+        ports_of(line)
+    assert str(error.value).startswith("--ports: received ")
+    assert said in str(error.value)
+
+
+def test_a_range_of_ports_is_divided_among_the_jobs_of_slurm():
+    _, port = ports_of("--ports 30000-30099", slurm(2, 0))
+    assert port == 30000 + 32 * (7 % 3)
 
 
 # Slurm

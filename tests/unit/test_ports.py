@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports, is_port_free, ports
+from tfdist.cluster.port_range import as_text, parse_ports
 from tfdist.errors import UsageError
 
 DEADLINE_S = 60
@@ -93,6 +94,33 @@ def test_the_address_has_the_host_that_peers_use() -> None:
 def test_a_host_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^host: received"):
         hold_ports(1, host="no host")
+
+
+@pytest.mark.parametrize("text", ["", "20000", "20000-", "20-10", "0-9", "1-65536", "a-b", "-1-2"])
+def test_a_range_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--ports: received .* expected first-last"):
+        parse_ports(text, where="--ports")
+
+
+def test_a_range_has_both_its_ends() -> None:
+    assert parse_ports(" 20000-20001 ", where="--ports") == range(20_000, 20_002)
+    assert as_text(parse_ports("7-7", where="--ports")) == "7-7"
+
+
+def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped() -> None:
+    with contextlib.ExitStack() as stack:
+        # Three in a row that are free, of which somebody has the second.
+        among = next(
+            range(port, port + 3)
+            for port in range(21_000, 29_000, 3)
+            if all(is_port_free(f"127.0.0.1:{port + k}") for k in range(3))
+        )
+        other = stack.enter_context(hold_ports(1, among=among[1:])[0])
+        assert other.port == among[1]
+        held = [stack.enter_context(port) for port in hold_ports(2, among=among)]
+        assert [port.port for port in held] == [among[0], among[2]]
+        with pytest.raises(UsageError, match=r"fewer than 1 more free of the 3 that tasks may"):
+            hold_ports(1, among=among)
 
 
 def test_a_held_port_is_refused_to_a_stranger_and_free_once_released() -> None:

@@ -66,8 +66,8 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     where, ranks = _hosts(environ, world)
     _check_self(environ, world, ranks, where)
     job = text(environ, "PMIX_NAMESPACE") or text(environ, "OMPI_MCA_ess_base_jobid")
-    first_port = wished.port or placement.port_of_job(job or "0")
-    at = placement.ports_of_ranks(ranks, first_port=first_port)
+    first_port = placement.port_of_job(job or "0", wished=wished)
+    at = placement.ports_of_ranks(ranks, first_port=first_port, among=wished.ports)
     types = placement.task_types(world.size, wished=wished)
     return placement.placed(at, types, rank=world.rank, wished=wished)
 

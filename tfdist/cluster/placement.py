@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Sequence
 
 from tfdist.cluster import wishes as names
+from tfdist.cluster.port_range import as_text
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.cluster.wishes import Wishes
@@ -29,11 +30,13 @@ def place(
     """Returns what the task of `rank` is told, where `hosts` has the host of each rank.
 
     The tasks of a host have `first_port` and the ports after it, in order of rank. A port
-    that is wished for goes before `first_port`.
+    that is wished for goes before `first_port`, and so does the first of a range.
     """
     types = task_types(len(hosts), wished=wished)
+    if wished.ports is not None:
+        first_port = wished.ports.start
     return placed(
-        addresses(hosts, first_port=wished.port or first_port),
+        addresses(hosts, first_port=wished.port or first_port, among=wished.ports),
         types,
         rank=rank,
         wished=wished,
@@ -86,37 +89,53 @@ def task_types(count: int, *, wished: Wishes) -> list[str]:
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
 
 
-def addresses(hosts: Sequence[str], *, first_port: int) -> list[str]:
-    """Returns ``host:port`` for each rank, the ranks of a host having ports in a row."""
+def addresses(hosts: Sequence[str], *, first_port: int, among: range | None = None) -> list[str]:
+    """Returns ``host:port`` for each rank, the ranks of a host having ports in a row.
+
+    All of them are of `among`, where that is given.
+    """
     used: dict[str, int] = {}
     made = []
     for host in hosts:
         port = used.get(host, first_port)
         used[host] = port + 1
         made.append(join(host, port))
-    _check_last_port(max(used.values(), default=1) - 1, first_port=first_port)
+    last_port = max(used.values(), default=1) - 1
+    if among is not None and last_port not in among and first_port > among.start:
+        return addresses(hosts, first_port=among.start, among=among)  # the whole of it
+    _check_last_port(last_port, first_port=first_port, among=among)
     return made
 
 
-def port_of_job(job: str, *, step: int = 0) -> int:
+def port_of_job(job: str, *, step: int = 0, wished: Wishes | None = None) -> int:
     """Returns the first of the ports of a job, the same wherever its name is known.
 
     `PORTS_PER_JOB` ports belong to it. Jobs with numbers that follow each other, as those that
-    share a machine often have, get different ones; so do the steps of a job.
+    share a machine often have, get different ones; so do the steps of a job. A port that is
+    wished for goes before them, and a range is divided among the jobs.
     """
+    if wished is not None and wished.port:
+        return wished.port
+    first_port, jobs = FIRST_PORT, _JOBS
+    if wished is not None and wished.ports is not None:
+        first_port, jobs = wished.ports.start, max(1, len(wished.ports) // PORTS_PER_JOB)
     number = int(job) if job.isascii() and job.isdecimal() else zlib.crc32(job.encode())
-    return FIRST_PORT + PORTS_PER_JOB * ((number + 131 * step) % _JOBS)
+    return first_port + PORTS_PER_JOB * ((number + 131 * step) % jobs)
 
 
-def ports_of_ranks(hosts: Sequence[str], *, first_port: int) -> list[str]:
+def ports_of_ranks(
+    hosts: Sequence[str], *, first_port: int, among: range | None = None
+) -> list[str]:
     """Returns ``host:port`` for each rank, with a port of its own in the job if they suffice.
 
     With at most `PORTS_PER_JOB` tasks the port is `first_port` and the rank, so that two nodes
-    of a scheduler that are one machine do not meet; else the tasks of a host count by themselves.
+    of a scheduler that are one machine do not meet; else, and where `among` has not so many, the
+    tasks of a host count by themselves.
     """
-    if len(hosts) > PORTS_PER_JOB:
-        return addresses(hosts, first_port=first_port)
-    _check_last_port(first_port + len(hosts) - 1, first_port=first_port)
+    last_port = first_port + len(hosts) - 1
+    if len(hosts) > PORTS_PER_JOB or (among is not None and last_port not in among):
+        return addresses(hosts, first_port=first_port, among=among)
+    _check_last_port(last_port, first_port=first_port)
     return [join(host, first_port + rank) for rank, host in enumerate(hosts)]
 
 
@@ -138,11 +157,19 @@ def is_name(host: str) -> bool:
     return ":" not in plain and not plain.replace(".", "").isdigit() and plain != "localhost"
 
 
-def _check_last_port(last_port: int, *, first_port: int) -> None:
+def _check_last_port(last_port: int, *, first_port: int, among: range | None = None) -> None:
+    count = last_port - first_port + 1
+    if among is not None and count > len(among):
+        raise UsageError(
+            names.PORTS,
+            received=f"{as_text(among)}, {len(among)} ports, for {count} tasks on a host",
+            expected="a port for each task of a host",
+            fix=f"set {names.PORTS} to a larger range",
+        )
     if last_port > 65_535:
         raise UsageError(
             names.PORT,
-            received=f"{first_port} for the first of {last_port - first_port + 1} ports in a row",
+            received=f"{first_port} for the first of {count} ports in a row",
             expected="ports up to 65535",
             fix=f"set {names.PORT} to a lower one",
         )

@@ -25,7 +25,7 @@ import contextlib
 import errno
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -72,19 +72,26 @@ class HeldPort:
         return f"HeldPort({self.address!r})"
 
 
-def hold_ports(n: int, *, host: str = "127.0.0.1") -> list[HeldPort]:
+def hold_ports(
+    n: int, *, host: str = "127.0.0.1", among: Sequence[int] | None = None
+) -> list[HeldPort]:
     """Returns `n` different free ports of this machine, which peers reach under `host`.
+
+    They are the first ones of `among` that are free; where that is None, any.
 
     Raises:
         UsageError: `n` ports cannot be held, or `host` is no host.
     """
     check_address(_join(host, 1), where="host")
-    candidates = preferred_ports(ephemeral_ports())
+    candidates = preferred_ports(ephemeral_ports()) if among is None else iter(among)
     with contextlib.ExitStack() as stack:
         try:
-            held = [stack.enter_context(_hold_one(candidates, host=host)) for _ in range(n)]
+            held = [
+                stack.enter_context(_hold_one(candidates, host=host, is_any=among is None))
+                for _ in range(n)
+            ]
         except OSError as error:
-            raise _cannot_hold(n, error) from error
+            raise _cannot_hold(n, error, among=among) from error
         stack.pop_all()
     return held
 
@@ -109,14 +116,14 @@ def preferred_ports(ephemeral: range) -> Iterator[int]:
         yield from source.sample(ports, len(ports))
 
 
-def _hold_one(candidates: Iterator[int], *, host: str) -> HeldPort:
+def _hold_one(candidates: Iterator[int], *, host: str, is_any: bool) -> HeldPort:
     for port in candidates:
         bound = _unbound()
         if _bind(bound, port):
             return _held(bound, host=host)
         bound.close()
     bound = _unbound()
-    if _bind(bound, 0):  # the system's own choice, from the ephemeral ports
+    if is_any and _bind(bound, 0):  # the system's own choice, from the ephemeral ports
         return _held(bound, host=host)
     bound.close()
     raise OSError(errno.EADDRINUSE, "no port is free")
@@ -163,8 +170,17 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _cannot_hold(n: int, error: OSError) -> UsageError:
+def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> UsageError:
     files = error.errno in (errno.EMFILE, errno.ENFILE)
+    if among is not None and not files:
+        more = f"{n} more" if n == 1 else f"{n}"
+        return UsageError(
+            "ports",
+            received=f"fewer than {more} free of the {len(among)} that tasks may have, "
+            f"{among[0]} to {among[-1]}",
+            expected="one for each task of this host",
+            fix="give a larger range of ports (--ports), or end what has them (ss -tanp)",
+        )
     return UsageError(
         "ports",
         received=f"{n} to hold ({error.strerror})",

@@ -47,7 +47,9 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     rank = needed(environ, "SLURM_PROCID", most=count - 1)
     check_self(environ, nodes, where=where, rank=rank)
     at = placement.ports_of_ranks(
-        hosts_of_ranks(environ, nodes, where=where), first_port=first_port(environ, wished)
+        hosts_of_ranks(environ, nodes, where=where),
+        first_port=first_port(environ, wished),
+        among=wished.ports,
     )
     components = wishes.integer(environ, "SLURM_HET_SIZE") or 1
     types = _types([nodes[index].group for index in where], wished, components=components)
@@ -85,7 +87,7 @@ def first_port(environ: Mapping[str, str], wished: Wishes) -> int:
     if wished.port:
         return wished.port
     step = needed(environ, "SLURM_STEP_ID")
-    return placement.port_of_job(str(needed(environ, "SLURM_JOB_ID")), step=step)
+    return placement.port_of_job(str(needed(environ, "SLURM_JOB_ID")), step=step, wished=wished)
 
 
 def _types(groups: Sequence[int], wished: Wishes, *, components: int) -> list[str]:

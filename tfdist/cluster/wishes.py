@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from tfdist.cluster.address import shown
 from tfdist.cluster.options import JobOptions, check_strategy
+from tfdist.cluster.port_range import parse_ports
 from tfdist.errors import UsageError, near
 
 LAUNCHED = "TFDIST_JOB"
 """Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
 
 CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
-PORT, GROUPS = "TFDIST_PORT", "TFDIST_HET_GROUPS"
+PORT, PORTS, GROUPS = "TFDIST_PORT", "TFDIST_PORTS", "TFDIST_HET_GROUPS"
 HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
 
 RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
@@ -27,7 +28,7 @@ DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKE
 OPTIONS = (RUN_DIR, STARTUP_TIMEOUT_S, DEVICES_PER_WORKER, MIN_WORKERS)
 """What the launcher has flags for; ``tfdist.submit`` writes them into what it renders."""
 
-NAMES = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK, *OPTIONS)
+NAMES = (CLUSTER, STRATEGY, PS, PORT, PORTS, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK, *OPTIONS)
 
 _MAX = 2**31 - 1
 _STARTUP_TIMEOUT_S = JobOptions().startup_timeout_s
@@ -41,6 +42,7 @@ class Wishes:
       strategy: one of `STRATEGIES`.
       ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
       port: of the first task of a host, the others having the next; None for the source's own.
+      ports: those that tasks may have; None for any.
       groups: the task type of each component of a heterogeneous job; empty for none.
       run_dir, startup_timeout_s, devices_per_worker, min_workers: as in `JobOptions`.
     """
@@ -48,6 +50,7 @@ class Wishes:
     strategy: str = "auto"
     ps: int | None = None
     port: int | None = None
+    ports: range | None = None
     groups: tuple[str, ...] = ()
     run_dir: str | None = None
     startup_timeout_s: float = _STARTUP_TIMEOUT_S
@@ -71,11 +74,16 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
     check_strategy(strategy, where=STRATEGY)
-    groups = text(environ, GROUPS)
+    groups, ports = text(environ, GROUPS), text(environ, PORTS)
+    port = integer(environ, PORT, least=1, most=65_535)
+    if ports and port:
+        fix, received = f"unset {PORT}", f"{shown(ports)}, and {PORT}={port}"
+        raise UsageError(PORTS, received=received, expected="one of the two", fix=fix)
     return Wishes(
         strategy=strategy,
         ps=integer(environ, PS, least=0),
-        port=integer(environ, PORT, least=1, most=65_535),
+        port=port,
+        ports=parse_ports(ports, where=PORTS) if ports else None,
         groups=_groups(groups) if groups else (),
         run_dir=text(environ, RUN_DIR) or None,
         startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),

@@ -36,7 +36,7 @@ def run_across(
     own = own_address(group.hosts[group.rank], other=other)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(SignalPipe())
-        held = hold_ports(group.num_tasks(group.rank), host=own)
+        held = hold_ports(group.num_tasks(group.rank), host=own, among=job.ports)
         ports = [stack.enter_context(port) for port in held]
         part = _Part(
             job=job, group=group, terms=terms, own=own, ports=ports, screen=screen, signals=signals

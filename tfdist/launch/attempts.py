@@ -51,6 +51,8 @@ class Job:
     """How the tasks are started."""
     is_terminal: bool = False
     """Whether what the tasks print is shown on a terminal."""
+    ports: Sequence[int] | None = None
+    """Those that its tasks may have; None for any."""
 
     @property
     def num_ports(self) -> int:
@@ -114,7 +116,9 @@ class JobRun:
         self._run_dir = run_dir
         self._screen = screen
         self._signals = signals
-        self._hold = partial(hold_ports, host=ports[0].host) if ports else hold_ports
+        self._hold = partial(hold_ports, among=job.ports)
+        if ports:
+            self._hold = partial(self._hold, host=ports[0].host)
         self._stack = contextlib.ExitStack()
         self._workshop = Workshop(
             environ=job.environ,

@@ -139,6 +139,12 @@ FLAGS = (
         help="the secret that the hosts share (TFDIST_RENDEZVOUS_TOKEN in the environment)",
     ),
     _Flag(
+        name="ports",
+        read=_text,
+        shown="20000-20100",
+        help="the ports that the job may have, on each host (TFDIST_PORTS; any)",
+    ),
+    _Flag(
         name="host_timeout_s",
         read=_seconds,
         shown="S",

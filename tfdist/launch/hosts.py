@@ -87,11 +87,17 @@ class Group:
             evaluator=self.has_evaluator,
         )
 
-    def stand_in_cluster(self, *, strategy: str) -> ClusterSpec:
-        """Returns the cluster with ports in a row, as nobody knows them before the rendezvous."""
-        ports = itertools.count(DEFAULT_PORT + 1)
+    def stand_in_cluster(self, *, strategy: str, ports: Sequence[int] | None = None) -> ClusterSpec:
+        """Returns the cluster with ports in a row, as nobody knows them before the rendezvous.
+
+        They are the first ones of `ports` on each host, where these are given.
+        """
+        row = itertools.count(DEFAULT_PORT + 1)
         at = {
-            rank: [placement.join(host, next(ports)) for _ in range(self.num_tasks(rank))]
+            rank: [
+                placement.join(host, next(row) if ports is None else ports[number])
+                for number in range(self.num_tasks(rank))
+            ]
             for rank, host in enumerate(self.hosts)
         }
         return self.cluster(at, strategy=strategy)
@@ -112,7 +118,7 @@ def decided_group(
         listed = parse_hosts(options.hosts)
         hosts, slots = tuple(host for host, _ in listed), tuple(n for _, n in listed)
         options = _with_counts(options, total=sum(slots))
-        rank, port = _rank(options, hosts), DEFAULT_PORT
+        rank, port = _rank(options, hosts), (options.port_range or [DEFAULT_PORT])[0]
     else:
         found = _slurm_nodes(options, environ)
         if found is None:
@@ -223,7 +229,10 @@ def _slurm_nodes(
     if found is None:
         return None
     hosts, rank = found
-    return tuple(hosts), rank, slurm.first_port(environ, wishes.from_environ(environ))
+    wished = wishes.from_environ(environ)
+    if options.port_range is not None:
+        wished = dataclasses.replace(wished, ports=options.port_range)
+    return tuple(hosts), rank, slurm.first_port(environ, wished)
 
 
 def _rank(options: LaunchOptions, hosts: Sequence[str]) -> int:

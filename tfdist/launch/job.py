@@ -15,6 +15,7 @@ from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec, decided_strategy, render, start_method
+from tfdist.launch.port_choice import ports_of_tasks, with_variables
 from tfdist.launch.process import raise_file_limit
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 from tfdist.launch.screen import shows_in_place, standard_screen
@@ -33,8 +34,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     """
     search = [os.getcwd(), *sys.path]
     check_program(options.program, search=search)
-    options, group = decided_group(options, environ)
-    job = _job(options, environ=environment_of_tasks(environ), search=search)
+    options, group = decided_group(with_variables(options, environ), environ)
+    job = _job(options, group, environ=environment_of_tasks(environ), search=search)
     hosts = 0 if group is None else len(group.hosts)
     open_files = raise_file_limit(job.num_ports * _FILES_PER_TASK + hosts + _OTHER_FILES)
     if group is None:
@@ -46,11 +47,19 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     return run_across(job, group, terms=alike, open_files=open_files)
 
 
-def _job(options: LaunchOptions, *, environ: Mapping[str, str], search: Sequence[str]) -> Job:
+def _job(
+    options: LaunchOptions,
+    group: Group | None,
+    *,
+    environ: Mapping[str, str],
+    search: Sequence[str],
+) -> Job:
     machine = this_machine(environ)
+    strategy = decided_strategy(options, machine)
     return Job(
         options=options,
-        strategy=decided_strategy(options, machine),
+        strategy=strategy,
+        ports=ports_of_tasks(options, group, strategy=strategy),
         machine=machine,
         environ=environ,
         run_dir=chosen_run_dir(options.run_dir),
@@ -67,7 +76,7 @@ def _run_here(job: Job, *, open_files: tuple[int, int]) -> int:
     if job.options.isolate and not job.options.dry_run:
         isolate()
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(port) for port in hold_ports(job.num_ports)]
+        ports = [stack.enter_context(port) for port in hold_ports(job.num_ports, among=job.ports)]
         specs = job.specs(ports, attempt=next_attempt(job.run_dir))
         if job.options.dry_run:
             return _show(job, specs, about="")
@@ -77,7 +86,7 @@ def _run_here(job: Job, *, open_files: tuple[int, int]) -> int:
 
 def _show_part(job: Job, group: Group) -> int:
     """Prints the tasks of this host."""
-    cluster = group.stand_in_cluster(strategy=job.strategy)
+    cluster = group.stand_in_cluster(strategy=job.strategy, ports=job.ports)
     here = group.tasks(range(len(group.hosts)))[group.rank]
     specs = job.specs_here(cluster, here, attempt=next_attempt(job.run_dir))
     about = (

@@ -53,7 +53,7 @@ class Node:
         self._group = group
         self._joining = joining
         self._ports = list(ports)
-        self._hold = partial(hold_ports, host=ports[0].host)
+        self._hold = partial(hold_ports, host=ports[0].host, among=job.ports)
         self._workshop = workshop
         self._screen = screen
         self._signals = signals

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfdist.cluster import STRATEGIES
+from tfdist.cluster.port_range import parse_ports
 from tfdist.errors import UsageError, near
 
 StartMethod = Literal["exec", "fork"]
@@ -63,6 +64,7 @@ class LaunchOptions:
     rendezvous_port: int | None = None
     rendezvous_token_file: str | None = None
     host_timeout_s: float = 5.0
+    ports: str | None = None
     run_dir: str | None = None
     split_bytes: int | None = None
     profile_ps: bool = False
@@ -94,8 +96,15 @@ class LaunchOptions:
             _refuse("max_restarts", str(self.max_restarts), expected, "use --max_restarts 3")
         if self.run_dir is not None and not self.run_dir.strip():
             _refuse("run_dir", "''", "the path of a directory", "give one, or leave --run_dir out")
+        if self.ports is not None:
+            parse_ports(self.ports, where="--ports")
         _check_together(self)
         _check_hosts(self)
+
+    @property
+    def port_range(self) -> range | None:
+        """Returns the ports that the job may have, None for any."""
+        return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
     @property
     def num_ps(self) -> int:

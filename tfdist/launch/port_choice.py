@@ -1,0 +1,50 @@
+"""Which ports the tasks of a job may have, where the user says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from tfdist.cluster import wishes
+from tfdist.cluster.port_range import as_text, parse_ports
+from tfdist.errors import UsageError
+from tfdist.launch.hosts import Group
+from tfdist.launch.options import LaunchOptions
+from tfdist.launch.plan import tasks_with_address
+
+
+def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
+    """Returns the options with the ports of TFDIST_PORTS, where the flags have none."""
+    told = wishes.text(environ, wishes.PORTS)
+    if options.ports is not None or not told:
+        return options
+    return dataclasses.replace(options, ports=as_text(parse_ports(told, where=wishes.PORTS)))
+
+
+def ports_of_tasks(
+    options: LaunchOptions, group: Group | None, *, strategy: str
+) -> Sequence[int] | None:
+    """Returns the ports that tasks may have on any host of the job; None for all.
+
+    That of the rendezvous is none of them.
+
+    Raises:
+        UsageError: they are fewer than the tasks of some host.
+    """
+    ports = options.port_range
+    if ports is None:
+        return None
+    needed, meets_at = len(tasks_with_address(options, strategy)), 0
+    if group is not None:
+        meets_at = group.port
+        needed = max(group.num_tasks(rank) for rank in range(len(group.hosts)))
+    left = [port for port in ports if port != meets_at]
+    if len(left) >= needed:
+        return left
+    also = ", and one for the rendezvous of the launchers" * (len(left) < len(ports))
+    raise UsageError(
+        "--ports",
+        received=f"{as_text(ports)}, {len(ports)} ports",
+        expected=f"{needed} or more for the tasks of a host{also}",
+        fix="give a larger range: a port that is taken by something else is left out as well",
+    )
