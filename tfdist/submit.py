@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 from tfdist.launch import flags as launcher
@@ -28,13 +30,23 @@ _HELP = {
     "max_restarts": "how often a job that failed is started again (3)",
     "hang_timeout_s": "how long workers may run on when one has ended, under Slurm (300)",
     "run_dir": "where the job writes (runs/NAME, in the first --volume)",
+    "ports": "the ports that tasks may have (any)",
     "dry_run": "print what would be submitted",
 }
-_NOT_HERE = (
-    *("start", "restart_window_s", "isolate"),
-    # The scheduler knows the hosts, and each task finds itself.
-    *("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
-)
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("start", "fork_server", "isolate", "restart_window_s"),
+        "a flag that a scheduler has a use for",
+    ),
+    **dict.fromkeys(
+        ("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
+        "no hosts: the scheduler knows them, and each task finds itself",
+    ),
+    "evaluator": "the tasks that train alone: schedulers have no name for one beside them",
+}
+"""Flags of the launcher that are refused here, and what is expected in their place."""
+
+_SLURM_ALONE = {"hang_timeout_s": "--time: a pod that is done does not end the others"}
 _EXIT_SIGPIPE = 141
 
 
@@ -64,7 +76,7 @@ def _answer(given: Given) -> str:
     to = check_scheduler(given)
     if given.one("status") or given.one("logs"):
         return _look(given, to).rstrip("\n")
-    options = _launch_options(given)
+    options = _launch_options(given, to)
     rendered = asked.render(given, to=to, job=_common(options))
     if options.dry_run:
         answer = rendered.text
@@ -97,12 +109,12 @@ def _look(given: Given, to: str) -> str:
     return tools.pod_logs(logs or "", namespace=namespace, label=INSTANCE)
 
 
-def _launch_options(given: Given) -> LaunchOptions:
+def _launch_options(given: Given, to: str) -> LaunchOptions:
     """Returns the launcher's flags, checked by the launcher, with the defaults of a cluster."""
-    for name in _NOT_HERE:
+    refused = _NOT_HERE if to == "slurm" else {**_NOT_HERE, **_SLURM_ALONE}
+    for name, expected in refused.items():
         if name in given.launcher:
             fix = f"leave --{name} out"
-            expected = "a flag that a scheduler has a use for"
             raise UsageError(f"--{name}", received="it", expected=expected, fix=fix)
     values = {**_DEFAULTS, **given.launcher}
     argv = [f"--{name}" if text is None else f"--{name}={text}" for name, text in values.items()]
@@ -112,21 +124,11 @@ def _launch_options(given: Given) -> LaunchOptions:
 
 
 def _common(options: LaunchOptions) -> asked.Job:
-    return asked.Job(
-        strategy=options.strategy,
-        workers=options.workers,
-        ps=options.ps,
-        min_workers=options.min_workers,
-        devices_per_worker=options.devices_per_worker,
-        threads_per_task=options.threads_per_task,
-        startup_timeout_s=options.startup_timeout_s,
-        grace_s=options.grace_s,
-        max_restarts=options.max_restarts,
-        hang_timeout_s=options.hang_timeout_s,
-        run_dir=options.run_dir,
-        program=options.program.python_args,
-        program_name=options.program.name,
-    )
+    program = options.program
+    of_program: dict[str, Any] = {"program": program.python_args, "program_name": program.name}
+    names = (field.name for field in fields(asked.Job) if field.name not in of_program)
+    flags: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return asked.Job(**flags, **of_program)
 
 
 if __name__ == "__main__":

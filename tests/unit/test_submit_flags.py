@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import yaml
@@ -156,6 +158,49 @@ def test_the_programs_own_flags_reach_the_program(
     arguments: str, program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert f'"$python" {program} &\n' in printed(SLURM + arguments, capsys)
+
+
+# Of each flag of the launcher, a job that has it, and what it is given.
+EXAMPLES = {
+    "strategy": ("--workers 2", "ps"),
+    "ps": ("--strategy ps", "3"),
+    "min_workers": ("--ps 1 --workers 2", "1"),
+    "hang_timeout_s": ("--workers 2", "77"),
+    "ports": ("--workers 2", "20000-20100"),
+    "run_dir": ("", "/scratch/other"),
+    "split_bytes": ("--ps 1", "77"),
+    "profile_ps": ("--ps 1", ""),
+}
+
+
+@pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
+@pytest.mark.parametrize("flag", [f.name for f in LAUNCHER if f.name not in ("help", "dry_run")])
+def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(
+    flag: str, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others, value = EXAMPLES.get(flag, ("", "7"))
+    line = f"{to} {others} --{flag} {value} train.py"
+    if flag in _NOT_HERE or (flag == "hang_timeout_s" and to == PODS):
+        assert f"leave --{flag} out" in refused(line, capsys)
+    else:
+        assert printed(line, capsys) != printed(f"{to} {others} train.py", capsys)
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
+def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"{PODS} --kind {kind} --workers 2 --ports 20000-20100 "
+    text = printed(flags + "train.py", capsys)
+    policy: Any = next(yaml.safe_load_all(text))
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
+    assert rule["ports"] == [{"protocol": "TCP", "port": 20000, "endPort": 20100}]
+    assert re.findall("containerPort: (.*)", text) == ["20000"]
+    assert re.findall('name: TFDIST_PORTS\n *value: "?(.*?)"?\n', text) == ["20000-20100"]
+    # With GPUs NCCL listens too, where it likes.
+    policy = next(yaml.safe_load_all(printed(flags + "--gpus 1 train.py", capsys)))
+    assert "ports" not in policy["spec"]["ingress"][0]
 
 
 def test_the_help_has_the_launchers_flags_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from tfdist.cluster.options import JobOptions
 from tfdist.submit import main
 
 FLAGS = "--run_dir /runs/x --startup_timeout_s 90 --devices_per_worker 2 --min_workers 1 "
-SAID = {"run_dir": "/runs/x", "startup_timeout_s": 90.0, "devices_per_worker": 2}
+SAID: dict[str, Any] = {"run_dir": "/runs/x", "startup_timeout_s": 90.0, "devices_per_worker": 2}
 
 
 def environ_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -28,17 +28,19 @@ def environ_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, 
 
 
 def test_those_of_a_job_of_several_tasks(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = FLAGS + "--strategy ps --workers 2 train.py"
+    flags = FLAGS + "--strategy ps --workers 2 --split_bytes 4000000 --profile_ps train.py"
     config = read_environment({**environ_of(flags, capsys), "HOSTNAME": "train-1"})
     assert config is not None
-    assert config.options == JobOptions(strategy="ps", min_workers=1, **SAID)  # type: ignore[arg-type]
+    assert config.options == JobOptions(
+        strategy="ps", min_workers=1, split_bytes=4_000_000, profile_ps=True, **SAID
+    )
 
 
 def test_those_of_a_process_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     flags = FLAGS.replace("--min_workers 1 ", "") + "train.py"
     config = read_environment(environ_of(flags, capsys))
     assert config is not None
-    assert config.options == JobOptions(**SAID)  # type: ignore[arg-type]
+    assert config.options == JobOptions(**SAID)
     assert config.cluster.tasks() == ()
 
 

@@ -24,11 +24,21 @@ HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL
 
 RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
 DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
+SPLIT_BYTES, PROFILE_PS = "TFDIST_SPLIT_BYTES", "TFDIST_PROFILE_PS"
 
-OPTIONS = (RUN_DIR, STARTUP_TIMEOUT_S, DEVICES_PER_WORKER, MIN_WORKERS)
-"""What the launcher has flags for; ``tfdist.submit`` writes them into what it renders."""
+FLAGS = {
+    "run_dir": RUN_DIR,
+    "startup_timeout_s": STARTUP_TIMEOUT_S,
+    "devices_per_worker": DEVICES_PER_WORKER,
+    "min_workers": MIN_WORKERS,
+    "ports": PORTS,
+    "split_bytes": SPLIT_BYTES,
+    "profile_ps": PROFILE_PS,
+}
+"""The variable of each flag of the launcher that tasks are told by ``tfdist.submit``."""
 
-NAMES = (CLUSTER, STRATEGY, PS, PORT, PORTS, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK, *OPTIONS)
+_OF_CLUSTERS = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
+NAMES = (*_OF_CLUSTERS, *FLAGS.values())
 
 _MAX = 2**31 - 1
 _STARTUP_TIMEOUT_S = JobOptions().startup_timeout_s
@@ -44,7 +54,8 @@ class Wishes:
       port: of the first task of a host, the others having the next; None for the source's own.
       ports: those that tasks may have; None for any.
       groups: the task type of each component of a heterogeneous job; empty for none.
-      run_dir, startup_timeout_s, devices_per_worker, min_workers: as in `JobOptions`.
+      run_dir, startup_timeout_s, devices_per_worker, min_workers, split_bytes, profile_ps: as in
+        `JobOptions`.
     """
 
     strategy: str = "auto"
@@ -56,6 +67,8 @@ class Wishes:
     startup_timeout_s: float = _STARTUP_TIMEOUT_S
     devices_per_worker: int | None = None
     min_workers: int | None = None
+    split_bytes: int | None = None
+    profile_ps: bool = False
 
     def options(self, *, attempt: int = 1) -> JobOptions:
         """Returns the options of the job that follow from the wishes."""
@@ -66,6 +79,8 @@ class Wishes:
             startup_timeout_s=self.startup_timeout_s,
             devices_per_worker=self.devices_per_worker,
             min_workers=self.min_workers,
+            split_bytes=self.split_bytes,
+            profile_ps=self.profile_ps,
         )
 
 
@@ -89,6 +104,8 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
         startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),
         devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),
         min_workers=integer(environ, MIN_WORKERS, least=1),
+        split_bytes=integer(environ, SPLIT_BYTES, least=1),
+        profile_ps=_switch(environ, PROFILE_PS),
     )
 
 
@@ -109,6 +126,11 @@ def integer(
     expected = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
     fix = "correct it, or unset it" if name in NAMES else f"see who sets {name} in this job"
     raise UsageError(name, received=shown(value), expected=expected, fix=fix)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    """Returns whether a variable is 1; not set, empty and 0 are no."""
+    return bool(integer(environ, name, most=1))
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tfdist.cluster.port_range import parse_ports
+from tfdist.cluster.wishes import FLAGS, RUN_DIR
 from tfdist.errors import UsageError, near
 from tfdist.schedulers import kubernetes, secrets, slurm, units
 from tfdist.schedulers.flags import Given
@@ -23,7 +25,7 @@ _NOT_A_NAME = re.compile("[^a-z0-9]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The launcher's flags, as the launcher has checked them."""
+    """The launcher's flags that reach a job of a scheduler, as the launcher has checked them."""
 
     strategy: str
     workers: int
@@ -35,6 +37,9 @@ class Job:
     grace_s: float
     max_restarts: int
     hang_timeout_s: float
+    ports: str | None
+    split_bytes: int | None
+    profile_ps: bool
     run_dir: str | None
     program: tuple[str, ...]
     program_name: str
@@ -99,6 +104,7 @@ def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
         max_restarts=job.max_restarts,
         hang_timeout_s=math.ceil(job.hang_timeout_s),
         options=_options(job),
+        ports=parse_ports(job.ports, where="--ports") if job.ports else None,
         threads_per_task=job.threads_per_task,
     )
 
@@ -131,12 +137,15 @@ def _strategy(job: Job) -> str:
 
 def _options(job: Job) -> Mapping[str, str]:
     """Returns the variables that stand for the launcher's own flags."""
-    values = {
-        "TFDIST_STARTUP_TIMEOUT_S": f"{job.startup_timeout_s:g}",
-        "TFDIST_DEVICES_PER_WORKER": job.devices_per_worker,
-        "TFDIST_MIN_WORKERS": job.min_workers,
-    }
-    return {name: f"{value}" for name, value in values.items() if value is not None}
+    values = {variable: getattr(job, flag) for flag, variable in FLAGS.items()}
+    values[RUN_DIR] = None  # a directory of the job's own, which has a place in the request
+    return {name: _text(value) for name, value in values.items() if value not in (None, False)}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return f"{value:d}"
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _name_of(job: Job) -> str:

@@ -87,6 +87,10 @@ def metadata(request: JobRequest, options: PodOptions) -> Manifest:
 def admission(request: JobRequest, options: PodOptions) -> Manifest:
     """Returns the NetworkPolicy by which the job's pods hear each other, and nobody else."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
+    ingress: Manifest = {"from": [{"podSelector": selector}]}
+    if request.ports is not None and not request.resources.gpus:  # NCCL has ports of its own choice
+        first, last = request.ports[0], request.ports[-1]
+        ingress["ports"] = [{"protocol": "TCP", "port": first, "endPort": last}]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -94,7 +98,7 @@ def admission(request: JobRequest, options: PodOptions) -> Manifest:
         "spec": {
             "podSelector": selector,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": selector}]}],
+            "ingress": [ingress],
         },
     }
 
@@ -142,7 +146,8 @@ def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest
         ],
     }
     if request.has_several_tasks:
-        made["ports"] = [{"name": role.port, "containerPort": DEFAULT_PORT}]
+        port = request.ports[0] if request.ports is not None else DEFAULT_PORT
+        made["ports"] = [{"name": role.port, "containerPort": port}]
     if amounts := _amounts(request, role):
         made["resources"] = {"requests": amounts, "limits": amounts}
     made["securityContext"] = {"allowPrivilegeEscalation": False}

@@ -60,6 +60,8 @@ class JobRequest:
     hang_timeout_s: int = 300
     options: Mapping[str, str] = field(default_factory=dict)
     """Variables of `tfdist.cluster.wishes` that the user's flags have set."""
+    ports: range | None = None
+    """Those at which tasks may listen; None for any."""
     threads_per_task: int | None = None
 
     def __post_init__(self) -> None:
