@@ -48,6 +48,7 @@ def _run(command: Command, environ: Mapping[str, str]) -> int:
         hosts=command.hosts,
         node_rank=command.node_rank,
         token_file=command.rendezvous_token_file,
+        ports=command.ports,
     )
     if job.task != job.speaker:
         _say(f"{job.task} leaves {job.host.name} to {job.speaker}")

@@ -146,6 +146,23 @@ def alone() -> JobFacts:
     return JobFacts(hosts=GOOD.hosts, present=(seen,), absent=away)
 
 
+def with_range(*taken: tuple[int, int], needed: int = 2) -> JobFacts:
+    """The good job with a range of four ports, of which some are taken: (host, port)."""
+    present = tuple(
+        replace(
+            h,
+            ports=tuple(
+                PortFacts(port=p, error="in use" if (h.index, p) in taken else "")
+                for p in range(2000, 2004)
+            ),
+            reaches=(),
+        )
+        for h in GOOD.present
+    )
+    hosts = tuple(Host(name=n, ports=(2000, 2001, 2002, 2003), needed=needed) for n in NAMES)
+    return replace(GOOD, hosts=hosts, present=present)
+
+
 LOOPBACK = tuple(NameFacts(name=name, addresses=("127.0.0.1",)) for name in NAMES)
 PROXY = Proxy(name="http_proxy", value="http://proxy:3128")
 BROKEN: Mapping[str, list[JobFacts]] = {
@@ -166,6 +183,7 @@ BROKEN: Mapping[str, list[JobFacts]] = {
     "D105": [with_name(0, took_s=5.0)],
     "D201": [
         with_b(ports=(PortFacts(port=2222, error="address already in use", holder="x (7)"),)),
+        with_range((0, 2000)),  # where the launchers meet
     ],
     "D202": [
         with_b(reaches=(Reach(host=0, port=2222, error="timed out"), host(1).reaches[1])),
@@ -177,6 +195,7 @@ BROKEN: Mapping[str, list[JobFacts]] = {
     ],
     "D204": [with_b(ports=(PortFacts(port=2222, is_ephemeral=True),))],
     "D205": [with_machine(public_addresses=("203.0.113.9",))],
+    "D206": [with_range((1, 2001), (1, 2003)), with_range(needed=4)],
     "D301": [with_wire(error="64 KiB do not come through: timed out")],
     "D302": [with_wire(bytes_per_s=4e8)],
     "D303": [with_wire(latency_s=0.02)],
@@ -278,11 +297,21 @@ def test_every_rule_is_in_the_docs_as_it_is() -> None:
         with_b(clock_ahead_s=1.2, clock_error_s=0.5),  # cannot be told that closely
         # An address that the host itself does not have, as behind a translation: it answers there.
         unreached(with_name(0, addresses=("203.0.113.9",))),
+        with_range((0, 2001), (1, 2000), (1, 2002)),  # enough are free
         # Hosts that are one machine: each answers under its own name.
         with_name(0, addresses=("127.0.0.1",)),
         replace(GOOD, present=tuple(replace(h, names=LOOPBACK) for h in GOOD.present)),
     ],
-    ids=["repairs", "excepted", "no GPU", "slow clock", "translated", "answers", "one machine"],
+    ids=[
+        "repairs",
+        "excepted",
+        "no GPU",
+        "slow clock",
+        "translated",
+        "range",
+        "answers",
+        "one machine",
+    ],
 )
 def test_what_a_job_can_have_is_no_finding(facts: JobFacts) -> None:
     assert check(facts) == []
@@ -464,6 +493,15 @@ def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job() -> None:
     assert job_of({}).host.ports == ()
 
 
+def test_a_range_of_ports_comes_from_a_flag_or_a_variable() -> None:
+    job = job_of({"TFDIST_PORTS": "2000-2007"}, hosts="a:2,b", node_rank=1)
+    assert {h.ports for h in job.hosts} == {tuple(range(2000, 2008))}
+    assert [h.needed for h in job.hosts] == [2, 1]
+    wide = job_of({"TFDIST_PORTS": "1-9"}, hosts="a", node_rank=0, ports="2000-9999").host.ports
+    assert (len(wide), len(set(wide)), wide[0], wide[-1]) == (64, 64, 2000, 9999)
+    assert job_of({}, ports="2000-2001").host.ports == (2000, 2001)
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -473,6 +511,8 @@ def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job() -> None:
         (["--hosts"], "no value"),
         (["--node_rank", "x", "--hosts", "a"], "a number from 0 on"),
         (["--startup_timeout_s", "-1"], "a positive number"),
+        (["--ports", "2000"], "first-last"),
+        (["--hosts", "a:2", "--node_rank", "0", "--ports", "2000-2001"], "expected 3 or more"),
         (["--shared_dir", ""], "the path of a directory"),
         (["--shard_dir", "x"], "did you mean 'shared_dir'"),
         (["train.py"], "a flag of the doctor"),

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from tfdist.errors import UsageError, near
 
-_VALUES = ("hosts", "node_rank", "rendezvous_token_file", "shared_dir", "startup_timeout_s")
+_VALUES = (
+    *("hosts", "node_rank", "ports"),
+    *("rendezvous_token_file", "shared_dir", "startup_timeout_s"),
+)
 _SWITCHES = ("quick", "json", "list", "help")
 
 HELP = """usage: python -m tfdist.doctor [flags]
@@ -17,6 +20,7 @@ Looks at the hosts of a job before it is started: start it on all of them, as th
 
   --hosts a,b,...        the hosts of the job, as the launcher takes them
   --node_rank R          which of them this one is, from 0 on
+  --ports 20000-20100    the ports that the job may have, as the launcher takes them
   --shared_dir D         a directory that all hosts are to share: where the job writes
   --rendezvous_token_file F
                          what the hosts must know to meet, as the launcher takes it
@@ -34,6 +38,7 @@ class Command:
 
     hosts: str | None = None
     node_rank: int | None = None
+    ports: str | None = None
     rendezvous_token_file: str | None = None
     shared_dir: str | None = None
     startup_timeout_s: float | None = None
@@ -64,6 +69,7 @@ def parse(arguments: Sequence[str]) -> Command:
     return Command(
         hosts=values.get("hosts"),
         node_rank=_node_rank(values.get("node_rank")),
+        ports=values.get("ports"),
         rendezvous_token_file=values.get("rendezvous_token_file"),
         shared_dir=_directory(values.get("shared_dir")),
         startup_timeout_s=_seconds(values.get("startup_timeout_s")),

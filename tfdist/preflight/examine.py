@@ -127,6 +127,10 @@ def _exchanged(facts: JobFacts, wanted: Wanted, meeting: Meeting, party: Party) 
         return facts
     if in_the_way:
         return replace(facts, left_out=f"{', '.join(dict.fromkeys(in_the_way))} first")
+    for host in facts.present:
+        if host.ports and host.ports[0].error:  # of a range, in which others are free
+            why = f"port {host.ports[0].port} of {facts.name(host.index)} is taken"
+            return replace(facts, left_out=why)
     steps = party.steps
     meeting.ask("serve", within_s=_SERVE_S, own=lambda: steps["serve"](meeting.present))
     found = party.result()

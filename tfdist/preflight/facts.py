@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A host as the job names it, and the ports of its tasks; none in a job of one process."""
+    """A host as the job names it, and the ports of its tasks; none in a job of one process.
+
+    Attributes:
+      needed: where `ports` are some of a range, how many of them tasks will have: the first ones
+        that are free, but for the very first, at which the launchers meet. None: all.
+    """
 
     name: str
     ports: tuple[int, ...] = ()
+    needed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from tfdist.lint.rules.table import error, warning
-from tfdist.preflight.facts import HostFacts, JobFacts, Reach
+from tfdist.preflight.facts import HostFacts, JobFacts, PortFacts, Reach
 from tfdist.preflight.findings import Finding, Topic
 
 _RULES = (
@@ -35,6 +35,11 @@ _RULES = (
         "a host with a public address",
         reason="TensorFlow's servers listen on all interfaces and run what any client sends.",
     ),
+    error(
+        "D206",
+        "a range with too few ports that are free",
+        reason="Each task of the host takes one of them, and is not started where there is none.",
+    ),
 )
 
 
@@ -59,7 +64,7 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
     for port in host.ports:
         if port.is_ephemeral:
             ephemeral.append(port.port)
-        if not port.error:
+        if not port.error or not _is_due(facts, host, port):
             continue
         by = f" by {port.holder}" if port.holder else ""
         where = ", on all interfaces" if port.on_all_interfaces else ""
@@ -70,6 +75,7 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
             expected="a free port",
             fix=f"end what listens there (ss -ltnp 'sport = {port.port}'), or take another port",
         )
+    yield from _too_few(facts, host)
     if ephemeral:
         yield Finding(
             code="D204",
@@ -77,6 +83,30 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
             received=f"{_ports(ephemeral)} in net.ipv4.ip_local_port_range",
             expected="ports outside of that range",
             fix="take lower ports, 20000 and on, say",
+        )
+
+
+def _is_due(facts: JobFacts, host: HostFacts, port: PortFacts) -> bool:
+    """Returns whether the job cannot do without a port: of a range only where launchers meet."""
+    if facts.hosts[host.index].needed is None:
+        return True
+    return len(facts.hosts) > 1 and not host.index and port == host.ports[0]
+
+
+def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+    needed = facts.hosts[host.index].needed
+    if needed is None or not host.ports:
+        return
+    of_tasks = host.ports if len(facts.hosts) == 1 else host.ports[1:]
+    free = sum(not port.error for port in of_tasks)
+    if free < needed:
+        here, first, last = facts.name(host.index), host.ports[0].port, host.ports[-1].port
+        yield Finding(
+            code="D206",
+            hosts=(here,),
+            received=f"{free} free of {len(of_tasks)} ports of {here} from {first} to {last}",
+            expected=f"{needed}, one for each task of {here}",
+            fix="end what listens there (ss -ltnp), or give a larger range to --ports",
         )
 
 
@@ -122,7 +152,7 @@ def _ports(ports: list[int]) -> str:
 
 
 def _seen(facts: JobFacts) -> str:
-    count = sum(len(host.ports) for host in facts.present)
+    count = sum(not port.error for host in facts.present for port in host.ports)
     if not count:
         return ""
     reached = ", reached from all hosts" if len(facts.hosts) > 1 else ""
