@@ -14,6 +14,7 @@ from tfdist.lint.findings import Finding, Place, of_error
 
 _NAMES = frozenset(field.name for field in FIELDS)
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in FIELDS}
+WITHOUT_PS = ("single", "mirrored", "multiworker")
 _ONE_FIELD = ("CFG003", "CFG004", "CFG005", "CFG006", "CFG011", "CFG012")
 
 _CODES: tuple[tuple[str, str], ...] = (
@@ -140,6 +141,10 @@ def _doubts(
         fix = "name the split that is kept for it, as in test or train[90%:]"
         fields = ("validation_split", "train_split", "overfit_batches")
         yield "CFG020", fields, f"{split!r} for both splits", "examples of its own", fix
+    if values["max_staleness"] is not None and values["strategy"] in WITHOUT_PS:
+        received = f"max_staleness of {values['max_staleness']} with strategy {values['strategy']}"
+        fix = "take it out, or set strategy to ps"
+        yield "CFG023", ("max_staleness", "strategy"), received, "strategy ps", fix
     devices = values["devices_per_worker"]
     if values["strategy"] == "single" and devices > 1 and batch >= devices:
         received = f"devices_per_worker of {devices} with strategy single"

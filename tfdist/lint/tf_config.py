@@ -113,6 +113,7 @@ def _whole(text: str, place: Place) -> Iterator[Finding]:
         return
     yield from _hosts(config, place)
     yield from _min_workers(config, place)
+    yield from _of_ps(config, place)
 
 
 def _inside(place: Place, where: str) -> Place:
@@ -178,3 +179,17 @@ def _min_workers(config: TaskConfig, place: Place) -> Iterator[Finding]:
         expected="at most the workers of a ps job",
         fix="lower it, or take it out",
     )
+
+
+def _of_ps(config: TaskConfig, place: Place) -> Iterator[Finding]:
+    if config.cluster.kind == "ps":
+        return
+    for name in ("split_bytes", "profile_ps"):
+        if value := getattr(config.options, name):
+            yield Finding(
+                code="TFC026",
+                place=_inside(place, f"tfdist.{name}"),
+                received=f"{value} and a cluster with no ps",
+                expected="a ps job",
+                fix="take it out, or add ps and a chief to the cluster",
+            )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tfdist.cluster import environment, hosts, placement, wishes
 from tfdist.cluster.address import shown
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import UsageError, near
+from tfdist.lint.config_values import WITHOUT_PS
 from tfdist.lint.findings import Finding, Place, of_error
 from tfdist.lint.tf_config import check_tf_config
 
@@ -43,6 +44,8 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
         if _SECRET.search(name.upper()) and value.strip():
             yield _secret(name, place_of(name))
     yield from _proxies(values, place_of)
+    if values.get(wishes.STRATEGY, "").strip() in WITHOUT_PS:
+        yield from _of_ps(values, place_of)
 
 
 def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
@@ -66,10 +69,12 @@ def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[
     """Yields what is wrong with a whole environment, as a task in it would read it."""
     found = list(check_variables(values, place_of))
     yield from found
-    if any(finding.code not in ("ENV005", "ENV008", *_WARNINGS) for finding in found):
+    if any(finding.code not in _WARNINGS for finding in found):
         return
     try:
-        environment.read_environment(values)
+        config = environment.read_environment(values)
+        if (config is None or config.cluster.kind != "ps") and "ENV009" not in _codes(found):
+            yield from _of_ps(values, place_of)
     except UsageError as error:
         disagree = "the two to agree" in error.expected or "and TF_CONFIG with" in str(
             error.received
@@ -77,7 +82,23 @@ def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[
         yield of_error("ENV006" if disagree else "ENV007", place_of(error.where), error)
 
 
-_WARNINGS = ("TFC022", "TFC023", "TFC024")
+_WARNINGS = ("ENV005", "ENV008", "ENV009", "TFC022", "TFC023", "TFC024", "TFC026")
+
+
+def _codes(found: Iterable[Finding]) -> set[str]:
+    return {finding.code for finding in found}
+
+
+def _of_ps(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    for name in (wishes.SPLIT_BYTES, wishes.PROFILE_PS):
+        if values.get(name, "").strip() not in ("", "0"):
+            yield Finding(
+                code="ENV009",
+                place=place_of(name),
+                received=f"{name} in a job without ps",
+                expected="a ps job",
+                fix=f"unset it, or set {wishes.STRATEGY}=ps",
+            )
 
 
 def _one(name: str, value: str, place: Place) -> Iterator[Finding]:

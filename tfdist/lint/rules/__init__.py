@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from tfdist.lint.findings import Rule
-from tfdist.lint.rules import config, environment, general, kubernetes, slurm, tf_config
+from tfdist.lint.rules import config, environment, general, kubernetes, launcher, slurm, tf_config
 
 _ALL = (
     *general.RULES,
     *tf_config.RULES,
     *environment.RULES,
     *config.RULES,
+    *launcher.RULES,
     *kubernetes.RULES,
     *slurm.RULES,
 )

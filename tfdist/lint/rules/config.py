@@ -115,4 +115,9 @@ RULES = (
         "a config file that imports TensorFlow",
         reason="A mistake in a field is then said seconds later, and the launcher loads it too.",
     ),
+    warning(
+        "CFG023",
+        "max_staleness in a job without ps",
+        reason="Other strategies have no stale steps: it bounds nothing, and changes nothing.",
+    ),
 )

@@ -45,4 +45,9 @@ RULES = (
         "a proxy between the tasks",
         reason="gRPC takes http_proxy and the like for all hosts that no_proxy does not name.",
     ),
+    warning(
+        "ENV009",
+        "a variable for ps jobs in a job without ps",
+        reason="TFDIST_SPLIT_BYTES and TFDIST_PROFILE_PS are read by nobody there.",
+    ),
 )

@@ -130,4 +130,9 @@ RULES = (
         "min_workers that the cluster does not have",
         reason="It is for a ps job, and says with how many of its workers it may start.",
     ),
+    warning(
+        "TFC026",
+        "an option of ps jobs in a cluster without ps",
+        reason="split_bytes divides variables over the ps, and profile_ps measures them.",
+    ),
 )
