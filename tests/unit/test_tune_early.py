@@ -112,8 +112,8 @@ class Done:
 class Eight:
     """Eight trials, one after the other."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, *, count: int = 0) -> None:
+        self.count = count
 
     def ask(self) -> Any:
         self.count += 1
@@ -136,12 +136,7 @@ class Nobody:
         pass
 
 
-@pytest.mark.parametrize("early_stop", ["none", MEDIAN])
-def test_the_chief_measures_a_trial_by_those_that_have_ended(
-    tmp_path: Path, early_stop: str
-) -> None:
-    book = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
-    book.add("begun", direction="max")
+def early_chief(tmp_path: Path, book: Journal, *, search: Eight, early_stop: str = MEDIAN) -> Chief:
     plan = Plan(
         sweep_dir=tmp_path,
         parallel_trials=1,
@@ -151,11 +146,50 @@ def test_the_chief_measures_a_trial_by_those_that_have_ended(
         max_failed_trials=None,
         early_stop=early_stop,
     )
-    chief = Chief(plan, search=Eight(), journal=book, runner=Done(), observer=Nobody())
+    return Chief(plan, search=search, journal=book, runner=Done(), observer=Nobody())
+
+
+@pytest.mark.parametrize("early_stop", ["none", MEDIAN])
+def test_the_chief_measures_a_trial_by_those_that_have_ended(
+    tmp_path: Path, early_stop: str
+) -> None:
+    book = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
+    book.add("begun", direction="max")
+    chief = early_chief(tmp_path, book, search=Eight(), early_stop=early_stop)
     assert chief.run() == 0
     stopped = {name: t.stopped_at for name, t in chief.state.trials.items() if t.stopped_at}
     assert stopped == ({"6": 2} if early_stop == MEDIAN else {})
     assert chief.state.trials["6"].score == (0.2 if early_stop == MEDIAN else 0.99)
+
+
+def test_a_trial_begun_again_is_measured_by_those_that_had_ended_when_it_first_began(
+    tmp_path: Path,
+) -> None:
+    book = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
+    book.add("begun", direction="max")
+
+    def begin(*names: str) -> None:
+        for name in names:
+            more = {"values": {}, "run": name, "until": None}
+            book.add("asked", asker="r", status=RUNNING, trial=name, **more)
+            book.add("started", trial=name)
+
+    def end(*names: str) -> None:
+        for name in names:
+            score = {"score": GOOD[-1], "best_virtual_epoch": 3, "history": lines(*GOOD)}
+            more = {"status": "COMPLETED", "reason": "", "last_lines": []}
+            book.add("ended", trial=name, **score, **more)
+
+    begin("1", "2", "3", "4")
+    end("1", "2", "3", "4")
+    begin("6", "5")  # at once
+    end("5")  # and then the chief is killed
+    chief = early_chief(tmp_path, book, search=Eight(count=6))
+    assert chief.run() == 0
+    assert chief.state.trials["6"].stopped_at is None, "measured by five; it began after four"
+    assert chief.state.trials["7"].stopped_at is None
+    assert chief.state.trials["6"].measured_by == ("1", "2", "3", "4")
+    assert chief.state.trials["7"].measured_by == ("1", "2", "3", "4", "6", "5")
 
 
 @pytest.mark.parametrize(

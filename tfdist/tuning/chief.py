@@ -23,7 +23,7 @@ from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import MEDIAN, NONE
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
 from tfdist.tuning.runner import Runner, RunningTrial, TrialJob
-from tfdist.tuning.state import COMPLETED, SweepState, Trial, fold
+from tfdist.tuning.state import SweepState, Trial, fold
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Chief:
             objective=self._plan.objective,
             direction=self._plan.direction,
             until=trial.until,
-            rule=self._rule() if self._plan.early_stop == MEDIAN else None,
+            rule=self._rule(trial) if self._plan.early_stop == MEDIAN else None,
         )
         run_dir = self._plan.sweep_dir / TRIALS / trial.run
         return TrialJob(
@@ -174,13 +174,17 @@ class Chief:
             place=place,
         )
 
-    def _rule(self) -> MedianRule:
-        """The trials that have ended by the start of this one are what it is measured by."""
-        ended = [trial for trial in self.state.trials.values() if trial.status == COMPLETED]
+    def _rule(self, trial: Trial) -> MedianRule:
+        """The trials that had ended when this one first began are what it is measured by.
+
+        Those that have ended since are not, also where a chief begins it again.
+        """
+        names = self.state.completed if trial.measured_by is None else trial.measured_by
+        ended = [self.state.trials[name] for name in names]
         return MedianRule(
             objective=self._plan.objective,
             direction=self._plan.direction,
-            others=tuple(values_of(trial.history, self._plan.objective) for trial in ended),
+            others=tuple(values_of(other.history, self._plan.objective) for other in ended),
         )
 
     def _step(self) -> None:

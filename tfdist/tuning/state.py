@@ -42,6 +42,8 @@ class Trial:
     last_lines: tuple[str, ...] = ()
     began_at: float | None = None
     ended_at: float | None = None
+    measured_by: tuple[str, ...] | None = None
+    """The trials that had been completed when it was first started; None before that."""
 
     @property
     def is_over(self) -> bool:
@@ -79,6 +81,8 @@ class SweepState:
         elif event in ("started", "killed", "ended"):
             self.finished = None
             trial = self.trials[line["trial"]]
+            if event == "started" and trial.measured_by is None:
+                trial = replace(trial, measured_by=self.completed)
             self.trials[trial.id] = _changed(trial, line)
 
     def _asked(self, line: Mapping[str, Any]) -> None:
@@ -86,6 +90,11 @@ class SweepState:
             id=line["trial"], values=line["values"], run=line["run"], until=line["until"]
         )
         self.finished, self.is_complete = None, False
+
+    @property
+    def completed(self) -> tuple[str, ...]:
+        """Returns the names of the completed trials."""
+        return tuple(trial.id for trial in self.trials.values() if trial.status == COMPLETED)
 
     @property
     def num_failed(self) -> int:
