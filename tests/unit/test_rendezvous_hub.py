@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.rendezvous import hub as hub_module
 from tfdist.rendezvous.channel import Channel
 from tfdist.rendezvous.hub import Differs, Heard, Hub, Joined, Lost, listen
 from tfdist.rendezvous.link import Link
@@ -46,7 +45,7 @@ class Rendezvous:
         listener = listen(hosts[0], 0, num_hosts=len(hosts))
         self.port = listener.getsockname()[1]
         self.hub = Hub(
-            listener, token=TOKEN, terms=TERMS, hosts=hosts, timeout_s=5, clock=self.clock
+            listener, token=TOKEN, terms=TERMS, num_ranks=len(hosts), timeout_s=5, clock=self.clock
         )
         self.news: list[object] = []
         self.members: list[Member] = []
@@ -232,10 +231,8 @@ def test_what_is_no_launcher_is_said_to_be_none() -> None:
         thread.join()
 
 
-def test_strangers_neither_stay_nor_pile_up(
-    meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_module, "_SPARE_GUESTS", 7)
+def test_strangers_neither_stay_nor_pile_up(meeting: Rendezvous) -> None:
+    meeting.hub._max_strangers = len(HOSTS) + 7
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(meeting.raw()) for _ in range(25)]
         meeting.until(lambda: bool(meeting.hub.turned_away))

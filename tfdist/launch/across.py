@@ -144,7 +144,7 @@ class _Part:
             listener,
             token=group.token,
             terms=self._terms,
-            hosts=group.hosts,
+            num_ranks=len(group.hosts),
             timeout_s=self._job.options.host_timeout_s,
             clock=time.monotonic,
         )

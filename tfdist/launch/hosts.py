@@ -6,28 +6,19 @@ Pure, but for the name of this machine. Each host has a launcher of its own; tha
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-import platform
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, slurm, wishes
 from tfdist.cluster.hosts import DEFAULT_PORT, parse_hosts
 from tfdist.cluster.wishes import Wishes
 from tfdist.errors import UsageError
+from tfdist.launch import alike
 from tfdist.launch.options import LaunchOptions
 from tfdist.rendezvous import token as tokens
 from tfdist.rendezvous.terms import without_secrets
-
-_MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
-_OWN = re.compile(
-    r"TF_CONFIG|TF_CPP_|TF_NUM_|TF_GPU_|TFDIST_(NODE_RANK|LOCAL_RANK|JOB|RENDEZVOUS_TOKEN)"
-)
-"""Variables that may well differ from host to host."""
 
 _OWN_FLAGS = (
     *("node_rank", "rendezvous_token_file", "start", "fork_server", "dry_run", "program"),
@@ -153,30 +144,14 @@ def terms(
     program = options.program
     args = without_secrets(program.args, key=group.token)
     return {
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        **{name: _version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")},
+        **alike.versions(),
         "hosts": ",".join(f"{h}:{n}" for h, n in zip(group.hosts, group.slots, strict=True)),
         **flags,
         "program": program.target,
-        "its text": _digest(program_file),
+        "its text": alike.digest(program_file),
         **{f"argument {number}": arg for number, arg in enumerate(args, 1)},
-        **{n: v for n, v in environ.items() if _MATTERS.match(n) and not _OWN.match(n)},
+        **alike.variables(environ),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _digest(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError:
-        return "not readable"
 
 
 def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:

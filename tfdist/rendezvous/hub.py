@@ -7,7 +7,7 @@ import errno
 import selectors
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tfdist.cluster.placement import join
@@ -68,10 +68,15 @@ class _Guest:
 
 
 class Hub:
-    """Listens for the launchers of ranks 1 and up. `turn` does what there is to do, and waits not.
+    """Listens for the others, of ranks 1 and up. `turn` does what there is to do, and waits not.
 
     Whoever does not know the token, says nothing, or says what no launcher says is dropped. Their
     number is limited, and so is what any of them can have us keep.
+
+    Args:
+      num_ranks: of all hosts; ours is 0.
+      max_strangers: how many may be connected that have not joined; by default some more than
+        there are ranks.
     """
 
     def __init__(
@@ -80,14 +85,16 @@ class Hub:
         *,
         token: bytes,
         terms: Mapping[str, str],
-        hosts: Sequence[str],
+        num_ranks: int,
         timeout_s: float,
         clock: Callable[[], float],
+        max_strangers: int | None = None,
     ) -> None:
         self._listener = listener
         self._token = token
         self._terms = dict(terms)
-        self._hosts = hosts
+        self._num_ranks = num_ranks
+        self._max_strangers = max_strangers or num_ranks + _SPARE_GUESTS
         self._timeout_s = timeout_s
         self._clock = clock
         self._guests: dict[int, _Guest] = {}
@@ -190,7 +197,7 @@ class Hub:
     def _make_room(self) -> None:
         """Drops the oldest of those who have not joined where there are too many."""
         strangers = [guest for guest in self._guests.values() if guest.rank is None]
-        if len(strangers) >= len(self._hosts) + _SPARE_GUESTS:
+        if len(strangers) >= self._max_strangers:
             self._drop(strangers[0], "too many connections")
 
     def _serve(self, guest: _Guest) -> None:
@@ -210,8 +217,8 @@ class Hub:
             self._drop(guest, "no greeting")
             return
         found = differences(self._terms, {str(k): str(v) for k, v in terms.items()})
-        if not found and not 1 <= rank < len(self._hosts):
-            found = [f"rank {rank} there, 0 to {len(self._hosts) - 1} here"]
+        if not found and not 1 <= rank < self._num_ranks:
+            found = [f"rank {rank} there, 0 to {self._num_ranks - 1} here"]
         if found:
             self._news.append(Differs(rank=rank, what=tuple(found)))
             self._refuse(guest, reason="; ".join(found), differs=True)

@@ -111,11 +111,11 @@ class Joining:
         began_s, why, pause_s = self._clock(), "", _RETRY_S
         while not is_over():
             try:
-                return self._try(wake_fds)
+                return self.attempt(wake_fds)
             except OSError as error:
                 why = error.strerror or str(error)
             except WrongToken:
-                raise self._wrong_token() from None
+                raise self.wrong_token() from None
             except Violation as error:
                 why = str(error)
             waited_s = self._clock() - began_s
@@ -125,7 +125,12 @@ class Joining:
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
         return None
 
-    def _try(self, wake_fds: Sequence[int]) -> Member:
+    def attempt(self, wake_fds: Sequence[int] = ()) -> Member:
+        """Tries once; a descriptor that can be read ends the wait for an answer.
+
+        Raises OSError and `Violation` where it is worth another try, `WrongToken`, and UsageError
+        where this host differs from host 0.
+        """
         family, address = resolve(self._host, self._port)
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -175,7 +180,8 @@ class Joining:
     def _place(self) -> str:
         return join(self._host, self._port)
 
-    def _wrong_token(self) -> UsageError:
+    def wrong_token(self) -> UsageError:
+        """Returns what to say where host 0 has another token."""
         return UsageError(
             "token",
             received=f"one that {self._place} does not have",
