@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.lock import ChiefLock
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
+from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Outcome
 from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.space import SearchSpace
@@ -90,6 +91,11 @@ class Trials:
 
     def __init__(self) -> None:
         self.reached: dict[str, int] = {}
+        self.places = 1
+
+    def free_places(self, taken: Collection[Place]) -> list[Place]:
+        places = [Place(number=number) for number in range(self.places)]
+        return [place for place in places if place not in taken]
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
         until = job.goal.until or CHECKPOINTS
@@ -177,9 +183,9 @@ def make_chief(
     search = Search(oracle, sweep_dir=sweep_dir)
     search.replay(journal.lines)
     search.publish()
+    trials.places = parallel
     plan = Plan(
         sweep_dir=sweep_dir,
-        parallel_trials=parallel,
         objective="val_accuracy",
         direction="max",
         max_epochs=CHECKPOINTS,

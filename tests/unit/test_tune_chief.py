@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tfdist.errors import UsageError
 from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Answer
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.journal import Journal, read
+from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Killed, Outcome
 from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.state import SweepState, Trial, fold
@@ -136,8 +137,9 @@ class FakeTrial:
 
 
 class FakeRunner:
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, places: int) -> None:
         self.disk = disk
+        self.places = places
         self.on_wait: Callable[[], None] = lambda: None
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
@@ -146,6 +148,10 @@ class FakeRunner:
 
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return [{}] * self.disk.done.get(run_dir.name, 0)
+
+    def free_places(self, taken: Collection[Place]) -> list[Place]:
+        places = [Place(number=number) for number in range(self.places)]
+        return [place for place in places if place not in taken]
 
     def start(self, job: TrialJob) -> FakeTrial:
         return FakeTrial(self.disk, job)
@@ -186,7 +192,6 @@ def make_chief(
         journal._left = left
     plan = Plan(
         sweep_dir=tmp_path,
-        parallel_trials=parallel,
         objective="val_accuracy",
         direction="max",
         max_epochs=9,
@@ -194,7 +199,9 @@ def make_chief(
         flags_of=flags,
     )
     search = FakeSearch(list(journal.lines), ahead=ahead)
-    return Chief(plan, search=search, journal=journal, runner=FakeRunner(disk), observer=Nobody())
+    return Chief(
+        plan, search=search, journal=journal, runner=FakeRunner(disk, parallel), observer=Nobody()
+    )
 
 
 def outcome_of(tmp_path: Path) -> dict[str, tuple[str, float | None]]:

@@ -12,9 +12,10 @@ import pytest
 from tfdist.errors import UsageError
 from tfdist.tuning.asking import RUNNING, STOPPED, Answer
 from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.early import LEAST_TRIALS, MedianRule, values_of
+from tfdist.tuning.early import LEAST_TRIALS, MedianRule, medians_of, values_of
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import MEDIAN, parse
+from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Goal, completed
 
 GOOD = (0.6, 0.8, 0.9)
@@ -28,9 +29,8 @@ def lines(*values: float | None) -> list[dict[str, Any]]:
 def last(
     *values: float | None, others: Sequence[Sequence[float]] = OTHERS, direction: str = "max"
 ) -> int | None:
-    rule = MedianRule(
-        objective="val_accuracy", direction=direction, others=tuple(map(tuple, others))
-    )
+    medians = medians_of(others)
+    rule = MedianRule(objective="val_accuracy", direction=direction, medians=medians)
     return rule.last(lines(*values))
 
 
@@ -68,7 +68,7 @@ def test_what_is_not_finite_is_no_value() -> None:
 
 
 def test_a_trial_that_went_further_before_it_was_seen_is_judged_by_what_counts() -> None:
-    rule = MedianRule(objective="val_accuracy", direction="max", others=OTHERS)
+    rule = MedianRule(objective="val_accuracy", direction="max", medians=medians_of(OTHERS))
     goal = Goal(objective="val_accuracy", direction="max", rule=rule)
     seen_late = lines(0.1, 0.2, 0.99)
     for summary in (None, {"status": "stopped"}, {"status": "done"}):
@@ -105,6 +105,9 @@ class Done:
 
         return Ended()
 
+    def free_places(self, taken: Any) -> list[Place]:
+        return [] if taken else [Place(number=0)]
+
     def wait(self, running: Any, timeout_s: float) -> None:
         pass
 
@@ -139,7 +142,6 @@ class Nobody:
 def early_chief(tmp_path: Path, book: Journal, *, search: Eight, early_stop: str = MEDIAN) -> Chief:
     plan = Plan(
         sweep_dir=tmp_path,
-        parallel_trials=1,
         objective="val_accuracy",
         direction="max",
         max_epochs=None,

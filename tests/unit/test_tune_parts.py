@@ -312,6 +312,7 @@ def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path: Path) -> No
     with SweepScreen(tmp_path, console=console) as screen:
         screen.begin(state)
         screen.changed(state, state.trials["3"])
+        screen.tick(state)
     said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     assert "going on: 3 trials have ended, 1 go on where they stood" in said
     assert re.search(r"3 +running +2 of \?, step 90 +0\.2500 +lr=0.25", said)

@@ -65,7 +65,6 @@ def plan_of(tuner: Any, asked: Asked, *, seed: int) -> Plan:
 
     return Plan(
         sweep_dir=options.sweep_dir,
-        parallel_trials=options.parallel_trials,
         objective=objective.name,
         direction=objective.direction,
         max_epochs=None,

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Asked
 from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.early import MedianRule, values_of
+from tfdist.tuning.early import MedianRule, medians_of, values_of
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import MEDIAN, NONE
+from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
 from tfdist.tuning.runner import Runner, RunningTrial, TrialJob
 from tfdist.tuning.state import SweepState, Trial, fold
@@ -37,7 +38,6 @@ class Plan:
     """What the chief needs to know of a sweep."""
 
     sweep_dir: Path
-    parallel_trials: int
     objective: str
     direction: str
     max_epochs: int | None
@@ -73,7 +73,9 @@ class Chief:
         self._runner = runner
         self._observer = observer
         self.state = fold(journal.lines)
-        self._running: dict[str, tuple[int, RunningTrial]] = {}
+        self._running: dict[str, tuple[Place, RunningTrial]] = {}
+        self._next: dict[str, tuple[Place, TrialJob]] = {}
+        self._unpublished: list[str] = []
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
@@ -87,6 +89,7 @@ class Chief:
         try:
             while not self._stop_signal and not self._too_many_failed():
                 self._fill()
+                self._observer.tick(self.state)
                 if not self._running and (self._no_more or not self._ask_again):
                     return self._finish("all trials have ended", EXIT_OK)
                 self._step()
@@ -99,14 +102,43 @@ class Chief:
         return self._finish(f"{failed} failed trials (--max_failed_trials)", EXIT_FAILED)
 
     def _fill(self) -> None:
-        """Starts trials until as many run as may: first those that a chief before has left."""
-        while len(self._running) < self._plan.parallel_trials and not self._too_many_failed():
-            left = [t for t in self.state.trials.values() if not t.is_over]
-            waiting = next((t for t in left if t.id not in self._running), None)
-            trial = waiting or self._next_trial()
+        """Starts trials in all places that are free; that they are is on disk before."""
+        with self._journal.together():
+            for place in self._runner.free_places({place for place, _ in self._running.values()}):
+                if not self._prepare(place):
+                    break
+        beginning, self._next = self._next, {}
+        for name, (place, job) in beginning.items():
+            self._running[name] = place, self._runner.start(job)
+        for name in beginning:
+            self._changed(name)
+        if self._unpublished:
+            self._search.publish(self._unpublished)
+            self._unpublished = []
+
+    def _prepare(self, place: Place) -> bool:
+        """Writes down that the next trial is started; one that is over already only ends here."""
+        while not self._too_many_failed():
+            trial = self._left() or self._next_trial()
             if trial is None:
-                return
-            self._begin(trial)
+                return False
+            try:
+                job = self._job(trial, place=place)
+            except UsageError as error:
+                self._end(trial, Failed(reason=str(error)))
+                continue
+            if outcome := self._runner.outcome(job):
+                self._end(trial, outcome)
+                continue
+            self.state.apply(self._journal.add("started", trial=trial.id))
+            self._next[trial.id] = place, job
+            return True
+        return False
+
+    def _left(self) -> Trial | None:
+        """Returns a trial that has been asked for and does not run, as a chief before leaves it."""
+        left = (trial for trial in self.state.trials.values() if not trial.is_over)
+        return next((t for t in left if t.id not in self._running and t.id not in self._next), None)
 
     def _next_trial(self) -> Trial | None:
         """Asks for another trial; after IDLE not before one has ended."""
@@ -129,7 +161,7 @@ class Chief:
         self._ask_again = answer.status != IDLE
         if answer.status != RUNNING or answer.trial is None:
             return None
-        self._search.publish([answer.trial])
+        self._unpublished.append(answer.trial)
         return self._changed(answer.trial)
 
     def _part(self, name: str | None, values: Mapping[str, Any]) -> tuple[str | None, int | None]:
@@ -143,22 +175,7 @@ class Chief:
         is_cut = until is not None and until < self._plan.max_epochs
         return self.state.trials[past].run if past else name, until if is_cut else None
 
-    def _begin(self, trial: Trial) -> None:
-        places = {place for place, _ in self._running.values()}
-        place = min(set(range(self._plan.parallel_trials)) - places)
-        try:
-            job = self._job(trial, place=place)
-        except UsageError as error:
-            self._end(trial, Failed(reason=str(error)))
-            return
-        if outcome := self._runner.outcome(job):
-            self._end(trial, outcome)
-            return
-        self.state.apply(self._journal.add("started", trial=trial.id))
-        self._running[trial.id] = place, self._runner.start(job)
-        self._changed(trial.id)
-
-    def _job(self, trial: Trial, *, place: int) -> TrialJob:
+    def _job(self, trial: Trial, *, place: Place) -> TrialJob:
         goal = Goal(
             objective=self._plan.objective,
             direction=self._plan.direction,
@@ -171,7 +188,7 @@ class Chief:
             flags=self._plan.flags_of(trial),
             variables=self._plan.variables_of(trial),
             goal=goal,
-            place=place,
+            place=place.number,
         )
 
     def _rule(self, trial: Trial) -> MedianRule:
@@ -184,7 +201,7 @@ class Chief:
         return MedianRule(
             objective=self._plan.objective,
             direction=self._plan.direction,
-            others=tuple(values_of(other.history, self._plan.objective) for other in ended),
+            medians=medians_of([values_of(other.history, self._plan.objective) for other in ended]),
         )
 
     def _step(self) -> None:
@@ -194,7 +211,6 @@ class Chief:
             if outcome := running.poll():
                 del self._running[name]
                 self._took(self.state.trials[name], outcome)
-        self._observer.tick(self.state)
 
     def _took(self, trial: Trial, outcome: Outcome) -> None:
         if not isinstance(outcome, Killed):

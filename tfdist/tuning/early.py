@@ -23,12 +23,12 @@ class MedianRule:
 
     Attributes:
       direction: ``max`` or ``min``: which way is better.
-      others: the objective at each virtual epoch of the trials that have ended, finite or not.
+      medians: at each virtual epoch, of the others' averages so far; None where there are too few.
     """
 
     objective: str
     direction: str
-    others: tuple[tuple[float, ...], ...]
+    medians: tuple[float | None, ...]
 
     def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
         """Returns the virtual epoch at which to stop, None where the trial is to go on.
@@ -42,19 +42,26 @@ class MedianRule:
         return None
 
     def _is_hopeless(self, values: Sequence[float]) -> bool:
-        averages = [_average(other[: len(values)]) for other in self.others]
-        come_as_far = [
-            average
-            for other, average in zip(self.others, averages, strict=True)
-            if len(other) >= len(values) and average is not None
-        ]
-        if len(come_as_far) < LEAST_TRIALS:
+        median = self.medians[len(values) - 1] if len(values) <= len(self.medians) else None
+        if median is None:
             return False
         finite = [value for value in values if math.isfinite(value)]
         if not finite:
             return True
-        median = statistics.median(come_as_far)
         return max(finite) < median if self.direction == "max" else min(finite) > median
+
+
+def medians_of(others: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
+    """Returns what to measure by, from the objective at each virtual epoch of other trials."""
+    return tuple(
+        _median(_average(other[:done]) for other in others if len(other) >= done)
+        for done in range(1, max(map(len, others), default=0) + 1)
+    )
+
+
+def _median(averages: Iterable[float | None]) -> float | None:
+    known = [average for average in averages if average is not None]
+    return statistics.median(known) if len(known) >= LEAST_TRIALS else None
 
 
 def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:

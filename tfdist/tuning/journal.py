@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,14 @@ class Journal:
         self.path = path
         self._time_of_day = time_of_day
         self.lines = read(path)
+        self._is_together = False
         self._cut_unfinished_line()
 
     def add(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Writes a line and returns it; when this returns, the line outlives this process."""
+        """Writes a line and returns it; when this returns, the line is on disk.
+
+        Within `together` it outlives this process, and the machine only when that has ended.
+        """
         line = {"event": event, "at": round(self._time_of_day(), 3), **fields}
         is_new = not self.path.exists()
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
@@ -36,13 +41,35 @@ class Journal:
             with open(self.path, "ab") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if not self._is_together:
+                    os.fsync(file.fileno())
             if is_new:
                 _sync_directory(self.path.parent)
         except OSError as error:
             raise TfdistError(f"{self.path}: {error.strerror or error}") from error
         self.lines.append(line)
         return line
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Has the lines that are added meanwhile on disk when it ends: the disk is waited for once.
+
+        Raises TfdistError where it fails.
+        """
+        before, self._is_together = len(self.lines), True
+        try:
+            yield
+        finally:
+            self._is_together = False
+            if len(self.lines) > before:
+                self._sync()
+
+    def _sync(self) -> None:
+        try:
+            with open(self.path, "ab") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TfdistError(f"{self.path}: {error.strerror or error}") from error
 
     def _cut_unfinished_line(self) -> None:
         """Takes away what a killed chief had not finished, so that the next line is whole."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from tfdist.launch.warm import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
 from tfdist.tuning.lock import is_held
+from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome, completed, ended
 
 _GRACE_S = 20.0  # more than the launcher gives its tasks
@@ -35,7 +36,7 @@ class TrialJob:
     flags: tuple[str, ...]
     """``--config.field=value``."""
     goal: Goal
-    place: int
+    place: int = 0
     """Which of the trials at once it is, from 0 on: whose GPUs it takes."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Added to its environment."""
@@ -59,6 +60,9 @@ class Runner(Protocol):
 
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         """Returns a line for each virtual epoch that a trial has done."""
+
+    def free_places(self, taken: Collection[Place]) -> Iterable[Place]:
+        """Returns where trials can be started now, if they run in the places that are taken."""
 
     def start(self, job: TrialJob) -> RunningTrial:
         """Starts a trial, or goes on with it where it stood."""
@@ -107,6 +111,10 @@ class LauncherRunner:
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return RunDirectory(run_dir).read_metrics()
 
+    def free_places(self, taken: Collection[Place]) -> Iterable[Place]:
+        places = (Place(number=number) for number in range(self._places))
+        return [place for place in places if place not in taken]
+
     def start(self, job: TrialJob) -> RunningTrial:
         return _LaunchedTrial(self, job)
 
@@ -132,7 +140,8 @@ class LauncherRunner:
         if not self._gpus:
             return environ
         mine = (
-            self._gpus[job.place :: self._places] or self._gpus[job.place % len(self._gpus) :][:1]
+            self._gpus[job.place :: max(1, self._places)]
+            or self._gpus[job.place % len(self._gpus) :][:1]
         )
         return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
 

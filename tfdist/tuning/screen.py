@@ -25,7 +25,7 @@ _REFRESH_S = 1.0
 
 
 class SweepScreen:
-    """The chief's observer: shows each change, keeps `sweep.json` as it is, and tells `also`."""
+    """The chief's observer: shows each change; `tick` writes `sweep.json` and tells `also`."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class SweepScreen:
         self._live: Live | None = None
         self._shown_at_s = 0.0
         self._also = also
+        self._has_changed = False
 
     def __enter__(self) -> SweepScreen:
         return self
@@ -65,17 +66,20 @@ class SweepScreen:
         self._write(state)
 
     def changed(self, state: SweepState, trial: Trial) -> None:
-        """Shows what has become of a trial."""
-        self._write(state)
-        if self._live is not None:
-            self._refresh(state)
-        elif trial.status != WAITING or trial.reason:  # not that it was asked for: it starts next
+        """Says what has become of a trial, where nothing shows it."""
+        self._has_changed = True
+        if self._live is None and (
+            trial.status != WAITING or trial.reason
+        ):  # not that it was asked for: it starts next
             self._say(change_line(state, trial))
 
     def tick(self, state: SweepState) -> None:
-        """Brings the live table up to date."""
-        if self._live is not None and time.monotonic() - self._shown_at_s >= _REFRESH_S:
+        """Brings the files and the live table up to date, once for all that has changed."""
+        is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
+        if self._live is not None and (self._has_changed or is_time):
             self._refresh(state)
+        if self._has_changed:
+            self._write(state)
 
     def end(self, state: SweepState) -> None:
         """The sweep has ended or was asked to stop: the leaderboard, and the picture."""
@@ -89,6 +93,7 @@ class SweepScreen:
             self._say(f"plot: {path}")
 
     def _write(self, state: SweepState) -> None:
+        self._has_changed = False
         directory.write_json(self._sweep_dir / directory.SWEEP, as_json(state))
         self._also(state)
 

@@ -153,7 +153,6 @@ def _best(options: SweepOptions, flags: tuple[str, ...]) -> TrialJob:
 def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) -> Plan:
     return Plan(
         sweep_dir=options.sweep_dir,
-        parallel_trials=options.parallel_trials,
         objective=options.objective,
         direction=options.direction,
         max_epochs=config.checkpoints,
