@@ -10,10 +10,11 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError
+from tfdist.tuning.hosts import placed
 from tfdist.tuning.options import Show, SweepOptions, parse
 
 
@@ -37,8 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(options: SweepOptions) -> int:
+    options, environ = placed(options, os.environ)
+    if options.join is not None:
+        return _join(options, environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config
-    environ = dict(os.environ)
     # KerasTuner loads TensorFlow, of which the chief uses nothing: it is to take no GPU's memory
     # from the trials, and to say nothing.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -50,6 +53,14 @@ def _sweep(options: SweepOptions) -> int:
         from tfdist.tuning.sweep import run
 
     return run(options, config, machine=this_machine(environ), environ=environ)
+
+
+def _join(options: SweepOptions, environ: Mapping[str, str]) -> int:
+    """Is a runner of a sweep, which needs no KerasTuner."""
+    from tfdist.launch.machine import this_machine
+    from tfdist.tuning.train_jobs import join
+
+    return join(options, machine=this_machine(environ), environ=environ)
 
 
 @contextlib.contextmanager

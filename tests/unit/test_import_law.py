@@ -21,8 +21,8 @@ MAY_IMPORT = {
     "lint": {"errors", "cluster", "configs"},
     "preflight": {"errors", "cluster", "rendezvous", "launch", "lint"},
     "tuning": {
-        *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
-        "training",
+        *("errors", "configs", "outputs", "cluster", "rendezvous", "launch", "strategy"),
+        *("checkpoint", "training"),
     },
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},

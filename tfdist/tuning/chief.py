@@ -21,9 +21,10 @@ from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.early import MedianRule, medians_of, values_of
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import MEDIAN, NONE
-from tfdist.tuning.place import Place
+from tfdist.tuning.place import HERE, Place
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
 from tfdist.tuning.runner import Runner, RunningTrial, TrialJob
+from tfdist.tuning.state import RUNNING as BEGUN
 from tfdist.tuning.state import SweepState, Trial, fold
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Chief:
 
     def run(self) -> int:
         """Runs trials until there are no more; returns the exit code."""
+        self._take_over()
         try:
             while not self._stop_signal and not self._too_many_failed():
                 self._fill()
@@ -100,6 +102,14 @@ class Chief:
             return EXIT_INTERRUPTED if was_interrupted else EXIT_STOPPED
         failed = self.state.num_failed
         return self._finish(f"{failed} failed trials (--max_failed_trials)", EXIT_FAILED)
+
+    def _take_over(self) -> None:
+        """Waits for the runners to which a chief before has given trials."""
+        for trial in self.state.trials.values():
+            place = trial.place
+            if trial.status == BEGUN and place is not None and place.runner != HERE:
+                job = self._job(trial, place=place, lease=trial.starts)
+                self._running[trial.id] = place, self._runner.take_over(job)
 
     def _fill(self) -> None:
         """Starts trials in all places that are free; that they are is on disk before."""
@@ -123,14 +133,15 @@ class Chief:
             if trial is None:
                 return False
             try:
-                job = self._job(trial, place=place)
+                job = self._job(trial, place=place, lease=trial.starts + 1)
             except UsageError as error:
                 self._end(trial, Failed(reason=str(error)))
                 continue
             if outcome := self._runner.outcome(job):
                 self._end(trial, outcome)
                 continue
-            self.state.apply(self._journal.add("started", trial=trial.id))
+            where = {} if place.runner == HERE else {"runner": place.runner, "place": place.number}
+            self.state.apply(self._journal.add("started", trial=trial.id, **where))
             self._next[trial.id] = place, job
             return True
         return False
@@ -175,7 +186,7 @@ class Chief:
         is_cut = until is not None and until < self._plan.max_epochs
         return self.state.trials[past].run if past else name, until if is_cut else None
 
-    def _job(self, trial: Trial, *, place: Place) -> TrialJob:
+    def _job(self, trial: Trial, *, place: Place, lease: int) -> TrialJob:
         goal = Goal(
             objective=self._plan.objective,
             direction=self._plan.direction,
@@ -189,6 +200,9 @@ class Chief:
             variables=self._plan.variables_of(trial),
             goal=goal,
             place=place.number,
+            trial=trial.id,
+            lease=lease,
+            runner=place.runner,
         )
 
     def _rule(self, trial: Trial) -> MedianRule:
@@ -217,7 +231,7 @@ class Chief:
             self._end(trial, outcome)
             return
         reached = len(self._runner.metrics(self._plan.sweep_dir / TRIALS / trial.run))
-        kills = trial.kills + 1 if reached <= trial.reached else 1
+        kills = (trial.kills if reached <= trial.reached else 0) + outcome.counts
         if kills > _KILLS_AT_MOST:
             reason = f"killed {kills} times without progress; the last time: {outcome.reason}"
             self._end(trial, Failed(reason=reason))
@@ -270,10 +284,15 @@ class Chief:
                 if outcome is None:
                     continue
                 del self._running[name]
-                if isinstance(outcome, Completed):
-                    self._end(self.state.trials[name], outcome)
+                if isinstance(outcome, Completed) or _is_given_back(outcome):
+                    self._took(self.state.trials[name], outcome)
 
     def _finish(self, reason: str, exit_code: int) -> int:
         is_complete = exit_code == EXIT_OK
         self.state.apply(self._journal.add("finished", reason=reason, is_complete=is_complete))
         return exit_code
+
+
+def _is_given_back(outcome: Outcome) -> bool:
+    """Whether a runner says that it has stopped: the next chief need not wait for it."""
+    return isinstance(outcome, Killed) and not outcome.counts

@@ -5,26 +5,32 @@ from __future__ import annotations
 import logging
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_OK
 from tfdist.launch.machine import Machine
 from tfdist.launch.warm import WarmServer
-from tfdist.tuning import directory
+from tfdist.tuning import directory, mark
 from tfdist.tuning.board import HParamsBoard
 from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.hosts import Meeting, listener_of
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.lock import ChiefLock
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.oracle import Search
+from tfdist.tuning.reception import Reception
 from tfdist.tuning.retrain import Retraining
 from tfdist.tuning.runner import LauncherRunner, TrialJob
 from tfdist.tuning.screen import SweepScreen, leaderboard
+from tfdist.tuning.serving import ServingRunner
 from tfdist.tuning.state import SweepState, Trial, fold
+
+if TYPE_CHECKING:  # it loads TensorFlow, which a runner of the sweep does not need
+    from tfdist.tuning.oracle import Search
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +50,8 @@ class Sweep:
     best_of: Callable[[Trial, Mapping[str, Any]], TrialJob]
     """Returns the job that trains a trial's values anew, in full."""
     runner: LauncherRunner
+    meeting: Meeting | None = None
+    """Where runners on other hosts come; None: they cannot."""
 
 
 def conduct(sweep: Sweep) -> tuple[int, SweepState]:
@@ -77,22 +85,39 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
         logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
         leaderboard(state, sweep_dir)
         return EXIT_OK, state
-    search = sweep.search_of(journal.lines[0])
-    search.replay(journal.lines)
-    search.publish()
-    with SweepScreen(sweep_dir, also=HParamsBoard(sweep_dir).update) as screen:
-        chief = Chief(
-            sweep.plan_of(state.begun),
-            search=search,
-            journal=journal,
-            runner=sweep.runner,
-            observer=screen,
-        )
-        screen.begin(chief.state)
-        with _told_to_stop(chief):
-            exit_code = chief.run()
-        screen.end(chief.state)
+    serving, exit_code = _serving(sweep), None
+    try:
+        search = sweep.search_of(journal.lines[0])
+        search.replay(journal.lines)
+        search.publish()
+        with SweepScreen(sweep_dir, also=HParamsBoard(sweep_dir).update) as screen:
+            chief = Chief(
+                sweep.plan_of(state.begun),
+                search=search,
+                journal=journal,
+                runner=serving or sweep.runner,
+                observer=screen,
+            )
+            screen.begin(chief.state)
+            with _told_to_stop(chief):
+                exit_code = chief.run()
+            screen.end(chief.state)
+    finally:
+        if serving is not None:
+            serving.close(exit_code)
     return exit_code, chief.state
+
+
+def _serving(sweep: Sweep) -> ServingRunner | None:
+    """Listens for runners, and says in the directory where; None where none may come."""
+    meeting = sweep.meeting
+    if meeting is None:
+        return None
+    listener = listener_of(meeting.address)
+    left = mark.leave(sweep.options.sweep_dir, address=meeting.address)
+    line = Reception(listener, token=meeting.token, terms=meeting.terms)
+    logger.info("runners may come to %s", meeting.address)
+    return ServingRunner(sweep.runner, line, sweep=left.sweep)
 
 
 def begin(sweep: Sweep, journal: Journal) -> None:
@@ -119,12 +144,13 @@ def warm_server(
     """Returns what imports once for all trials; None where a GPU may be, which no fork survives."""
     if machine.gpus or machine.has_gpu_driver:
         return None
+    is_runner = options.join is not None
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
     return WarmServer(
         ("tensorflow", "keras", *modules),
         more=more,
         environ={**quiet, **environ},
-        log_path=options.sweep_dir / "fork-server.log",
+        log_path=options.sweep_dir / f"fork-server{f'-{socket.gethostname()}' * is_runner}.log",
     )
 
 
@@ -144,7 +170,7 @@ def _told_to_stop(asked: Chief | Retraining) -> Iterator[None]:
 
 def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
     """Returns the launcher's flags of every trial; warns where there are more tasks than CPUs."""
-    tasks = options.parallel_trials * options.tasks_per_trial
+    tasks = max(1, options.parallel_trials) * options.tasks_per_trial
     if tasks > cpus:
         logger.warning(
             "%d trials at once are %d processes that compute, on %d CPUs: they share them",

@@ -59,15 +59,27 @@ class ChiefLock:
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether some process has a `flock` on the file or directory; False without one."""
+    """Returns whether some process has a `flock` on the file or directory; False without one.
+
+    A file is opened to be written where that is allowed: NFS locks no other.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _opened(path)
     except OSError:
         return False
     try:
         return not _locked(descriptor)
+    except OSError:  # it cannot be locked, and so is not
+        return False
     finally:
         os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (IsADirectoryError, PermissionError):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _locked(descriptor: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tfdist.cluster.address import check_address
 from tfdist.errors import UsageError, near
 
 TUNERS = ("random", "grid", "bayesian", "hyperband")
@@ -40,13 +41,21 @@ class RunOptions:
     early_stop: str = NONE
     retrain_best: bool = False
     overwrite: bool = False
+    serve: str | None = None
+    """Where runners on other hosts come to this sweep, ``host:port``."""
+    join: str | None = None
+    """Where the chief is for which this is a runner."""
+    rendezvous_token_file: str | None = None
+    reconnect_s: float = 300.0
+    """For how long a runner looks for its chief."""
 
     def __post_init__(self) -> None:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("early_stop", self.early_stop, EARLY_STOPS)
-        counts = ("parallel_trials", "workers", "ps", "devices_per_worker", "max_failed_trials")
-        for name in counts:
+        _check_least("parallel_trials", self.parallel_trials, 0 if self.serve else 1)
+        for name in ("workers", "ps", "devices_per_worker", "max_failed_trials"):
             _check_least(name, getattr(self, name), 1)
+        _check_hosts(self)
         if not self.trial_timeout_s > 0:
             raise UsageError(
                 "--trial_timeout_s",
@@ -145,6 +154,26 @@ def parse(argv: Sequence[str]) -> SweepOptions | Show:
     return SweepOptions(**given, sweep_dir=sweep_dir, config_flags=config_flags)
 
 
+def _check_hosts(options: RunOptions) -> None:
+    if options.serve is not None and options.join is not None:
+        raise UsageError(
+            "--join",
+            received="it with --serve",
+            expected="one of them",
+            fix="give --serve to the sweep's chief, and --join to its runners",
+        )
+    for flag, address in (("--serve", options.serve), ("--join", options.join)):
+        if address is not None:
+            check_address(address, where=flag)
+    if not 0 < options.reconnect_s < math.inf:
+        raise UsageError(
+            "--reconnect_s",
+            received=f"{options.reconnect_s:g}",
+            expected="a number of seconds above 0",
+            fix="leave it out for 300",
+        )
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError("command line", received=message, expected="flags", fix="see --help")
@@ -176,6 +205,10 @@ def _parser() -> _Parser:
     add("--trial_timeout_s", type=float, metavar="S", help="end a trial without progress (never)")
     add("--early_stop", metavar="|".join(EARLY_STOPS), help="end hopeless trials (none)")
     add("--retrain_best", action="store_true", help="train the best anew and save the model")
+    add("--serve", metavar="HOST:PORT", help="let runners come to this sweep, there")
+    add("--join", metavar="HOST:PORT", help="be a runner of the sweep that is served there")
+    add("--rendezvous_token_file", metavar="F", help="of --serve and --join: what they share")
+    add("--reconnect_s", type=float, metavar="S", help="a runner waits so for its chief (300)")
     add("--overwrite", action="store_true", help="move an earlier sweep aside, into old-1, ...")
     add("--show", metavar="DIR", help="print the sweep in DIR and do nothing else")
     return parser

@@ -30,6 +30,8 @@ class Killed:
     """Something outside ended it, and not the trial itself: it is worth another start."""
 
     reason: str
+    counts: bool = True
+    """Whether it may have been for the trial, and so the next time too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

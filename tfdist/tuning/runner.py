@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tfdist.errors import UsageError
 from tfdist.launch.warm import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
 from tfdist.tuning.lock import is_held
-from tfdist.tuning.place import Place
+from tfdist.tuning.place import HERE, Place
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome, completed, ended
 
 _GRACE_S = 20.0  # more than the launcher gives its tasks
@@ -40,6 +41,11 @@ class TrialJob:
     """Which of the trials at once it is, from 0 on: whose GPUs it takes."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Added to its environment."""
+    trial: str = ""
+    lease: int = 0
+    """Which start of the trial it is."""
+    runner: int = HERE
+    """Who is to run it."""
 
 
 class RunningTrial(Protocol):
@@ -66,6 +72,9 @@ class Runner(Protocol):
 
     def start(self, job: TrialJob) -> RunningTrial:
         """Starts a trial, or goes on with it where it stood."""
+
+    def take_over(self, job: TrialJob) -> RunningTrial:
+        """Returns a trial that another runner has, whose chief has been killed."""
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
         """Returns when a trial may have ended, after `timeout_s` at the latest."""
@@ -115,8 +124,16 @@ class LauncherRunner:
         places = (Place(number=number) for number in range(self._places))
         return [place for place in places if place not in taken]
 
-    def start(self, job: TrialJob) -> RunningTrial:
-        return _LaunchedTrial(self, job)
+    def start(self, job: TrialJob) -> LaunchedTrial:
+        return LaunchedTrial(self, job)
+
+    def take_over(self, job: TrialJob) -> RunningTrial:
+        raise UsageError(
+            "--serve",
+            received=f"nothing, while trial {job.trial} is with a runner",
+            expected="HOST:PORT, as before",
+            fix="give it, so that the runner comes back or loses the trial",
+        )
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
         fds = [trial.pidfd for trial in running if trial.pidfd is not None]
@@ -150,7 +167,7 @@ class LauncherRunner:
         return self._timeout_s
 
 
-class _LaunchedTrial:
+class LaunchedTrial:
     """The launcher of one trial: waits for its directory, starts, watches, ends."""
 
     def __init__(self, runner: LauncherRunner, job: TrialJob) -> None:
@@ -184,6 +201,17 @@ class _LaunchedTrial:
         self._is_unwanted = True
         self._end()
 
+    def kill(self) -> None:
+        """Ends it without the save; `poll` goes on until it has."""
+        self._is_unwanted = True
+        self._kill_at_s = time.monotonic()
+        self._signal(signal.SIGKILL)
+
+    @property
+    def pid(self) -> int | None:
+        """Returns the launcher's process id; None before it is started."""
+        return self._process.pid if self._process else None
+
     def _outcome(self, status: int) -> Outcome:
         if outcome := self._runner.outcome(self._job):
             return outcome
@@ -200,7 +228,7 @@ class _LaunchedTrial:
             return Killed(reason="the sweep was asked to stop")
         self._try_to_start()
         if self._process is None and time.monotonic() - self._since_s > _LOCKED_AT_MOST_S:
-            return Failed(reason=f"another job runs in {self._job.run_dir}")
+            return Killed(reason=f"another job runs in {self._job.run_dir}")
         return None
 
     def _try_to_start(self) -> None:

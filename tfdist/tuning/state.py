@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tfdist.tuning.place import HERE, Place
+
 Status = Literal["waiting", "running", "completed", "failed"]
 
 COMPLETED: Status = "completed"
@@ -42,6 +44,8 @@ class Trial:
     last_lines: tuple[str, ...] = ()
     began_at: float | None = None
     ended_at: float | None = None
+    place: Place | None = None
+    """Where it was started last."""
     measured_by: tuple[str, ...] | None = None
     """The trials that had been completed when it was first started; None before that."""
 
@@ -118,7 +122,10 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
 def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
     if line["event"] == "started":
         began_at = trial.began_at if trial.began_at is not None else line["at"]
-        return replace(trial, status=RUNNING, starts=trial.starts + 1, began_at=began_at)
+        place = Place(number=line.get("place", 0), runner=line.get("runner", HERE))
+        return replace(
+            trial, status=RUNNING, starts=trial.starts + 1, began_at=began_at, place=place
+        )
     if line["event"] == "killed":
         return replace(
             trial,

@@ -10,13 +10,13 @@ from typing import Any
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
-from tfdist.tuning import retrain
+from tfdist.tuning import retrain, train_jobs
 from tfdist.tuning.chief import Plan
-from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
+from tfdist.tuning.conduct import Sweep, conduct
 from tfdist.tuning.options import SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.results import Goal
-from tfdist.tuning.runner import LauncherRunner, TrialJob
+from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.space import SearchSpace
 from tfdist.tuning.state import Trial
 
@@ -41,17 +41,7 @@ def run(
     """
     _check(options, config)
     space = SearchSpace(options.config, config)
-    runner = LauncherRunner(
-        program=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
-        launch_flags=launch_flags(options, cpus=machine.cpus),
-        gpus=machine.gpus,
-        places=options.parallel_trials,
-        environ=environ,
-        timeout_s=options.trial_timeout_s,
-        warm=warm_server(
-            options, machine=machine, environ=environ, modules=["tfdist.training.run"]
-        ),
-    )
+    meeting = train_jobs.meeting(options, environ)
     exit_code, _ = conduct(
         Sweep(
             options=options,
@@ -61,7 +51,8 @@ def run(
             best_of=lambda trial, begun: _best(
                 options, _flags_of(trial, config=config, space=space, seed=begun["seed"])
             ),
-            runner=runner,
+            runner=train_jobs.runner(options, machine=machine, environ=environ),
+            meeting=meeting,
         )
     )
     return exit_code

@@ -1,0 +1,217 @@
+"""A sweep with runners that come, go, hang and are killed, and a chief that is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.test_tune import ROOT, _logs, until  # noqa: F401  # shows the logs
+from tfdist.tuning import mark
+from tfdist.tuning.journal import read
+from tfdist.tuning.state import SweepState, fold
+
+PROGRAM = Path(__file__).parent / "programs" / "served.py"
+TOKEN = "a secret that nobody must see"
+GIVEN_BACK_S = 15.0
+
+
+class Hosts:
+    """A sweep's chief and its runners, as processes of this machine."""
+
+    def __init__(self, path: Path, *, trials: int = 1) -> None:
+        self.path = path / "sweep"
+        self.logs = path
+        self.trials = trials
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self.address = f"127.0.0.1:{taken.getsockname()[1]}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def chief(self, name: str = "chief", *flags: str) -> None:
+        self.start(name, "--serve", self.address, "--trials", str(self.trials), *flags)
+
+    def runner(self, name: str, *flags: str, token: str = TOKEN) -> None:
+        self.start(name, "--join", self.address, *flags, token=token)
+
+    def start(self, name: str, *flags: str, token: str = TOKEN) -> None:
+        variables = {"PYTHONPATH": str(ROOT), "TFDIST_RENDEZVOUS_TOKEN": token}
+        with open(self.logs / f"{name}.log", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(self.path), *flags],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **variables},
+            )
+
+    def said(self, name: str, pattern: str) -> bool:
+        return re.search(pattern, (self.logs / f"{name}.log").read_text()) is not None
+
+    def until_said(self, name: str, pattern: str) -> None:
+        until(lambda: self.said(name, pattern))
+
+    def send(self, name: str, signum: int) -> None:
+        self.processes[name].send_signal(signum)
+
+    def code_of(self, name: str) -> int:
+        return self.processes[name].wait(60)
+
+    def state(self) -> SweepState:
+        return fold(read(self.path / "journal.jsonl"))
+
+    def moments(self, event: str) -> list[float]:
+        lines = read(self.path / "journal.jsonl")
+        return [line["at"] for line in lines if line["event"] == event]
+
+    def steps(self, trial: str) -> list[list[str]]:
+        """Who did what in a trial: process, step, and a word."""
+        file = self.path / "trials" / trial / "steps"
+        text = file.read_text() if file.exists() else ""
+        return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def writer(self, trial: str, *, but: Sequence[int] = ()) -> int:
+        """Waits until some process, none of `but`, has come to the step at which it waits."""
+
+        def found() -> list[int]:
+            waits = [int(pid) for pid, _, what in self.steps(trial) if what == "waits"]
+            return [pid for pid in waits if pid not in but]
+
+        until(lambda: bool(found()))
+        return found()[-1]
+
+    def require_one_after_the_other(self) -> None:
+        """Each trial was written by one process at a time, and each step was done once."""
+        for trial in map(str, range(self.trials)):
+            steps = self.steps(trial)
+            writers = [pid for pid, _ in groupby(pid for pid, _, _ in steps)]
+            assert len(writers) == len(set(writers)), f"trial {trial}: two wrote at once"
+            done = [int(step) for _, step, what in steps if what == "done"]
+            assert done == list(range(1, 21)), f"trial {trial}"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path)
+    yield made
+    for process in made.processes.values():
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.timeout(240)
+def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts: Hosts) -> None:
+    hosts.trials = 3
+    hosts.runner("a")  # before there is a chief
+    hosts.chief()
+    first = hosts.writer("0")
+    hosts.runner("b")
+    second = hosts.writer("1")
+
+    hosts.send("chief", signal.SIGKILL)
+    hosts.code_of("chief")
+    for name in ("a", "b"):
+        hosts.until_said(name, "is gone")
+    before = len(hosts.steps("0"))
+    until(lambda: len(hosts.steps("0")) > before + 5)  # it goes on
+    hosts.chief("chief-2")
+    for name in ("a", "b"):
+        hosts.until_said(name, "is there(.|\n)*is gone(.|\n)*is there")
+    assert hosts.writer("0") == first
+    assert hosts.writer("1") == second
+
+    hosts.send("b", signal.SIGTERM)
+    assert hosts.code_of("b") == 143
+    assert hosts.steps("1")[-1] == [str(second), "10", "saved"]
+    (hosts.path / "go").touch()
+    assert hosts.code_of("chief-2") == 0
+    assert hosts.code_of("a") == 0
+    trials = hosts.state().trials
+    assert [(t.status, t.starts, t.kills) for t in trials.values()] == [
+        ("completed", 1, 0),
+        ("completed", 2, 0),
+        ("completed", 1, 0),
+    ]
+    assert [t.score for t in trials.values()] == [1.0, 1 / 2, 1 / 3]
+    assert len(hosts.moments("ended")) == 3
+    hosts.require_one_after_the_other()
+
+
+@pytest.mark.timeout(240)
+def test_a_runner_that_vanishes_or_stands_still_loses_its_trial_to_another(hosts: Hosts) -> None:
+    hosts.chief()
+    hosts.runner("a")
+    first = hosts.writer("0")
+    hosts.runner("b")
+    hosts.until_said("b", "is there")
+    hosts.send("a", signal.SIGKILL)
+    killed_s = time.time()
+    second = hosts.writer("0", but=[first])
+    assert not is_alive(first)
+    began = [
+        line["at"] for line in read(hosts.path / "journal.jsonl") if line["event"] == "started"
+    ]
+    assert began[1] - killed_s < GIVEN_BACK_S
+
+    hosts.runner("c")
+    hosts.until_said("c", "is there")
+    hosts.send("b", signal.SIGSTOP)  # its trial is not stopped, and nobody reads what it says
+    stopped_s = time.time()
+    third = hosts.writer("0", but=[first, second])
+    assert not is_alive(second)
+    began = [
+        line["at"] for line in read(hosts.path / "journal.jsonl") if line["event"] == "started"
+    ]
+    assert began[2] - stopped_s < GIVEN_BACK_S
+    hosts.send("b", signal.SIGCONT)
+    hosts.until_said("chief", "comes too late with trial 0")
+    assert hosts.writer("0") == third
+    (hosts.path / "go").touch()
+    for name in ("chief", "b", "c"):
+        assert hosts.code_of(name) == 0
+    trial = hosts.state().trials["0"]
+    assert (trial.status, trial.starts, trial.score) == ("completed", 3, 1.0)
+    hosts.require_one_after_the_other()
+
+
+@pytest.mark.timeout(120)
+def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts: Hosts) -> None:
+    hosts.chief()
+    hosts.until_said("chief", "runners may come")
+    hosts.runner("no-token", token="")
+    hosts.runner("other-token", token="another secret of that length")
+    hosts.runner("other-program", "--program", "mine.py")
+    found = mark.read(hosts.path)
+    for name in ("no-token", "other-token", "other-program"):
+        assert hosts.code_of(name) == 2
+    hosts.path.joinpath(mark.FILE_NAME).write_text('{"sweep": "another", "address": "127.0.0.1:1"}')
+    hosts.runner("other-directory")
+    assert hosts.code_of("other-directory") == 2
+    assert found is not None
+    assert found.address == hosts.address
+    said = {name: (hosts.logs / f"{name}.log").read_text() for name in hosts.processes}
+    assert "served: TFDIST_RENDEZVOUS_TOKEN: received a token of 0 characters" in said["no-token"]
+    assert "token: received one that 127.0.0.1:" in said["other-token"]
+    assert "received program mine.py there, served here" in said["other-program"]
+    assert "--sweep_dir: received" in said["other-directory"]
+    assert "which is not that of the chief at" in said["other-directory"]
+    assert all(text.count("\n") == 1 for name, text in said.items() if name != "chief"), said
+    assert not any(TOKEN in text for text in said.values())
+    hosts.send("chief", signal.SIGTERM)
+    assert hosts.code_of("chief") == 143
+    hosts.runner("late", "--reconnect_s", "0.5")
+    assert hosts.code_of("late") == 75
+    hosts.until_said("late", "no chief of the sweep was there for .*Connection refused")

@@ -1,0 +1,495 @@
+"""Leases, fencing and the guard, with a clock that is turned by hand; and 500 runners at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_tune_chief import Disk, FakeRunner, FakeSearch, Nobody, flags_of
+from tfdist.errors import UsageError
+from tfdist.rendezvous.channel import Channel
+from tfdist.rendezvous.hub import Heard, Joined, listen
+from tfdist.rendezvous.link import Link
+from tfdist.tuning import mark, messages
+from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.contact import Contact
+from tfdist.tuning.early import MedianRule
+from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, Guard
+from tfdist.tuning.hosts import Meeting, listener_of, meeting_of, placed
+from tfdist.tuning.journal import Journal
+from tfdist.tuning.leases import LEASE_S, Leases
+from tfdist.tuning.messages import Message
+from tfdist.tuning.options import RunOptions, SweepOptions, parse
+from tfdist.tuning.place import Place
+from tfdist.tuning.reception import Gone, Reception, RunnerNews
+from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
+from tfdist.tuning.runner import TrialJob
+from tfdist.tuning.serving import ServingRunner
+
+A, B = 11, 22
+DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_virtual_epoch=1)
+TOKEN = b"correct horse battery staple"
+TERMS = {"tfdist": "1"}
+DEADLINE_S = 60.0
+
+
+# --- leases
+
+
+def test_a_lease_holds_while_its_runner_is_there_and_ten_seconds_more() -> None:
+    leases = Leases()
+    leases.grant("0", 1, runner=A)
+    assert leases.take_over(1e9) == []
+    leases.gone(A, heard_s=100.0)
+    assert leases.take_over(100.0 + LEASE_S - 0.01) == []
+    assert leases.is_current("0", 1, runner=A)
+    assert leases.take_over(100.0 + LEASE_S) == ["0"]
+    assert not leases.is_current("0", 1, runner=A)
+    assert leases.take_over(1e9) == []
+
+
+def test_a_runner_that_comes_back_in_time_keeps_what_it_presents_and_no_more() -> None:
+    leases = Leases()
+    leases.grant("0", 1, runner=A)
+    leases.grant("1", 4, runner=A)
+    leases.grant("2", 1, runner=B)
+    leases.gone(A, heard_s=0.0)
+    assert leases.back(A, [("0", 1), ("1", 3)]) == ["1"]
+    assert leases.take_over(1e9) == []
+    assert leases.of(A) == {"0": 1}
+    assert leases.of(B) == {"2": 1}
+
+
+def test_an_older_lease_and_that_of_another_are_not_current() -> None:
+    leases = Leases()
+    leases.grant("0", 2, runner=B)
+    assert not leases.is_current("0", 1, runner=B)
+    assert not leases.is_current("0", 2, runner=A)
+    assert not leases.is_current("9", 1, runner=A)
+
+
+def test_the_trials_have_ended_before_the_lease_can() -> None:
+    assert SAVE_AFTER_S < KILL_AFTER_S < LEASE_S
+    guard = Guard(now_s=0.0)
+    guard.renew(100.0)
+    assert guard.due({7}, 100.0 + SAVE_AFTER_S - 0.01) == []
+    assert guard.due({7}, 100.0 + SAVE_AFTER_S) == [(7, signal.SIGTERM)]
+    assert guard.due({7, 8}, 100.0 + SAVE_AFTER_S + 1) == [(8, signal.SIGTERM)]
+    assert guard.due({7}, 100.0 + KILL_AFTER_S) == [(7, signal.SIGKILL)]
+    guard.renew(50.0)  # what is heard late says nothing new
+    assert guard.due({7}, 100.0 + KILL_AFTER_S) == [(7, signal.SIGKILL)]
+    guard.renew(110.0)
+    assert guard.due({9}, 110.0) == []
+    assert guard.due({9}, 110.0 + SAVE_AFTER_S) == [(9, signal.SIGTERM)]
+
+
+# --- messages
+
+
+def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
+    rule = MedianRule(objective="loss", direction="min", medians=(None, 0.25))
+    for goal in (
+        Goal(objective="loss", direction="min", until=3, rule=rule),
+        Goal(objective="loss", direction="min"),
+    ):
+        job = TrialJob(run_dir=Path("trials/0"), flags=("--config.x=1",), goal=goal)
+        assert messages.goal_of(_sent(messages.told_job(job))["goal"]) == goal
+    outcomes: list[Outcome] = [
+        DONE,
+        Failed(reason="no", last_lines=("a", "b")),
+        Killed(reason="gone", counts=False),
+    ]
+    for outcome in outcomes:
+        assert messages.outcome_of(_sent(messages.told_outcome(outcome))) == outcome
+
+
+def _sent(message: Message) -> Any:
+    there, here = Link(b"t", accepts=True), Link(b"t", accepts=False)
+    for _ in range(2):
+        for one, other in ((there, here), (here, there)):
+            data, one.outgoing = bytes(one.outgoing), bytearray()
+            other.receive(data)
+    there.send(message)
+    return here.receive(bytes(there.outgoing))[0]
+
+
+# --- the chief's side
+
+
+class FakeLine:
+    """What runners say, as a test puts it, and what they are told."""
+
+    def __init__(self) -> None:
+        self.news: list[RunnerNews] = []
+        self.sent: list[tuple[int, Message]] = []
+        self._fd = os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def take_news(self) -> list[RunnerNews]:
+        news, self.news = self.news, []
+        return news
+
+    def send(self, rank: int, message: Message) -> None:
+        self.sent.append((rank, message))
+
+    def take_sent(self) -> list[tuple[int, Message]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Served:
+    """A serving runner with a clock and a line of the test's own, and no place here."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.line = FakeLine()
+        here = FakeRunner(Disk(), 0)
+        self.runner = ServingRunner(here, self.line, sweep="s", clock=lambda: self.now_s)
+
+    def hear(self, *news: RunnerNews) -> list[tuple[int, Message]]:
+        """Takes in news; returns what is said to the runners upon it."""
+        self.line.news += news
+        self.runner.wait([], 0.0)
+        return self.line.take_sent()
+
+    def come(self, rank: int, *holds: tuple[str, int], places: int = 1) -> Any:
+        told = {"name": f"r{rank}", "places": places, "holds": [list(one) for one in holds]}
+        return self.hear(Joined(rank=rank), Heard(rank=rank, message={"runner": told}))
+
+    def job(self, trial: str, lease: int, *, runner: int = A) -> TrialJob:
+        goal = Goal(objective="loss", direction="min")
+        run_dir = Path("trials") / trial
+        return TrialJob(
+            run_dir=run_dir, flags=(), goal=goal, trial=trial, lease=lease, runner=runner
+        )
+
+    def ended(self, rank: int, lease: tuple[str, int], outcome: Outcome = DONE) -> Any:
+        told = {"lease": list(lease), "outcome": messages.told_outcome(outcome)}
+        return self.hear(Heard(rank=rank, message={"ended": told}))
+
+
+def test_a_runner_is_given_trials_for_its_places_until_it_leaves() -> None:
+    served = Served()
+    assert list(served.runner.free_places(set())) == []
+    assert served.come(A, places=2) == [(A, {"sweep": "s"})]
+    served.come(B)
+    free = list(served.runner.free_places(set()))
+    one_each = [Place(number=0, runner=A), Place(number=0, runner=B)]
+    assert free == [*one_each, Place(number=1, runner=A)]
+    assert list(served.runner.free_places({free[0], free[2]})) == [free[1]]
+    served.hear(Heard(rank=B, message={"leaving": True}))
+    served.hear(Gone(rank=A, cause="reset", heard_s=served.now_s))
+    assert list(served.runner.free_places(set())) == []
+
+
+def test_what_a_runner_reports_is_taken_once_it_is_written_down() -> None:
+    served = Served()
+    served.come(A)
+    trial = served.runner.start(served.job("0", 1))
+    assert served.line.take_sent()[0][1]["run"]["lease"] == 1
+    assert trial.poll() is None
+    assert served.ended(A, ("0", 1)) == []
+    assert trial.poll() == DONE  # the chief writes it down now
+    assert served.hear() == [(A, {"taken": ["0", 1]})]
+
+
+def test_a_late_report_under_a_lost_lease_does_not_count() -> None:
+    served = Served()
+    served.come(A)
+    served.come(B)
+    lost = served.runner.start(served.job("0", 1))
+    served.hear(Gone(rank=A, cause="no word", heard_s=served.now_s))
+    served.now_s += LEASE_S - 0.1
+    served.hear()
+    assert lost.poll() is None
+    served.now_s += 0.2
+    served.hear()
+    assert lost.poll() == Killed(reason="its runner was not heard of for 10 s")
+    again = served.runner.start(served.job("0", 2, runner=B))
+    served.hear()
+    said = served.come(A, ("0", 1))
+    assert said == [(A, {"sweep": "s"}), (A, {"drop": ["0", 1]})]
+    worse = Completed(history=(), score=0.9, best_virtual_epoch=1)
+    assert served.ended(A, ("0", 1), worse) == [(A, {"drop": ["0", 1]})]
+    assert served.ended(A, ("0", 2), worse) == [(A, {"drop": ["0", 2]})], "not its own number"
+    assert again.poll() is None
+    served.ended(B, ("0", 2))
+    assert again.poll() == DONE
+
+
+def test_a_new_chief_waits_for_the_runners_of_the_one_before() -> None:
+    served = Served()
+    kept = served.runner.take_over(served.job("0", 3))
+    let_go = served.runner.take_over(served.job("1", 1))
+    vanished = served.runner.take_over(served.job("2", 1, runner=B))
+    assert served.come(A, ("0", 3)) == [(A, {"sweep": "s"})]
+    served.now_s += LEASE_S
+    served.hear()
+    assert kept.poll() is None
+    assert let_go.poll() == Killed(reason=f"runner r{A} let it go", counts=False)
+    assert isinstance(vanished.poll(), Killed)
+    served.ended(A, ("0", 3))
+    assert kept.poll() == DONE
+
+
+def test_a_trial_that_is_to_stop_while_its_runner_is_away_is_stopped_when_it_is_back() -> None:
+    served = Served()
+    served.come(A)
+    trial = served.runner.start(served.job("0", 1))
+    served.hear(Gone(rank=A, cause="reset", heard_s=served.now_s))
+    trial.stop()
+    served.line.take_sent()
+    assert (A, {"stop": ["0", 1]}) in served.come(A, ("0", 1))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"runner": {"name": 1}},
+        {"runner": {"name": "x", "places": 1, "holds": [["0"]]}},
+        {"ended": {"lease": ["0", 1], "outcome": {"kind": "lost"}}},
+        {"ended": {"lease": ["0", 1], "outcome": {"kind": "killed", "why": "?"}}},
+        {"ended": None},
+        {"leaving": True},
+    ],
+)
+def test_what_makes_no_sense_is_not_heard(message: Message) -> None:
+    served = Served()
+    assert served.hear(Heard(rank=A, message=message)) == []
+    assert list(served.runner.free_places(set())) == []
+
+
+# --- how they meet
+
+
+def _config_flags(*flags: str) -> SweepOptions:
+    options = parse(["--config", "c.py", *flags])
+    assert isinstance(options, SweepOptions)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--serve", "a:1", "--join", "a:1"], "--join: received it with --serve"),
+        (["--serve", "a"], "--serve: received 'a'"),
+        (["--join", "a:99999"], "--join: received"),
+        (["--join", "a:1", "--parallel_trials", "0"], "--parallel_trials: received 0"),
+        (["--join", "a:1", "--reconnect_s", "0"], "--reconnect_s: received 0"),
+    ],
+)
+def test_wrong_flags_of_several_hosts_are_one_line(flags: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        _config_flags(*flags)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
+
+
+def test_tf_config_says_who_serves_and_who_joins() -> None:
+    cluster = '{"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": %s}'
+
+    def of(type_: str, *flags: str) -> tuple[SweepOptions, dict[str, str]]:
+        told = cluster % f'{{"type": "{type_}", "index": 0}}'
+        return placed(_config_flags(*flags), {"TF_CONFIG": told, "HOME": "/"})
+
+    chief, environ = of("chief")
+    assert (chief.serve, chief.join, environ) == ("a:1", None, {"HOME": "/"})
+    worker, environ = of("worker")
+    assert (worker.serve, worker.join, environ) == (None, "a:1", {"HOME": "/"})
+    assert of("worker", "--join", "d:4")[0].join == "d:4"
+    alone = placed(_config_flags(), {"HOME": "/"})
+    assert (alone[0].serve, alone[0].join) == (None, None)
+    ps = '{"cluster": {"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3"]}, "task": %s}'
+    with pytest.raises(UsageError, match="received task ps-0"):
+        placed(_config_flags(), {"TF_CONFIG": ps % '{"type": "ps", "index": 0}'})
+
+
+def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UsageError, match=rf"^--serve: received {address} \(Address already"):
+            listener_of(address)
+    with pytest.raises(UsageError, match=r"^--serve: received 192\.0\.2\.1:2 \(Cannot assign"):
+        listener_of("192.0.2.1:2")
+    with pytest.raises(UsageError, match=r"0\.0\.0\.0:2, which is 0\.0\.0\.0"):
+        listener_of("0.0.0.0:2")
+
+
+def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path: Path) -> None:
+    options = RunOptions(sweep_dir=tmp_path, serve="127.0.0.1:2")
+
+    def meet(environ: dict[str, str]) -> Meeting | None:
+        return meeting_of(options, environ, program="p", program_file=__file__, args=["--x=1"])
+
+    with pytest.raises(UsageError, match=r"^TFDIST_RENDEZVOUS_TOKEN: received no token"):
+        meet({})
+    meeting = meet({"TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode(), "TF_X": "1"})
+    assert meeting is not None
+    assert meeting.token == TOKEN
+    assert meeting.terms["argument 1"] == "--x=1"
+    assert meeting.terms["TF_X"] == "1"
+    assert TOKEN.decode() not in str(meeting)
+
+
+def test_the_mark_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path: Path) -> None:
+    assert mark.read(tmp_path) is None
+    first = mark.leave(tmp_path, address="a:1")
+    moved = mark.leave(tmp_path, address="b:2")
+    assert mark.read(tmp_path) == moved
+    assert (moved.sweep, moved.address) == (first.sweep, "b:2")
+    (tmp_path / mark.FILE_NAME).write_text("{")
+    assert mark.read(tmp_path) is None
+
+
+def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_not(
+    tmp_path: Path,
+) -> None:
+    """Only what is known of the chief renews a lease on the runner's side."""
+    renewed: list[float] = []
+    now_s = itertools.count(0.0, 10.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        meeting = Meeting(address=address, token=TOKEN, terms=TERMS)
+        contact = Contact(
+            meeting,
+            rank=A,
+            sweep_dir=tmp_path,
+            renew=renewed.append,
+            clock=lambda: next(now_s),
+        )
+        contact.turn()
+        assert contact.why == "it does not answer"
+        assert renewed == []
+    contact.turn()
+    assert contact.why == "Connection refused"
+    assert len(renewed) == 1
+    contact._sweep = mark.leave(tmp_path, address="127.0.0.1:1").sweep  # it is elsewhere now
+    contact.turn()
+    assert len(renewed) == 1
+    assert contact.address == "127.0.0.1:1"
+
+
+# --- five hundred
+
+
+COUNT = 500
+
+
+class Client:
+    """A runner that asks for a trial, and says that those have ended which it is given."""
+
+    def __init__(self, rank: int, address: tuple[str, int]) -> None:
+        sock = socket.create_connection(address)
+        self.channel = Channel(sock, Link(TOKEN, accepts=False), clock=time.monotonic)
+        self.rank = rank
+        self.has_said = self.is_ready = self.has_ended = False
+        self.given: list[str] = []
+        self._to_say: list[Message] = []
+
+    def read(self) -> None:
+        try:
+            heard = self.channel.read()
+        except ConnectionError:
+            self.has_ended = True
+            return
+        if self.channel.is_open and not self.has_said:
+            self.has_said = True
+            self.channel.send({"hello": {"rank": self.rank, "terms": TERMS}})
+        for message in heard:
+            self.is_ready |= "sweep" in message
+            if "run" in message:
+                told = message["run"]
+                self.given.append(told["trial"])
+                lease = [told["trial"], told["lease"]]
+                outcome = messages.told_outcome(DONE)
+                self._to_say.append({"ended": {"lease": lease, "outcome": outcome}})
+
+    def answer(self) -> None:
+        while self._to_say:
+            self.channel.send(self._to_say.pop())
+
+    def ask(self) -> None:
+        self.channel.send({"runner": {"name": str(self.rank), "places": 1, "holds": []}})
+
+
+def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * COUNT)), hard))
+    listener = listen("127.0.0.1", 0, num_hosts=COUNT)
+    address = listener.getsockname()
+    line = Reception(listener, token=TOKEN, terms=TERMS)
+    serving = ServingRunner(FakeRunner(Disk(), 0), line, sweep="s")
+    journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
+    journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
+    plan = Plan(
+        sweep_dir=tmp_path,
+        objective="loss",
+        direction="min",
+        max_epochs=None,
+        max_failed_trials=None,
+        flags_of=flags_of,
+    )
+    search = FakeSearch([], count=2 * COUNT, ahead=COUNT)
+    chief = Chief(plan, search=search, journal=journal, runner=serving, observer=Nobody())
+    clients: list[Client] = []
+    thread = threading.Thread(target=_ask_all, args=(clients, address))
+    thread.start()
+    exit_code = None
+    try:
+        exit_code = chief.run()
+    finally:
+        serving.close(exit_code)
+        thread.join(DEADLINE_S)
+        for client in clients:
+            client.channel.close()
+    assert exit_code == 0
+    given = Counter(trial for client in clients for trial in client.given)
+    assert given == Counter(map(str, range(2 * COUNT)))
+    assert all(client.given for client in clients), "some were never served"
+    started = [one for one in journal.lines if one["event"] == "started"]
+    assert len(started) == 2 * COUNT
+    ended = [trial.status for trial in chief.state.trials.values()]
+    assert ended == ["completed"] * 2 * COUNT
+
+
+def _ask_all(clients: list[Client], address: tuple[str, int]) -> None:
+    """Has all come, then ask at once, and answer once each has a trial, to the sweep's end."""
+    end_s = time.monotonic() + DEADLINE_S
+    with selectors.EpollSelector() as selector:
+        of_fd: dict[int, Client] = {}
+        has_asked = False
+        while time.monotonic() < end_s and not (clients and all(c.has_ended for c in clients)):
+            if len(clients) < COUNT:
+                clients.append(Client(len(clients) + 1, address))
+                of_fd[selector.register(clients[-1].channel, selectors.EVENT_READ).fd] = clients[-1]
+            elif not has_asked and all(client.is_ready for client in clients):
+                has_asked = True
+                for client in clients:
+                    client.ask()
+            elif has_asked and all(client.given for client in clients):
+                for client in clients:
+                    client.answer()
+            for key, _ in selector.select(0.01):
+                of_fd[key.fd].read()
+                if of_fd[key.fd].has_ended:
+                    selector.unregister(key.fileobj)
