@@ -30,6 +30,7 @@ import row
 import save_overhead
 import single_cnn
 import single_dense
+import sweep_chief
 import sweep_digits
 
 ROWS = tuple(
@@ -49,6 +50,7 @@ ROWS = tuple(
         launcher_help,
         launcher_tasks,
         sweep_digits,
+        sweep_chief,
     )
 )
 LEAST_PAIRS = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,7 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.test_tune import ROOT, _logs, until  # noqa: F401  # shows the logs
+from tests.multiprocess.test_tune import (
+    ROOT,
+    SWEEP_DEADLINE_S,
+    Sweep,
+    _logs,  # noqa: F401  # shows the logs
+    until,
+)
+from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import mark
 from tfdist.tuning.journal import read
 from tfdist.tuning.state import SweepState, fold
@@ -25,6 +33,11 @@ TOKEN = "a secret that nobody must see"
 GIVEN_BACK_S = 15.0
 
 
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
 class Hosts:
     """A sweep's chief and its runners, as processes of this machine."""
 
@@ -32,8 +45,7 @@ class Hosts:
         self.path = path / "sweep"
         self.logs = path
         self.trials = trials
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self.address = f"127.0.0.1:{taken.getsockname()[1]}"
+        self.address = free_address()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def chief(self, name: str = "chief", *flags: str) -> None:
@@ -215,3 +227,28 @@ def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts: Host
     hosts.runner("late", "--reconnect_s", "0.5")
     assert hosts.code_of("late") == 75
     hosts.until_said("late", "no chief of the sweep was there for .*Connection refused")
+
+
+@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
+def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
+    address, few = free_address(), ("--max_trials", "2")
+    torn = Sweep(tmp_path / "torn", *few, "--serve", address, "--parallel_trials", "0")
+    first, second = (Sweep(torn.path, *few, "--join", address) for _ in range(2))
+    first.log, second.log = tmp_path / "first.log", tmp_path / "second.log"
+    checkpoints = torn.path / "trials" / "0" / "checkpoints"
+    with torn.started() as chief, contextlib.ExitStack() as stack:
+        with first.started() as runner:
+            until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
+            runner.send_signal(signal.SIGKILL)
+        other = stack.enter_context(second.started())
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+        assert other.wait(SWEEP_DEADLINE_S) == 0
+    whole = Sweep(tmp_path / "whole", *few)
+    with whole.started() as chief:
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+    assert torn.weights("01") == whole.weights("01")
+    summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
+    assert summary["resumed_from_step"], "it was not torn"
