@@ -176,12 +176,17 @@ def test_workers_find_their_neighbours(request, on_one_machine, size):
 
 
 def test_a_name_that_is_no_address_of_this_machine_is_listened_for_everywhere():
-    listeners = list(neighbours._listeners("192.0.2.1", b"s" * 16))  # of a documentation's network
-    with contextlib.ExitStack() as stack:
-        for listener in listeners:
-            stack.enter_context(listener)
-        with socket.create_connection(("127.0.0.1", listeners[0].getsockname()[1]), timeout=5):
-            pass
+    listener = neighbours._for_other_machines("192.0.2.1", None)  # of a documentation's network
+    with listener, socket.create_connection(listener.getsockname()[:2], timeout=5):
+        pass
+
+
+def test_a_port_of_a_given_range_is_taken_or_none():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert neighbours._for_other_machines("127.0.0.1", range(port, port + 1)) is None
+        with neighbours._for_other_machines("127.0.0.1", range(port, port + 50)) as listener:
+            assert listener.getsockname()[1] in range(port + 1, port + 50)
 
 
 def test_a_stranger_is_not_let_in(apart):

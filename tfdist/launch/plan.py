@@ -15,6 +15,7 @@ from tfdist.cluster import (
     addressed_tasks,
     build_cluster,
     job_configs,
+    wishes,
 )
 from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
@@ -178,6 +179,8 @@ def _process(
 ) -> ProcessSpec:
     task, program = config.task, options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
+    if options.ports is not None:
+        forced[wishes.PORTS] = options.ports
     if task in gpus:
         forced["CUDA_VISIBLE_DEVICES"] = gpus[task]
     if options.threads_per_task is not None:

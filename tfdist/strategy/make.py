@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_strategy
+from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_strategy, wishes
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, neighbours, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
@@ -199,6 +199,7 @@ def _in_ring(job: Job) -> Job:
         [f"{task} ({config.cluster.address(task)})" for task in tasks],
         total=functools.partial(sum_over_tasks, job),
         timeout_s=_NEIGHBOURS_S,
+        ports=wishes.from_environ(os.environ).ports,
     )
     return dataclasses.replace(job, ring=ring)
 

@@ -16,7 +16,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,7 +35,13 @@ Sum = Callable[[np.ndarray], np.ndarray]
 
 
 def join(
-    rank: int, addresses: Sequence[str], names: Sequence[str], *, total: Sum, timeout_s: float
+    rank: int,
+    addresses: Sequence[str],
+    names: Sequence[str],
+    *,
+    total: Sum,
+    timeout_s: float,
+    ports: range | None = None,
 ) -> Ring | None:
     """Returns this worker's place in a ring of all, None in every worker if one cannot join.
 
@@ -47,13 +53,16 @@ def join(
       names: what to call each worker in a message.
       total: sums an int32 vector of the same length over the workers. A collective.
       timeout_s: how long to wait for both neighbours.
+      ports: where to listen for workers of other machines; None for a port that the system gives.
     """
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
     hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(one) for one in _listeners(hosts[rank], secret)]
+        listeners = [stack.enter_context(_on_this_machine(secret))]
         table = np.zeros((size, _WORDS), np.int32)
-        table[rank, 0] = listeners[0].getsockname()[1]
+        if (far := _for_other_machines(hosts[rank], ports)) is not None:
+            listeners.append(stack.enter_context(far))
+            table[rank, 0] = far.getsockname()[1]
         table[rank, 1:] = np.frombuffer(secret, np.int32)
         table = total(table.reshape(-1)).reshape(size, _WORDS)
         after = (rank + 1) % size
@@ -81,19 +90,26 @@ def join(
     return None
 
 
-def _listeners(host: str, secret: bytes) -> Iterator[socket.socket]:
-    """One for other machines, at the job's own interface if that can be told, and one for this."""
+def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:
+    """Listens at the job's own interface if that can be told; None where no port is free."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        yield socket.create_server(address[:2], family=family)
+        socket.create_server(address[:2], family=family).close()
+        where, dual = str(address[0]), False
     except OSError:  # a name that stands for this task but is no address of this machine's
-        dual = socket.has_dualstack_ipv6()
+        where, dual = "", socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        yield socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
+    for port in (0,) if ports is None else ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server((where, port), family=family, dualstack_ipv6=dual)
+    return None
+
+
+def _on_this_machine(secret: bytes) -> socket.socket:
     near = socket.socket(socket.AF_UNIX)
     near.bind(_place_on_this_machine(secret))
     near.listen()
-    yield near
+    return near
 
 
 def _place_on_this_machine(secret: bytes) -> bytes:
