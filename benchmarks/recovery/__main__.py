@@ -72,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peer_rounds", type=int, default=5, help="torchrun's, of them (5)")
     parser.add_argument("--seed", type=int, help="of the kills (a new one)")
     parser.add_argument("--sides", type=int, default=len(SIDES), help="the first so many (7)")
+    parser.add_argument("--append", action="store_true", help="rounds to those that are there")
     parser.add_argument("--report_only", action="store_true", help="RECOVERY.md from the lines")
     return parser.parse_args()
 
@@ -80,10 +81,13 @@ def _measure(args: argparse.Namespace) -> None:
     import machine
 
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
+    head: dict[str, Any] = {"seed": seed, "orphaned_s": ORPHANED_S, "machine": machine.describe()}
+    kept: list[str] = []
+    if args.append:
+        first, *kept = RAW.read_text().splitlines()
+        head["seed"] = f"{json.loads(first)['seed']}, then {seed}"
     with tempfile.TemporaryDirectory(prefix="recovery-") as scratch, open(RAW, "w") as results:
-        head: dict[str, Any] = {"seed": seed, "orphaned_s": ORPHANED_S}
-        head["machine"] = machine.describe()
-        results.write(json.dumps(head) + "\n")
+        results.writelines(line + "\n" for line in [json.dumps(head), *kept])
         campaigns = []
         for number, (case, by) in enumerate(SIDES[: args.sides]):
             directory = Path(scratch) / str(number)
