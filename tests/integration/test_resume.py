@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import keras
 import numpy as np
@@ -81,6 +82,22 @@ def test_a_cut_run_ends_with_the_same_bits(strategies, replicas, tmp_path):
         history = fit(resumed, directory)
         assert bits(resumed) == bits(whole)
         assert json.dumps(history.history) == json.dumps(expected.history)
+
+
+@pytest.mark.parametrize("start", [None, "start.keras"])
+def test_what_a_program_draws_after_fit_does_not_depend_on_a_resume(strategies, tmp_path, start):
+    """A second model, or a second fit without a seed, is that of the run left alone."""
+    options = {"seed": None, "epochs": 1}
+    if start is not None:
+        make(strategies[1]).save(tmp_path / start)
+        options["initial_weights"] = tmp_path / start
+    fit(make(strategies[1]), tmp_path / "whole", **options)
+    expected = random.random()
+    with pytest.raises(Cut):
+        fit(make(strategies[1]), tmp_path / "cut", [CutAfter(6)], **options)
+    for _ in ("resumed", "had come to its end"):
+        fit(make(strategies[1]), tmp_path / "cut", **options)
+        assert random.random() == expected
 
 
 def test_a_finished_run_is_not_run_again(strategies, tmp_path, caplog):

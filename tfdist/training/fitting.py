@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -123,7 +125,8 @@ def fit(
     )
     building.build(model, job, data.batch_spec)
     if initial_weights is not None and saved is None:
-        load_weights(model, initial_weights, job=job)
+        with _draws_nothing():  # a resumed run does not load them
+            load_weights(model, initial_weights, job=job)
     session = Session(model, job)
     validation = None
     if validation_data is not None:
@@ -163,7 +166,21 @@ def fit(
 
 
 def _seed(seed: int | None, saved: RunState | None) -> int:
-    """The run's seed, the same in every task: as given, as saved, or as the chief draws it."""
+    """The run's seed, the same in every task: as given, as saved, or as the chief draws it.
+
+    It is drawn for a resumed run too, so that what the program draws later stays the same.
+    """
     if seed is None:
-        seed = saved.seed if saved is not None else random.randrange(2**31)
+        drawn = random.randrange(2**31)
+        seed = drawn if saved is None else saved.seed
     return int(broadcast(seed))
+
+
+@contextlib.contextmanager
+def _draws_nothing() -> Iterator[None]:
+    """Leaves Python's random numbers as they were; Keras seeds each layer it makes from them."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
