@@ -220,6 +220,25 @@ def test_a_run_stopped_again_and_again_ends_like_one_left_alone(
         assert found[name] == value, name
 
 
+def test_weights_that_a_callback_has_swapped_for_their_averages_are_swapped_back(
+    strategies, tmp_path
+):
+    def swap():
+        return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    expected = Run(strategies[1], tmp_path / "whole").attempt(swap())
+    cut = Run(strategies[1], tmp_path / "cut")
+    # The averages are in the model during a validation, and from an epoch's end to the next begin.
+    for moment in (Moment("test batch end", batch=3), Moment("epoch end", epoch=1)):
+        with pytest.raises(Stopped, match="state saved"):
+            cut.attempt(AskAt(moment), swap())
+    found = cut.attempt(swap())
+    for name, value in expected.items():
+        assert found[name] == value, name
+
+
 def test_a_signal_inside_a_compiled_range_stops_the_run_soon(strategies, tmp_path, caplog):
     class Signalling(keras.Sequential):
         def train_step(self, data):

@@ -17,7 +17,7 @@ from tfdist.cluster import phases
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
-from tfdist.training import exactness, inputs, resume
+from tfdist.training import exactness, inputs, resume, stopping
 from tfdist.training.callbacks import (
     begin_epoch,
     callback_list,
@@ -28,7 +28,6 @@ from tfdist.training.evaluation import Evaluation
 from tfdist.training.ledger import Ledger
 from tfdist.training.loop import Loop
 from tfdist.training.session import Session
-from tfdist.training.stopping import kept_logs, logs_before_validation, message
 
 _LOG = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class Attempt:
         if saved is not None:
             first = saved.step
         epoch = plan.epoch_of(first) if first < plan.total_steps else plan.num_epochs
-        if logs_before_validation(saved) is not None:
+        if stopping.logs_before_validation(saved) is not None:
             epoch -= 1
         elif saved is not None and saved.stopped and first > plan.step_starts[epoch]:
             epoch += 1  # a callback had stopped it in the middle; its hooks have been called
@@ -165,7 +164,7 @@ class Attempt:
     def _logs_of_epoch(self, loop: Loop) -> dict[str, Any]:
         """The figures of an epoch's training, as they were where only its validation is due."""
         before, self._saved = self._saved, None
-        kept = logs_before_validation(before)
+        kept = stopping.logs_before_validation(before)
         return kept or self._session.metrics(self._program, loop.step_logs)
 
     def _validated(
@@ -176,8 +175,9 @@ class Attempt:
             return validation.run(self._callbacks)  # the training ends with it
         listed = self._callbacks.callbacks
         before = callback_state.get_states(listed) if self._backups else {}
+        requests = self._requests if stopping.may_break_off(listed) else None
         try:
-            return validation.run(self._callbacks, requests=self._requests)
+            return validation.run(self._callbacks, requests=requests)
         except Asked as asked:
             callback_state.set_states(listed, before)
             self._stop(asked.signum, step, logs=logs)
@@ -247,7 +247,7 @@ class Attempt:
                 examples=self._plan.examples_before(step),
                 seed=self._seed,
                 stopped=bool(session.model.stop_training),
-                fingerprint={**self._fingerprint, **kept_logs(logs)},
+                fingerprint={**self._fingerprint, **stopping.kept_logs(logs)},
             )
             backup.save(session.model, session.job, run, callbacks=self._callbacks)
             self._saved_step = step
@@ -285,7 +285,7 @@ class Attempt:
         self._say_and_stop(signum, step)
 
     def _say_and_stop(self, signum: int, step: int) -> NoReturn:
-        line = message(
+        line = stopping.message(
             signum, step=step, saved_step=self._saved_step, has_backup=bool(self._backups)
         )
         with phases.entered("save"):

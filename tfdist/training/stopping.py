@@ -8,9 +8,10 @@ beginning.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from tfdist.checkpoint.backup import RunState
@@ -45,3 +46,11 @@ def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
     if logs is None:
         return None
     return {n: np.asarray(v) if isinstance(v, list) else v for n, v in logs.items()}
+
+
+def may_break_off(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """Whether the weights are those of the training in the middle of a validation.
+
+    One who has put others in their place cannot be asked for the very bits back.
+    """
+    return not any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
