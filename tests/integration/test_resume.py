@@ -12,6 +12,7 @@ import pytest
 import tfdist
 from tfdist.checkpoint import CheckpointStore
 from tfdist.errors import UsageError
+from tfdist.training.stopping import unfit
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(90, 4).astype("float32")
@@ -296,3 +297,22 @@ def test_a_state_that_became_nan_is_not_saved(strategies, tmp_path, caplog):
     )
     assert CheckpointStore(tmp_path).latest() == 5
     assert "not saved" in caplog.text
+
+
+def test_a_validation_that_yields_nan_does_not_keep_a_sound_state_from_being_saved(
+    strategies, tmp_path
+):
+    model = make(strategies[1])
+    bad = (X, Y, np.full(len(X), np.nan))  # the weights of its examples
+    backup = tfdist.BackupAndRestore(tmp_path)
+    history = tfdist.fit(
+        model, X, Y, batch_size=8, epochs=2, verbose=0, validation_data=bad, callbacks=[backup]
+    )
+    assert np.isfinite(history.history["loss"]).all()
+    assert np.isnan(history.history["val_loss"]).all()
+    assert CheckpointStore(tmp_path).steps() == [12, 24]
+    figures = {"loss": 1.0, "val_loss": float("nan")}
+    assert unfit(model, figures) == ""
+    model.layers[0].bias.assign(np.full(8, np.nan))
+    assert unfit(model, figures) == "a weight is not finite"
+    assert unfit(model, {"loss": 1.0, "val_loss": 1.0}) == ""

@@ -158,7 +158,7 @@ class Attempt:
             self._callbacks.on_epoch_end(epoch, logs)
         self._agree_to_stop()
         for backup in self._backups:
-            self._save(backup, loop.step)
+            self._save(backup, loop.step, ended=logs)
         return logs
 
     def _logs_of_epoch(self, loop: Loop) -> dict[str, Any]:
@@ -228,19 +228,21 @@ class Attempt:
         _LOG.info("resumed at step %d", step)
 
     def _save(
-        self, backup: BackupAndRestore, step: int, *, logs: Mapping[str, Any] | None = None
+        self,
+        backup: BackupAndRestore,
+        step: int,
+        *,
+        ended: Mapping[str, Any] | None = None,
+        logs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Has a checkpoint made; with `logs`, of an epoch's end before its validation."""
+        """Has a checkpoint made, also of an epoch that has `ended` or is yet to be validated."""
         session = self._session
         with phases.entered("save"):
             session.engine.settle_metrics(self._program)
-            loss = (logs or session.metrics(self._program, {})).get("loss", 0.0)
-            if not np.isfinite(loss):
-                _LOG.warning(
-                    "the loss is %s at step %d: not saved; the checkpoint before it is kept",
-                    loss,
-                    step,
-                )
+            figures = ended or logs or session.metrics(self._program, {})
+            if wrong := stopping.unfit(session.model, figures):
+                told = "%s at step %d: not saved; the checkpoint before it is kept"
+                _LOG.warning(told, wrong, step)
                 return
             run = RunState(
                 step=step,

@@ -54,3 +54,17 @@ def may_break_off(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     One who has put others in their place cannot be asked for the very bits back.
     """
     return not any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
+
+
+def unfit(model: keras.Model, figures: Mapping[str, Any]) -> str:
+    """Why a state is not worth saving, by the figures of its epoch; empty where it is.
+
+    Data to validate on may give a loss that is not finite to the best of weights: then these tell.
+    """
+    loss = figures.get("loss", 0.0)
+    if not np.isfinite(loss):
+        return f"the loss is {loss}"
+    if np.isfinite(figures.get("val_loss", 0.0)):
+        return ""
+    weights = [np.asarray(weight) for weight in model.get_weights()]
+    return "" if all(np.isfinite(w).all() for w in weights) else "a weight is not finite"
