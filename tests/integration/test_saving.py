@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from io import FileIO
@@ -13,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.checkpoint import CheckpointStore, state
+from tfdist.checkpoint import CheckpointStore, identity, state
 from tfdist.checkpoint import shards as shards_module
 from tfdist.errors import TfdistError, UsageError
 from tfdist.strategy import job_of
@@ -290,6 +291,32 @@ def test_another_configuration_is_refused_with_the_difference(strategies, tmp_pa
     slower.optimizer.learning_rate = 0.01  # neither is compared: the rate is the checkpoint's
     fit(slower, tmp_path)
     np.testing.assert_allclose(slower.optimizer.learning_rate, 0.05)
+
+
+def described(*, strides=1, rate=0.1, smoothing=0.5):
+    """What a checkpoint says of a model whose variables do not depend on any of these."""
+    layers = keras.layers
+    inputs = keras.Input((8, 8, 1), name="image")
+    regularizer = keras.regularizers.L2(rate)
+    x = layers.Conv2D(3, 3, strides=strides, kernel_regularizer=regularizer)(inputs)
+    x = layers.GlobalAveragePooling2D()(x)
+    model = keras.Model(inputs, [layers.Dense(1)(x), layers.Dense(1)(x)])
+    model.compile("sgd", loss=["mse", keras.losses.BinaryCrossentropy(label_smoothing=smoothing)])
+    return json.loads(json.dumps(identity.describe(model)))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"strides": (2, 1)}, r"\(Conv2D\) strides \[1, 1\] -> \[2, 1\]"),
+        ({"rate": 0.2}, r"\(Conv2D\) kernel_regularizer \{.*0.1.*\} -> \{.*0.2"),
+        ({"smoothing": 0.7}, r"\(BinaryCrossentropy\) label_smoothing 0.5 -> 0.7"),
+    ],
+)
+def test_settings_that_no_variable_shows_are_compared(change, named):
+    identity.require_same(described(), described(), where="here")
+    with pytest.raises(UsageError, match=named):
+        identity.require_same(described(), described(**change), where="here")
 
 
 def test_exact_refuses_another_number_of_replicas(strategies, tmp_path, caplog):

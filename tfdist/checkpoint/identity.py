@@ -1,12 +1,14 @@
 """What a run is beside its variables: the settings of optimizer and layers, to be compared.
 
-Settings are the plain values of ``get_config``. Left out is what may change between the attempts
-of a run, or does so by itself: names, seeds (draws follow from the run's seed), the learning
-rate (the checkpoint's, or the program's schedule), and whether a layer is trainable.
+Settings are the plain values of ``get_config``, lists of numbers, regularizers and constraints.
+Left out is what may change between the attempts of a run, or does so by itself: names, seeds
+(draws follow from the run's seed), the learning rate (the checkpoint's, or the program's schedule),
+and whether a layer is trainable.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +17,21 @@ import keras
 from tfdist.errors import UsageError
 
 _FREE = frozenset(["name", "seed", "learning_rate", "trainable", "dtype", "initial_scale"])
+_BY_CLASS = ("_regularizer", "_constraint")
 _DIFFERENCES_SHOWN = 4
 Settings = dict[str, Any]
 
 
 def describe(model: keras.Model) -> dict[str, list[Settings]]:
-    """The model's optimizers (from the outermost inwards), layers and loss, as JSON."""
+    """The model's optimizers (from the outermost inwards), layers and losses, as JSON."""
+    loss = getattr(model, "loss", None)
     return {
         "optimizer": [_settings(o) for o in _optimizers(model.optimizer)],
         "layer": [
             {**_settings(layer), "precision": layer.dtype_policy.name}
             for layer in model._flatten_layers(include_self=False, recursive=True)
         ],
-        "loss": [_settings(getattr(model, "loss", None))],
+        "loss": [_settings(each) for each in _each(loss)],
     }
 
 
@@ -79,9 +83,31 @@ def _settings(thing: Any) -> Settings:
         config = thing.get_config()
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         config = {}  # a class of the user's own that says nothing of itself
-    plain = {
-        key: value
-        for key, value in (config if isinstance(config, dict) else {}).items()
-        if key not in _FREE and (value is None or isinstance(value, bool | int | float | str))
-    }
+    plain = _plain(config) if isinstance(config, dict) else {}
     return {**plain, "class": getattr(thing, "__name__", type(thing).__name__)}
+
+
+def _each(loss: Any) -> list[Any]:
+    return keras.tree.flatten(loss) if isinstance(loss, list | tuple | dict) else [loss]
+
+
+def _plain(config: Settings) -> Settings:
+    """Those of the settings that are compared, as JSON has them."""
+    plain: Settings = {}
+    for key, value in config.items():
+        if key in _FREE:
+            continue
+        if value is None or isinstance(value, bool | int | float | str):
+            plain[key] = value
+        elif _is_numbers(value):
+            plain[key] = json.loads(json.dumps(value))  # tuples as lists
+        elif key.endswith(_BY_CLASS) and isinstance(value, dict):
+            plain[key] = {"class": value.get("class_name"), **_plain(value.get("config") or {})}
+    return plain
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a setting is a list of numbers, or of such lists, as a layer's strides are."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_numbers, value))
+    return value is None or isinstance(value, bool | int | float)
