@@ -365,6 +365,24 @@ def test_exact_refuses_a_stream_and_without_it_the_replay_is_said(strategies, tm
     assert caplog.text == ""
 
 
+def test_fit_refuses_what_is_not_exact_before_any_step(strategies, tmp_path):
+    class Noisy(keras.layers.Layer):
+        def call(self, x):
+            return x + tf.random.normal(tf.shape(x), name="noise")
+
+    with strategies[1].scope():
+        model = keras.Sequential([keras.Input((4,)), Noisy(), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = bits(model)
+    stream = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+    for data, named in (((X, Y), r"RandomStandardNormal \("), ((stream,), "received stream")):
+        backup = tfdist.BackupAndRestore(tmp_path / "exact", exact=True)
+        with pytest.raises(UsageError, match=rf"exact=True\): .*{named}"):
+            tfdist.fit(model, *data, verbose=0, callbacks=[backup])
+    assert bits(model) == before
+    assert CheckpointStore(tmp_path / "exact").steps() == []
+
+
 def test_operations_that_draw_by_themselves_are_named():
     @tf.function
     def inner(x):
