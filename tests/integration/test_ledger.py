@@ -174,6 +174,13 @@ def test_a_run_that_goes_on_with_fewer_replicas_is_proved(strategies, tmp_path):
     assert [(a.first, a.void_steps) for a in attempts] == [(0, 2), (4, 1), (12, 0)]
 
 
+def test_it_says_with_how_many_threads_sums_were_rounded(strategies, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "3")  # as the launcher sets it
+    fit(make(strategies[1]), tmp_path, epochs=1)
+    (file,) = read_directory(tmp_path)
+    assert file.header.threads == 3
+
+
 def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
     from tfdist.strategy.job import Job
     from tfdist.training.inputs import Length, prepare

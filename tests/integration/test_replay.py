@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from tfdist import replay
 from tfdist.checkpoint import CheckpointStore
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.training.replay_place import Place, place_of
 
 DEADLINE_S = 200
 STEPS = 12
@@ -101,6 +105,25 @@ def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(
     found = replayed(copy, 5)
     assert found["restored_step"] is None
     assert found["equals_checkpoint"] is True
+
+
+def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    store = CheckpointStore(directory.checkpoints)
+    for step, replicas in ((5, 2), (9, 3), (12, 4)):
+        place = {"strategy": "mirrored", "replicas": replicas, "threads": replicas + 1}
+        newest = store.write(step, {"x": np.ones(3)}, meta={"place": place})
+    config = ConfigDict({"strategy": "mirrored"})
+
+    def place_at(step: int) -> Place:
+        return place_of(directory, store, config, step=step, kind=None, replicas=None)
+
+    assert place_at(6) == Place(kind="mirrored", replicas=3, threads=4)
+    assert place_at(10) == Place(kind="mirrored", replicas=4, threads=5)
+    damaged = bytearray((newest / "arrays.bin").read_bytes())
+    damaged[0] ^= 1
+    (newest / "arrays.bin").write_bytes(damaged)
+    assert place_at(10) == Place(kind="mirrored", replicas=3, threads=4)
 
 
 def test_what_cannot_be_replayed_is_one_line(

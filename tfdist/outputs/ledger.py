@@ -44,7 +44,7 @@ class Header:
       num_tasks: tasks that write a file in this attempt.
       strategy: single, mirrored, multiworker or ps.
       num_replicas: that compute a step together.
-      threads: of one operation; 0 where TensorFlow decides.
+      threads: of one operation.
       num_examples: in one pass over the data.
       shuffle: each pass in an order of its own.
       seed: of the run.

@@ -19,6 +19,7 @@ from tfdist.data.mixing import mix_tensor, stream
 from tfdist.errors import UsageError, near
 from tfdist.outputs.ledger import MODES, Header, LedgerWriter, Record, next_attempt
 from tfdist.strategy import Job
+from tfdist.strategy.devices import threads_of_an_operation
 from tfdist.strategy.group import sum_over_tasks
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def header_of(data: Data, job: Job, *, seed: int, mode: str, attempt: int) -> He
         num_tasks=job.num_replicas // len(job.replica_ids),
         strategy=job.kind,
         num_replicas=job.num_replicas,
-        threads=tf.config.threading.get_intra_op_parallelism_threads(),
+        threads=threads_of_an_operation(),
         num_examples=data.order.examples or 0,
         shuffle=data.order.shuffle,
         seed=seed,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist.checkpoint import CheckpointStore
@@ -72,15 +73,21 @@ def _told(
     yield _by_ledger(directory, step)
     # The checkpoint after the step was written by those who did it.
     steps = sorted(set(store.steps()), key=lambda s: (s <= step, abs(s - step)))
-    for found in steps[:1]:
-        meta = store.read(found).meta.get("place", {})
-        if "replicas" in meta:
-            yield Place(kind=meta["strategy"], replicas=int(meta["replicas"]))
+    for found in steps:
+        with contextlib.suppress(TfdistError):  # a damaged one: the next tells as well
+            yield _by_checkpoint(store.read(found).meta.get("place", {}))
     summary = directory.read_summary() or {}
     if "strategy" in summary:
         yield Place(kind=summary["strategy"], replicas=int(summary["replicas"]))
     if config.strategy == "single":
         yield Place(kind="single", replicas=1)
+
+
+def _by_checkpoint(meta: Mapping[str, Any]) -> Place | None:
+    if "replicas" not in meta:
+        return None
+    threads = int(meta.get("threads", 0))
+    return Place(kind=meta["strategy"], replicas=int(meta["replicas"]), threads=threads)
 
 
 def _by_ledger(directory: RunDirectory, step: int) -> Place | None:
