@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import shutil
 from typing import Any
 
 import keras
@@ -52,12 +52,17 @@ def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
 
 def _whole_or_not(filepath: str, write: Any) -> None:
     folder, name = os.path.split(os.path.abspath(filepath))
+    # Of one name, so that what a kill leaves there is gone with the next file.
+    beside = os.path.join(folder, f".{name}.unfinished")
+    shutil.rmtree(beside, ignore_errors=True)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as beside:
-            unfinished = os.path.join(beside, name)
-            write(unfinished)
-            with open(unfinished, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(unfinished, filepath)
+        os.mkdir(beside)
+        unfinished = os.path.join(beside, name)
+        write(unfinished)
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, filepath)
     except OSError as error:
         raise TfdistError(f"model: cannot write {filepath}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
