@@ -15,8 +15,10 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "resized.py"
 DEADLINE_S = 120
 KILLED = 128 + 9
-# Workers, and the step at which the chief is killed.
-RESIZED = ((1, 50), (3, 110), (4, 150), (2, 0))
+# Workers, and the step at which the chief is killed; the others go on two or three steps before
+# it, in the middle of an epoch.
+RESIZED = ((1, 58), (3, 114), (4, 150), (2, 0))
+GOES_ON_AT = [0, 56, 112, 147]
 
 
 def run(*arguments: str) -> Any:
@@ -60,6 +62,7 @@ def test_each_step_sees_the_same_examples_augmented_alike(runs: tuple[Path, Path
     told = json.loads(proof.stdout)
     assert told["proved"] is True
     assert [len(attempt["tasks"]) for attempt in told["attempts"]] == [1, 3, 4, 2]
+    assert [attempt["first_step"] for attempt in told["attempts"]] == GOES_ON_AT
 
 
 def test_the_loss_is_the_same_over_two_hundred_steps(runs: tuple[Path, Path]) -> None:

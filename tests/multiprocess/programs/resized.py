@@ -19,7 +19,7 @@ import tfdist
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop, RandomFlip
 
-STEPS, BATCH, STEPS_PER_EPOCH = 200, 24, 5
+STEPS, BATCH, STEPS_PER_EPOCH, SAVE_EVERY = 200, 24, 5, 7
 
 strategy = tfdist.make_strategy()
 out, kill_at = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -29,6 +29,7 @@ class Kill(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         at_step = int(self.model.optimizer.iterations.numpy())
         if tfdist.is_chief() and 0 < kill_at <= at_step:
+            backup.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -52,7 +53,7 @@ brightness, contrast = draws.normal(size=(500, 1, 1, 1)), draws.uniform(0.2, 2, 
 x = (brightness + contrast * draws.normal(size=(500, 8, 8, 1))).astype("float32")
 y = ((brightness > 0) * 2 + (contrast > 1)).reshape(-1)
 training = ArraySource(x, y, transform=Compose([RandomCrop(padding=1), RandomFlip()]))
-backup = tfdist.BackupAndRestore(out / "backup", every_steps=20)
+backup = tfdist.BackupAndRestore(out / "backup", every_steps=SAVE_EVERY)
 history = tfdist.fit(
     model, training, batch_size=BATCH, steps_per_epoch=STEPS_PER_EPOCH,
     epochs=STEPS // STEPS_PER_EPOCH, seed=3, verbose=0, callbacks=[backup, Kill()],
