@@ -162,6 +162,11 @@ LARGE = {
         ",".join(f"r{rack}n[1-90,92-181,183,184]" for rack in range(864)),
         157_248,
     ),
+    "racks with numbers of their own": (
+        ",".join(f"r{rack}n[{16 * rack}-{16 * rack + 15}]" for rack in range(9_936)),
+        158_976,
+    ),
+    "twenty thousand racks": (",".join(f"r{rack}n[1-8]-ib" for rack in range(19_872)), 158_976),
     "no ranges": (",".join(f"n{number}" for number in range(158_976)), 158_976),
 }
 

@@ -7,6 +7,7 @@ as in ``n[1-2]-ib``, which Slurm refuses and Intel MPI and DNS names have, is ta
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,6 +17,7 @@ from tfdist.errors import UsageError
 MAX_HOSTS = 1 << 20
 """More names than this are taken for a mistake, before any memory goes to them."""
 
+_FEW = 1000  # more are made into text once, for all names that have them
 _MAX_DIGITS = 18
 _ELEMENT = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _STRAY = re.compile(r"[\s()]")
@@ -23,6 +25,7 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _DIGITS = "0123456789"
+_Numbers = Sequence[str] | range
 _NUMBERS = "numbers and ranges, as in [1-3,7]"
 
 
@@ -44,11 +47,8 @@ def expand(text: str, *, where: str) -> list[str]:
         if "" in names:
             raise _mistake(text, where, "a name before and after each comma")
         return names
-    names = []
-    known: dict[str, list[str]] = {}  # thousands of racks have the same numbers
-    for element in split(text, where=where):
-        names += _names(element, MAX_HOSTS - len(names), where, known)
-    return names
+    *gaps, last = _BRACKETS.split(text)  # text, bracket, text, ..., text
+    return _all_names(gaps[::2], gaps[1::2], last, text=text, where=where)
 
 
 def compress(names: Iterable[str]) -> str:
@@ -92,45 +92,84 @@ def split(text: str, *, where: str) -> Iterator[str]:
         raise _mistake(text, where, "brackets in pairs, and a name before and after each comma")
 
 
-def _names(element: str, room: int, where: str, known: dict[str, list[str]]) -> list[str]:
-    pieces = _BRACKETS.split(element)  # text, bracket, text, ..., text
-    values: list[list[str]] = []
-    for inside in pieces[1::2]:
-        if inside not in known:
-            known[inside] = _numbers(inside, where)
-        values.append(known[inside])
-        room //= len(values[-1])
-    if not room:
-        raise _mistake(element, where, f"at most {MAX_HOSTS} names in all")
-    if not values:
-        return pieces
-    if len(values) > 1:
-        return _combined(pieces, values)
-    prefix, _, suffix = pieces
-    if suffix:
-        return [prefix + number + suffix for number in values[0]]
-    return [prefix + number for number in values[0]]
+def _all_names(
+    before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
+) -> list[str]:
+    """Returns the names of a list from the text before each of its brackets, and the last one.
+
+    Tens of thousands of brackets are common in lists of machines with holes: the loop does little
+    for each where it is the only one of its name, and everything is looked through at once.
+    """
+    _check_brackets(brackets, where)
+    *names, prefix = before[0].split(",")
+    known: dict[str, _Numbers] = {}  # thousands of racks have the same numbers
+    pieces: list[str] = []  # of a name with several brackets, those that have been seen
+    values: list[_Numbers] = []
+    for inside, gap in zip(brackets, [*before[1:], last + ","], strict=True):
+        numbers = known.get(inside)
+        if numbers is None:
+            numbers = known[inside] = _numbers(inside, where)
+        rest, comma, following = gap.rpartition(",")
+        if comma and not values and "," not in rest:
+            if rest:
+                names += [f"{prefix}{number}{rest}" for number in numbers]
+            else:
+                names += [f"{prefix}{number}" for number in numbers]
+        else:
+            pieces.append(prefix)
+            values.append(numbers)
+            if comma:
+                suffix, *plain = rest.split(",")
+                names += _combined(
+                    [*pieces, suffix], values, room=MAX_HOSTS - len(names), where=where
+                )
+                names += plain
+                pieces, values = [], []
+        prefix = following if comma else gap
+        if len(names) > MAX_HOSTS:
+            raise _mistake(text, where, f"at most {MAX_HOSTS} names in all")
+    if "" in names or "[" in (outside := ",".join([*before, last])) or "]" in outside:
+        raise _mistake(text, where, "brackets in pairs, and a name before and after each comma")
+    return names
 
 
-def _combined(pieces: Sequence[str], values: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the names of an element with several brackets, the last varying fastest."""
-    *outer, before_last, after = pieces[::2]
-    ends = [number + after for number in values[-1]]
+def _check_brackets(brackets: Sequence[str], where: str) -> None:
+    """Refuses what is in brackets and no list of numbers; one look is enough for all of them."""
+    if not _RANGES.fullmatch(",".join(brackets)):
+        wrong = next((inside for inside in brackets if not _RANGES.fullmatch(inside)), "")
+        raise _mistake(f"[{wrong}]", where, _NUMBERS)
+
+
+def _combined(
+    pieces: Sequence[str], values: Sequence[_Numbers], *, room: int, where: str
+) -> list[str]:
+    """Returns the names of an element with brackets between `pieces`, the last varying fastest."""
+    if math.prod(map(len, values)) > room:
+        raise _mistake("][".join(pieces), where, f"at most {MAX_HOSTS} names in all")
+    if len(values) == 2:
+        (one, other), (before, between, after) = values, pieces
+        ends = [f"{between}{number}{after}" for number in other]
+        return [begin + end for begin in [f"{before}{n}" for n in one] for end in ends]
+    *outer, before_last, after = pieces
+    ends = [f"{number}{after}" for number in values[-1]]
     made: list[str] = []
     for chosen in itertools.product(*values[-2::-1]):
         parts = zip(outer, reversed(chosen), strict=True)
-        prefix = "".join(text + number for text, number in parts) + before_last
+        prefix = "".join(f"{text}{number}" for text, number in parts) + before_last
         made += [prefix + end for end in ends]
     return made
 
 
-def _numbers(inside: str, where: str) -> list[str]:
-    """Returns the numbers of one bracket, such as ``1-3,07``, as they are written."""
-    if not _RANGES.fullmatch(inside):
-        raise _mistake(f"[{inside}]", where, _NUMBERS)
+def _numbers(inside: str, where: str) -> _Numbers:
+    """Returns the numbers of one bracket, such as ``1-3,07``, as they are to be written."""
+    low, _, high = inside.partition("-")
+    if low[0] != "0" and high.isdecimal() and "," not in low:  # as most of them are
+        first, last = int(low), int(high)
+        if 0 <= last - first < _FEW:
+            return range(first, last + 1)
+    if not high:
+        return inside.split(",")
     parts = inside.split(",")
-    if "-" not in inside:
-        return parts
     made: list[str] = []
     for part in parts:
         low, dash, high = part.partition("-")
