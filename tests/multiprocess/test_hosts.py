@@ -8,10 +8,11 @@ import re
 import signal
 import socket
 import time
+from importlib.metadata import version
 
 import pytest
 
-from tests.multiprocess.jobs import PAUSE, STARTS, report
+from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, report
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
@@ -82,6 +83,8 @@ def test_each_launcher_starts_its_own_tasks_of_one_cluster(both, command, tmp_pa
     assert len(clusters) == 1
     addresses = json.loads(clusters.pop())["worker"]
     assert [address.partition(":")[0] for address in addresses] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]
+    assert len(jobs[1].text.split("2 hosts, alike in tfdist ")) == 2
+    assert re.search(r"configuration \w{12}: 127\.0\.0\.1 at \S+, 127\.0\.0\.2 at", jobs[1].text)
     tasks = report("run")["attempts"][0]["tasks"]
     assert [task["host"] for task in tasks] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]
     assert all(task["exit_code"] == 0 for task in tasks)
@@ -318,12 +321,17 @@ def test_where_host_0_was_looked_for_is_said(host, port):
     assert re.match(rf"127\.0\.0\.1:{port}: .* not reached in 1 s: Connection refused", line)
 
 
-def test_hosts_that_differ_are_told_in_what_and_start_nothing(host):
+def test_hosts_that_differ_are_told_in_what_and_start_nothing(host, tmp_path):
+    metadata = tmp_path / "other" / "keras-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: keras\nVersion: 9.9.9\n")
+    path = {"PYTHONPATH": f"{tmp_path / 'other'}:{ROOT}"}
     first = host(0, PAUSE, "--max_restarts", "1", args=("--lr", "1"))
-    other = host(1, PAUSE, "--max_restarts", "2", args=("--lr", "2"))
+    other = host(1, PAUSE, "--max_restarts", "2", args=("--lr", "2"), env=path)
     assert codes([other, first]) == [EXIT_USAGE, EXIT_USAGE]
     for job in (first, other):
         (line,) = lines(job)
+        assert f"received keras 9.9.9 there, {version('keras')} here; " in line
         assert "--max_restarts 2 there, 1 here; argument 2 2 there, 1 here" in line
     assert first.text.startswith("host 127.0.0.2 (rank 1): received")
     assert not os.path.exists("run")
@@ -361,12 +369,14 @@ def test_a_port_that_is_taken_and_an_address_of_another_machine_are_one_line(hos
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_while_waiting_for_the_others(host, rank):
+def test_ctrl_c_while_waiting_for_the_others(host, port, rank):
     job = host(rank, PAUSE, "--startup_timeout_s", "50")
     if not rank:
-        job.read_until("waiting for 127.0.0.2")
-    else:
-        time.sleep(1.5)  # it says nothing while it tries
+        job.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\), for 50 s in all")
+    else:  # it says nothing while it tries
+        with socket.create_server((HOSTS[0], port)) as server:
+            server.settimeout(DEADLINE_S)
+            server.accept()[0].close()
     job.signal(signal.SIGINT)
     assert job.end() == 130
 

@@ -14,6 +14,7 @@ from tfdist.launch.hosts import Group, decided_group, environment_of_tasks, term
 from tfdist.launch.machine import Machine
 from tfdist.launch.plan import decided_strategy
 from tfdist.launch.port_choice import ports_of_tasks, with_variables
+from tfdist.rendezvous.terms import fingerprint
 
 TOKEN = "a secret that nobody must see"
 WITH_TOKEN = {"TFDIST_RENDEZVOUS_TOKEN": TOKEN}
@@ -260,6 +261,20 @@ def test_what_would_make_another_job_of_it_differs(line, environ, text, name, tm
     here = alike("--hosts a,b --node_rank 0", tmp_path=tmp_path)
     there = alike(line, environ, text=text, tmp_path=tmp_path)
     assert here.get(name) != there.get(name)
+
+
+@pytest.mark.parametrize("line", ["--config={}", "--config {}", "--config={}:dense"])
+def test_a_config_file_of_another_text_differs(line, tmp_path):
+    config, here = tmp_path / "mnist.py", []
+    for text in ("seed = 1", "seed = 1", "seed = 2"):
+        config.write_text(text)
+        options, group = decided_group(
+            parse(["--hosts", "a,b", "--node_rank", "0", *line.format(config).split()]), WITH_TOKEN
+        )
+        here.append(terms(options, {}, group=group, program_file="/none"))
+    assert here[0] == here[1]
+    assert {name for name in here[0] if here[0][name] != here[2][name]} == {f"the text of {config}"}
+    assert fingerprint(here[0]) == fingerprint(here[1]) != fingerprint(here[2])
 
 
 def test_the_tasks_do_not_get_the_token():

@@ -88,6 +88,7 @@ class _Part:
             if asked is not None:
                 code = exit_code_for(asked)
                 return code
+            self._screen.announce(team.roll_call(own=self._own, terms=self._terms))
             code = self._run(team, open_files=open_files)
         except TfdistError as error:
             code, why = error.exit_code, str(error)

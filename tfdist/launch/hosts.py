@@ -149,9 +149,21 @@ def terms(
         **flags,
         "program": program.target,
         "its text": alike.digest(program_file),
+        **{f"the text of {path}": alike.digest(path) for path in _config_files(program.args)},
         **{f"argument {number}": arg for number, arg in enumerate(args, 1)},
         **alike.variables(environ),
     }
+
+
+def _config_files(args: Sequence[str]) -> list[str]:
+    """Returns the config files that a program is given, by ``--config=F`` or ``--config F``."""
+    following = itertools.zip_longest(args, args[1:], fillvalue="")
+    return [
+        (text if equals else after).partition(":")[0]
+        for arg, after in following
+        for name, equals, text in [arg.partition("=")]
+        if name in ("--config", "-config")
+    ]
 
 
 def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:

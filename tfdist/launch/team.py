@@ -20,7 +20,7 @@ from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
 from tfdist.rendezvous.hub import Differs, Heard, Hub, Lost
 from tfdist.rendezvous.link import Message
-from tfdist.rendezvous.terms import summary
+from tfdist.rendezvous.terms import fingerprint, summary
 
 _TELL_S = 5.0  # before it is said who is being waited for
 _GOODBYE_S = 2.0
@@ -78,13 +78,25 @@ class Team:
                 break
             if waited_s >= _TELL_S and not said:
                 said = True
-                self._screen.say(f"waiting for {self._named(missing)}")
+                limit = f"{self._options.startup_timeout_s:g} s"
+                self._screen.say(f"waiting for {self._named(missing)}, for {limit} in all")
             asked = self._wait()
             if asked is not None:
                 return asked
         if missing:
             self._do_without(missing)
         return None
+
+    def roll_call(self, *, own: str, terms: Mapping[str, str]) -> str:
+        """Returns who is there, at which addresses, and what all of them have in common."""
+        at = {0: own} | {rank: self._hub.address_of(rank) for rank in sorted(self._hub.present)}
+        shown = [f"{self.name(rank)} at {at[rank]}" for rank in list(at)[:_MAX_NAMES]]
+        more = f" and {len(at) - len(shown)} more" if len(at) > len(shown) else ""
+        alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
+        return (
+            f"{len(at)} hosts, alike in {', '.join(alike)}, configuration {fingerprint(terms)}: "
+            f"{', '.join(shown)}{more}"
+        )
 
     def specs(
         self,

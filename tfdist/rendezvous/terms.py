@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +24,12 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
         for name in names
         if ours.get(name) != theirs.get(name)
     ]
+
+
+def fingerprint(terms: Mapping[str, str]) -> str:
+    """Returns a short text that is the same where all of `terms` are."""
+    told = json.dumps(sorted(terms.items()))
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 def summary(found: Sequence[str]) -> str:
