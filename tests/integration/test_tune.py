@@ -27,9 +27,9 @@ from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Outcome
-from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.space import SearchSpace
 from tfdist.tuning.state import SweepState, Trial, fold
+from tfdist.tuning.trial_job import TrialJob
 
 CHECKPOINTS = 9
 MACHINE = Machine(cpus=2, gpus=(), has_gpu_driver=False)

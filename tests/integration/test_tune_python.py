@@ -27,7 +27,7 @@ from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.own_program import imports_of, own_program, require_alone
 from tfdist.tuning.results import Completed, Goal, completed
-from tfdist.tuning.runner import TrialJob
+from tfdist.tuning.trial_job import TrialJob
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")

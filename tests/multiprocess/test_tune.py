@@ -21,8 +21,9 @@ from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.journal import read
 from tfdist.tuning.lock import is_held
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
-from tfdist.tuning.runner import LauncherRunner, RunningTrial, TrialJob
+from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.state import SweepState, fold
+from tfdist.tuning.trial_job import RunningTrial, TrialJob
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -42,7 +43,8 @@ def finish():
 CHIEF = """
 import os, pathlib, signal, sys
 from tfdist.tuning.results import Goal
-from tfdist.tuning.runner import LauncherRunner, TrialJob
+from tfdist.tuning.runner import LauncherRunner
+from tfdist.tuning.trial_job import TrialJob
 runner = LauncherRunner(program=sys.argv[2:], launch_flags=["--strategy", "single"], gpus=(),
                         places=1, environ=os.environ, timeout_s=60)
 goal = Goal(objective="val_accuracy", direction="max")

@@ -18,8 +18,8 @@ from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Killed, Outcome
-from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.state import SweepState, Trial, fold
+from tfdist.tuning.trial_job import TrialJob
 
 BEGUN = {"objective": "val_accuracy", "direction": "max", "tuner": "random", "seed": 1}
 

@@ -11,7 +11,7 @@ import pytest
 
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
 from tfdist.tuning.retrain import Retraining
-from tfdist.tuning.runner import TrialJob
+from tfdist.tuning.trial_job import TrialJob
 
 DONE = Completed(history=(), score=0.5, best_virtual_epoch=1)
 KILLED = Killed(reason="SIGKILL")

@@ -34,8 +34,8 @@ from tfdist.tuning.options import RunOptions, SweepOptions, parse
 from tfdist.tuning.place import Place
 from tfdist.tuning.reception import Gone, Reception, RunnerNews
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
-from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.serving import ServingRunner
+from tfdist.tuning.trial_job import TrialJob
 
 A, B = 11, 22
 DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_virtual_epoch=1)

@@ -12,8 +12,8 @@ from tfdist.tuning.assignment import Assignment
 from tfdist.tuning.chief import Plan
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.results import Goal
-from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.state import Trial
+from tfdist.tuning.trial_job import TrialJob
 
 _CHECKPOINTS = "checkpoints"
 

@@ -23,9 +23,9 @@ from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import MEDIAN, NONE
 from tfdist.tuning.place import HERE, Place
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
-from tfdist.tuning.runner import Runner, RunningTrial, TrialJob
 from tfdist.tuning.state import RUNNING as BEGUN
 from tfdist.tuning.state import SweepState, Trial, fold
+from tfdist.tuning.trial_job import Runner, RunningTrial, TrialJob
 
 logger = logging.getLogger(__name__)
 

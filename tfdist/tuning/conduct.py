@@ -24,10 +24,11 @@ from tfdist.tuning.lock import ChiefLock
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.reception import Reception
 from tfdist.tuning.retrain import Retraining
-from tfdist.tuning.runner import LauncherRunner, TrialJob
+from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.screen import SweepScreen, leaderboard
 from tfdist.tuning.serving import ServingRunner
 from tfdist.tuning.state import SweepState, Trial, fold
+from tfdist.tuning.trial_job import TrialJob
 
 if TYPE_CHECKING:  # it loads TensorFlow, which a runner of the sweep does not need
     from tfdist.tuning.oracle import Search

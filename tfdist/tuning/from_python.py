@@ -16,6 +16,7 @@ import keras_tuner
 import numpy as np
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, UsageError
+from tfdist.launch.hosts import environment_of_tasks
 from tfdist.launch.machine import this_machine
 from tfdist.launch.target import imports_tensorflow
 from tfdist.training import fit
@@ -23,7 +24,9 @@ from tfdist.tuning import directory, journal, retrain
 from tfdist.tuning.assigning import Asked, best_of, plan_of
 from tfdist.tuning.assignment import read as read_assignment
 from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
-from tfdist.tuning.options import NONE, RunOptions
+from tfdist.tuning.hosts import Meeting, meeting_of
+from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions
 from tfdist.tuning.oracle import PROJECT, Search
 from tfdist.tuning.own_program import imports_of, own_program, require_alone, require_known
 from tfdist.tuning.runner import LauncherRunner
@@ -47,6 +50,10 @@ def search(
     early_stop: str = NONE,
     retrain_best: bool = False,
     overwrite: bool = False,
+    serve: str | None = None,
+    join: str | None = None,
+    rendezvous_token_file: str | None = None,
+    reconnect_s: float = RECONNECT_S,
     **fit_kwargs: Any,
 ) -> None:
     """Does what ``tuner.search(*fit_args, **fit_kwargs)`` does; every trial is a job of its own.
@@ -67,11 +74,16 @@ def search(
       retrain_best: train the best values anew in the end, and save ``best/model.keras``.
       overwrite: move an earlier sweep in `sweep_dir` aside. The tuner's own `overwrite` concerns
         what KerasTuner itself has written, and so nothing here.
+      serve: ``host:port`` of this machine, where runners on other hosts come.
+      join: ``host:port`` of a sweep's chief: this program is a runner of its, and ends here.
+      rendezvous_token_file: the secret of chief and runners; else TFDIST_RENDEZVOUS_TOKEN.
+      reconnect_s: for how long a runner looks for its chief.
 
     Raises:
       UsageError: before anything is started.
       TfdistError: too many trials have failed.
-      SystemExit: in a trial, which is done; in a sweep that was asked to stop by a signal.
+      StartupTimeout: a runner has not found its chief.
+      SystemExit: in a trial, which is done; in a runner; in a sweep that was asked to stop.
     """
     require_known(
         fit_kwargs, own=inspect.signature(search).parameters, fit=inspect.signature(fit).parameters
@@ -88,6 +100,10 @@ def search(
         early_stop=early_stop,
         retrain_best=retrain_best,
         overwrite=overwrite,
+        serve=serve,
+        join=join,
+        rendezvous_token_file=rendezvous_token_file,
+        reconnect_s=reconnect_s,
     )
     assignment = read_assignment(os.environ)
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
@@ -98,6 +114,8 @@ def search(
     _require_fresh(tuner)
     if assignment is None:  # else a search before the one whose trial this is: it is finished
         require_alone(os.environ)
+        if join is not None:
+            sys.exit(_join(options))
         asked = Asked(options=options, backup_every_steps=backup_every_steps)
         exit_code, state = _conduct(tuner, asked, fit_kwargs)
         _raise_unless_done(exit_code, state, options)
@@ -105,12 +123,50 @@ def search(
 
 
 def _conduct(tuner: Any, asked: Asked, fit_kwargs: Mapping[str, Any]) -> tuple[int, SweepState]:
-    options, environ = asked.options, dict(os.environ)
+    options = asked.options
+    return conduct(
+        Sweep(
+            options=options,
+            description=_describe(tuner, options, fit_kwargs),
+            search_of=lambda begun: _search(tuner, options.sweep_dir, begun),
+            plan_of=lambda begun: plan_of(tuner, asked, seed=begun["seed"]),
+            best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),
+            runner=_runner(options),
+            meeting=_meeting(options),
+        )
+    )
+
+
+def _join(options: RunOptions) -> int:
+    """Runs trials for a chief that runs this program too; returns the exit code."""
+    meeting, runner = _meeting(options), _runner(options)
+    assert meeting is not None
+    try:
+        return JoinedRunner(options, runner, meeting=meeting).run()
+    finally:
+        runner.close()
+
+
+def _meeting(options: RunOptions) -> Meeting | None:
+    main: Any = sys.modules["__main__"]
+    program = own_program(main, sys.argv[1:])
+    return meeting_of(
+        options,
+        os.environ,
+        program=program.target,
+        program_file=main.__file__,
+        args=program.args,
+    )
+
+
+def _runner(options: RunOptions) -> LauncherRunner:
+    """Returns what runs this program again for each trial, on this machine."""
+    environ = environment_of_tasks(os.environ)
     machine = this_machine(environ)
     main: Any = sys.modules["__main__"]
     program = own_program(main, sys.argv[1:])
     is_plain = imports_tensorflow(program, search=[os.getcwd(), *sys.path])
-    runner = LauncherRunner(
+    return LauncherRunner(
         program=("-m", "tfdist.tuning.trial", *program.python_args),
         launch_flags=(
             *launch_flags(options, cpus=machine.cpus),
@@ -129,16 +185,6 @@ def _conduct(tuner: Any, asked: Asked, fit_kwargs: Mapping[str, Any]) -> tuple[i
         )
         if is_plain
         else None,
-    )
-    return conduct(
-        Sweep(
-            options=options,
-            description=_describe(tuner, options, fit_kwargs),
-            search_of=lambda begun: _search(tuner, options.sweep_dir, begun),
-            plan_of=lambda begun: plan_of(tuner, asked, seed=begun["seed"]),
-            best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),
-            runner=runner,
-        )
     )
 
 

@@ -28,7 +28,8 @@ from tfdist.tuning.messages import Lease, Message
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.reception import ANY_RANK
 from tfdist.tuning.results import Failed, Killed, Outcome
-from tfdist.tuning.runner import LaunchedTrial, LauncherRunner, TrialJob
+from tfdist.tuning.runner import LaunchedTrial, LauncherRunner
+from tfdist.tuning.trial_job import TrialJob
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tfdist.tuning.early import MedianRule
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
-from tfdist.tuning.runner import TrialJob
+from tfdist.tuning.trial_job import TrialJob
 
 Message = dict[str, Any]
 Lease = tuple[str, int]

@@ -18,6 +18,7 @@ OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss
 """What a trial reports, and which way is better."""
 DEFAULT_MAX_TRIALS = 20
 NONE, MEDIAN = "none", "median"
+RECONNECT_S = 300.0
 EARLY_STOPS = (NONE, MEDIAN)
 """Whether a trial may be stopped as hopeless, and by which rule."""
 
@@ -46,7 +47,7 @@ class RunOptions:
     join: str | None = None
     """Where the chief is for which this is a runner."""
     rendezvous_token_file: str | None = None
-    reconnect_s: float = 300.0
+    reconnect_s: float = RECONNECT_S
     """For how long a runner looks for its chief."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import signal
 from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.results import Completed, Failed, Outcome
-from tfdist.tuning.runner import Runner, TrialJob
+from tfdist.tuning.trial_job import Runner, TrialJob
 
 logger = logging.getLogger(__name__)
 

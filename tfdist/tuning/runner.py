@@ -11,73 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tfdist.errors import UsageError
 from tfdist.launch.warm import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
 from tfdist.tuning.lock import is_held
-from tfdist.tuning.place import HERE, Place
-from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome, completed, ended
+from tfdist.tuning.place import Place
+from tfdist.tuning.results import Completed, Failed, Killed, Outcome, completed, ended
+from tfdist.tuning.trial_job import RunningTrial, TrialJob
 
 _GRACE_S = 20.0  # more than the launcher gives its tasks
 _LOCKED_AT_MOST_S = 60.0
 _LAST_LINES = 20
 _TAIL_BYTES = 16_384
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrialJob:
-    """What is needed to run a trial, or to go on with it."""
-
-    run_dir: Path
-    flags: tuple[str, ...]
-    """``--config.field=value``."""
-    goal: Goal
-    place: int = 0
-    """Which of the trials at once it is, from 0 on: whose GPUs it takes."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Added to its environment."""
-    trial: str = ""
-    lease: int = 0
-    """Which start of the trial it is."""
-    runner: int = HERE
-    """Who is to run it."""
-
-
-class RunningTrial(Protocol):
-    """A trial that was started."""
-
-    def poll(self) -> Outcome | None:
-        """Returns what became of it, None while it runs."""
-
-    def stop(self) -> None:
-        """Asks it to save and end; `poll` goes on until it has."""
-
-
-class Runner(Protocol):
-    """What the chief runs trials with."""
-
-    def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        """Returns the outcome of a trial that has come to its goal already."""
-
-    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
-        """Returns a line for each virtual epoch that a trial has done."""
-
-    def free_places(self, taken: Collection[Place]) -> Iterable[Place]:
-        """Returns where trials can be started now, if they run in the places that are taken."""
-
-    def start(self, job: TrialJob) -> RunningTrial:
-        """Starts a trial, or goes on with it where it stood."""
-
-    def take_over(self, job: TrialJob) -> RunningTrial:
-        """Returns a trial that another runner has, whose chief has been killed."""
-
-    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        """Returns when a trial may have ended, after `timeout_s` at the latest."""
 
 
 class LauncherRunner:

@@ -18,7 +18,7 @@ from tfdist.tuning.messages import Lease, Message
 from tfdist.tuning.place import HERE, Place
 from tfdist.tuning.reception import Gone, RunnerNews
 from tfdist.tuning.results import Completed, Failed, Killed, Outcome
-from tfdist.tuning.runner import Runner, RunningTrial, TrialJob
+from tfdist.tuning.trial_job import Runner, RunningTrial, TrialJob
 
 _MOST_PLACES = 1024
 

@@ -16,9 +16,9 @@ from tfdist.tuning.conduct import Sweep, conduct
 from tfdist.tuning.options import SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.results import Goal
-from tfdist.tuning.runner import TrialJob
 from tfdist.tuning.space import SearchSpace
 from tfdist.tuning.state import Trial
+from tfdist.tuning.trial_job import TrialJob
 
 
 def run(
