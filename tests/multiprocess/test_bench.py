@@ -9,6 +9,8 @@ import sys
 import matplotlib.image
 import pytest
 
+from tests.multiprocess.jobs import ROOT
+
 DEADLINE_S = 220
 
 
@@ -19,6 +21,7 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
         [
             *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(out)),
             *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "100", "--profile_ps", "--"),
+            f"--config={ROOT / 'configs' / 'digits_ps.py'}",
             *("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1"),
             *("--config.model=dense", "--config.validation_split="),
         ],

@@ -29,6 +29,8 @@ def run(
 ) -> dict[str, Any]:
     """Runs a job to its end; returns its summary, with the lines of its metrics.
 
+    The strategy is the launcher's: a config that names one would refuse the other jobs.
+
     Raises:
       TfdistError: the job failed, or was not done in time and has been ended; its last lines.
     """
@@ -39,7 +41,7 @@ def run(
     said = run_dir / "said.log"
     with said.open("w") as output:
         job = subprocess.Popen(
-            [*launch, "-m", "tfdist.train", *arguments],
+            [*launch, "-m", "tfdist.train", *arguments, "--config.strategy=auto"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
