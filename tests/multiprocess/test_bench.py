@@ -20,7 +20,7 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(out)),
-            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "100", "--profile_ps", "--"),
+            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "100", "--"),
             f"--config={ROOT / 'configs' / 'digits_ps.py'}",
             *("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1"),
             *("--config.model=dense", "--config.validation_split="),
@@ -39,7 +39,12 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
         assert row["examples_per_second"]["median"] == summary["examples_per_second"] > 0
         assert row["last_loss"]["median"] <= table["loss"]
         assert row["seconds_to_loss"]["median"] > 0
-    assert table["shapes"][0]["step_ms"]["compute"] > 0
+    of_ps, of_multiworker = table["shapes"]
+    assert of_ps["step_ms"]["compute"] > 0
+    assert (of_ps["batch"], of_multiworker["batch"]) == (64, 64)
+    assert of_ps["sent_bytes"]["read"] == pytest.approx(of_ps["sent_bytes"]["write"], rel=0.01)
+    assert table["cost_model"] is None
+    assert "no cost model: --shapes: received 1W1PS to fit a model to" in done.stderr
     assert matplotlib.image.imread(out / "scaling.png").shape[0] == 600
     assert str(out / "scaling.png") in done.stdout
 

@@ -20,6 +20,8 @@ from tfdist.bench.shapes import Shape, parse_shapes
         ("2w1ps", "--strategy ps --workers 2 --ps 1"),
         ("2W2PS", "--strategy ps --workers 2 --ps 2"),
         ("4W", "--strategy multiworker --workers 4"),
+        ("2W1PS@50", "--strategy ps --workers 2 --ps 1"),
+        ("2W@2.5", "--strategy multiworker --workers 2"),
     ],
 )
 def test_a_shape_is_flags_of_the_launcher(word: str, flags: str) -> None:
@@ -32,7 +34,7 @@ def test_a_shape_twice_is_measured_once() -> None:
     assert parse_shapes("1W1PS, 1w1ps,2W") == (Shape(workers=1, ps=1), Shape(workers=2))
 
 
-@pytest.mark.parametrize("word", ["", "0W1PS", "2PS", "1W0PS", "two"])
+@pytest.mark.parametrize("word", ["", "0W1PS", "2PS", "1W0PS", "two", "2W@", "2W@0", "2W@-1"])
 def test_what_is_no_shape_is_refused(word: str, capsys: Any, tmp_path: Path) -> None:
     assert main(["scaling", "--shapes", word, "--out", str(tmp_path / "new")]) == 2
     assert f"--shapes: received {word!r}" in capsys.readouterr().err
@@ -68,13 +70,21 @@ def table(tmp_path: Path, *, loss: float | None = None) -> tuple[dict[str, Any],
         last = 0.5 + shape.ps / 10
         lines = epochs((100, 2.0, rate), (200, last, rate))
         found = {"examples_per_second": rate, "metrics": {"loss": last}, "lines": lines}
+        found |= {"examples": 200, "steps": 25}
         if shape.ps:
             parts = {"compute_ms": 10.0 * len(order), "read_ms": 2.0, "step_ms": 12.0}
             workers = {
                 "worker-0": {"steps": 30, **parts},
                 "worker-1": {"steps": 10, "read_ms": 6.0},
             }
-            found["ps_profile"] = {"workers": workers}
+            sizes = {
+                "ps-0 to worker": 7,
+                "ps-1 to ps-0": 1,
+                "worker to ps-0": 8,
+                "worker to ps-1": 2,
+            }
+            links = {ends: {"size_bytes": size} for ends, size in sizes.items()}
+            found["ps_profile"] = {"workers": workers, "links": links}
         return found
 
     shapes = parse_shapes("1W1PS,2W")
@@ -107,6 +117,8 @@ def test_what_a_step_costs_is_that_of_all_steps_in_the_middle_of_the_repeats(
     assert of_ps["read"] == pytest.approx((30 * 2 + 10 * 6) / 40)
     assert of_ps["compute"] == pytest.approx(0.75 * (10 + 30) / 2)
     shown = scaling.lines(found)
+    assert found["shapes"][0]["sent_bytes"] == {"read": 7, "write": 11}
+    assert [row["batch"] for row in found["shapes"]] == [8, 8]
     assert shown[-2].split()[:5] == ["ms", "a", "step", "input", "read"]
     assert shown[-1].split()[:4] == ["1W1PS", "0.00", "3.00", "15.00"]
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tfdist.bench import jobs, picture, scaling
-from tfdist.bench.shapes import parse_shapes
+from tfdist.bench import jobs, judge, outlook, picture, scaling, wire
+from tfdist.bench.shapes import Shape, parse_shapes
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 
-_SHAPES = "1W1PS,2W1PS,4W1PS,2W2PS,2W"
+_LOG = logging.getLogger(__name__)
+_SHAPES = "1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +47,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--loss", type=float, help="the loss to time (default: what all reach)")
     command.add_argument("--timeout_s", type=float, default=900.0, help="of one job (default 900)")
     command.add_argument(
-        "--profile_ps", action="store_true", help="measure what the steps of ps jobs cost, too"
+        "--profile_ps",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure what the steps of ps jobs cost, which the cost model is fitted to",
+    )
+    command.add_argument(
+        "--rate_mbit", type=float, help="measure the ps jobs once more, behind a wire this fast"
+    )
+    command.add_argument(
+        "--hold_out", help="jobs that the cost model is judged by (default: the most workers)"
+    )
+    command.add_argument(
+        "--link_mbit",
+        type=float,
+        default=1000.0,
+        help="links in the curve of a machine for each task (default 1000)",
+    )
+    command.add_argument(
+        "--from", type=Path, dest="measured", help="a scaling.json: measure nothing, fit again"
     )
     command.add_argument(
         "arguments", nargs="*", metavar="-- --config ...", help="the flags of tfdist.train"
@@ -53,11 +74,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _scaling(arguments: argparse.Namespace) -> list[str]:
-    shapes, out = parse_shapes(arguments.shapes), arguments.out
-    if arguments.repeats < 1:
-        raise UsageError(
-            "--repeats", received=arguments.repeats, expected="1 or more", fix="use --repeats 3"
-        )
+    for name in ("repeats", "link_mbit", "rate_mbit"):
+        if (value := getattr(arguments, name)) is not None and not value > 0:
+            raise UsageError(
+                f"--{name}", received=value, expected="more than 0", fix=f"use --{name} 3"
+            )
+    table = _read(arguments.measured) if arguments.measured else _measure(arguments)
+    table["cost_model"] = _cost_model(table, arguments)
+    out = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "scaling.json").write_text(json.dumps(table, indent=1) + "\n")
+    title = " ".join(table["arguments"]) or "tfdist.train"
+    drawn = picture.draw(table, out / "scaling.png", title=title)
+    text = scaling.lines(table)
+    if table["cost_model"]:
+        text += ["", *outlook.lines(table["cost_model"])]
+    return [*text, str(out / "scaling.json"), *([str(drawn)] if drawn else [])]
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    out, shapes = arguments.out, _shapes(arguments)
     if (out / "runs").exists():
         raise UsageError(
             f"--out {out}",
@@ -65,6 +101,8 @@ def _scaling(arguments: argparse.Namespace) -> list[str]:
             expected="a new one: a finished run would not be measured again",
             fix="name another directory",
         )
+    if arguments.hold_out is not None:
+        judge.divide(shapes, arguments.hold_out)
     run = functools.partial(
         jobs.run,
         arguments=arguments.arguments,
@@ -74,12 +112,44 @@ def _scaling(arguments: argparse.Namespace) -> list[str]:
     table = scaling.measure(
         shapes, repeats=arguments.repeats, loss=arguments.loss, out=out, run=run
     )
-    table = {"arguments": arguments.arguments, **table}
-    (out / "scaling.json").write_text(json.dumps(table, indent=1) + "\n")
-    title = " ".join(arguments.arguments) or "tfdist.train"
-    drawn = picture.draw(table, out / "scaling.png", title=title)
-    files = [str(out / "scaling.json"), *([str(drawn)] if drawn else [])]
-    return [*scaling.lines(table), *files]
+    return {"arguments": arguments.arguments, **table}
+
+
+def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+    """Those that can be measured here: without a limit to a wire, those that need none."""
+    shapes = list(parse_shapes(arguments.shapes))
+    if arguments.rate_mbit:
+        limited = [dataclasses.replace(shape, rate_mbit=arguments.rate_mbit) for shape in shapes]
+        shapes += [shape for shape in limited if shape.ps and shape not in shapes]
+    rates = {shape.rate_mbit for shape in shapes if shape.rate_mbit}
+    if all(wire.possible(rate) for rate in rates):
+        return shapes
+    return [shape for shape in shapes if not shape.rate_mbit]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text())
+        scaling.check(table)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--from {path}",
+            received=f"a file that cannot be read as one ({type(error).__name__}: {error})",
+            expected="a scaling.json of this program",
+            fix="name the scaling.json in the directory of a measurement",
+        ) from None
+    return table
+
+
+def _cost_model(table: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """None, and a line, where the jobs are too few for one and nobody asked for it."""
+    try:
+        return outlook.foresee(table, hold_out=arguments.hold_out, link_mbit=arguments.link_mbit)
+    except UsageError as error:
+        if arguments.measured or arguments.hold_out is not None:
+            raise
+        _LOG.warning("no cost model: %s", error)
+        return None
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.bench import wire
 from tfdist.bench.shapes import Shape
 from tfdist.errors import TfdistError
 from tfdist.outputs.run_directory import DONE, RunDirectory
@@ -37,6 +38,8 @@ def run(
     launch = [sys.executable, "-m", "tfdist.launch", *shape.flags, "--run_dir", str(run_dir)]
     if profile_ps and shape.ps:
         launch.append("--profile_ps")
+    if shape.rate_mbit:
+        launch = [*wire.behind(shape.rate_mbit), *launch]
     run_dir.mkdir(parents=True, exist_ok=True)
     said = run_dir / "said.log"
     with said.open("w") as output:

@@ -48,6 +48,9 @@ def _row(shape: Shape, listed: Sequence[Mapping[str, Any]], loss: float) -> dict
         "shape": shape.name,
         "workers": shape.workers,
         "ps": shape.ps,
+        "rate_mbit": shape.rate_mbit,
+        "batch": listed[0]["examples"] / listed[0]["steps"],
+        "sent_bytes": _sent_bytes(listed[0].get("ps_profile")),
         "examples_per_second": _spread([found["examples_per_second"] for found in listed]),
         "seconds_to_loss": _spread(to_loss),
         "last_loss": _spread([found["metrics"]["loss"] for found in listed]),
@@ -72,6 +75,15 @@ def _step_ms(profiles: Sequence[Mapping[str, Any] | None]) -> dict[str, float] |
     return {name: statistics.median(mean[name] for mean in means) for name in COLUMNS}
 
 
+def _sent_bytes(profile: Mapping[str, Any] | None) -> dict[str, int] | None:
+    """What a step reads from all ps, and what it writes to them; None: not counted."""
+    if not profile:
+        return None
+    sizes = {ends: link["size_bytes"] for ends, link in profile["links"].items()}
+    read = sum(size for ends, size in sizes.items() if ends.endswith(" to worker"))
+    return {"read": read, "write": sum(sizes.values()) - read}
+
+
 def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
     """Median and range of what was measured; None where one of the jobs has no such figure."""
     known = [value for value in values if value is not None]
@@ -79,6 +91,18 @@ def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
         return None
     median = statistics.median(known)
     return {"median": median, "least": min(known), "most": max(known), "all": known}
+
+
+def check(table: Mapping[str, Any]) -> None:
+    """Raises `KeyError`, `TypeError` or `ValueError` for what is no table of `measure`."""
+    for key in ("arguments", "cpus", "loss", "repeats"):
+        table[key]
+    for row in table["shapes"]:
+        Shape.parse(row["shape"])
+        for key in ("rate_mbit", "batch", "sent_bytes", "step_ms", "seconds_to_loss"):
+            row[key]
+        if not row["examples_per_second"]["median"] > 0 or not row["batch"] > 0:
+            raise ValueError(f"{row['shape']} did nothing")
 
 
 def lines(table: Mapping[str, Any]) -> list[str]:

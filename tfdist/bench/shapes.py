@@ -1,4 +1,7 @@
-"""The size of a job in one word: ``2W1PS``, two workers and one ps; ``2W``, two of multiworker."""
+"""The size of a job in one word: ``2W1PS``, two workers and one ps; ``2W``, two of multiworker.
+
+``2W1PS@50`` is the same behind one wire of 50 Mbit/s.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 from tfdist.errors import UsageError
 
-_WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?")
+_WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,24 +19,27 @@ class Shape:
 
     workers: int
     ps: int = 0
+    rate_mbit: float | None = None
 
     @classmethod
     def parse(cls, word: str) -> Shape:
         """Returns the shape that `word` names; `UsageError` where it names none."""
         found = _WORD.fullmatch(word.strip().upper())
-        if found is None:
+        if found is None or (found[3] and not float(found[3])):
             raise UsageError(
                 "--shapes",
                 received=repr(word),
-                expected="shapes such as 2W1PS, or 2W for a multiworker job",
+                expected="shapes such as 2W1PS, 2W for a multiworker job, 2W1PS@50 at 50 Mbit/s",
                 fix="write --shapes 1W1PS,2W1PS,2W",
             )
-        return cls(workers=int(found[1]), ps=int(found[2] or 0))
+        rate_mbit = float(found[3]) if found[3] else None
+        return cls(workers=int(found[1]), ps=int(found[2] or 0), rate_mbit=rate_mbit)
 
     @property
     def name(self) -> str:
         """The word for it."""
-        return f"{self.workers}W" + (f"{self.ps}PS" if self.ps else "")
+        behind = f"@{self.rate_mbit:g}" if self.rate_mbit else ""
+        return f"{self.workers}W" + (f"{self.ps}PS" if self.ps else "") + behind
 
     @property
     def flags(self) -> tuple[str, ...]:

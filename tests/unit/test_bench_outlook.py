@@ -1,0 +1,215 @@
+"""The cost model of a measurement: what is fitted and judged, the curves, the advice, mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from tfdist.bench import cost_model, judge, outlook
+from tfdist.bench.__main__ import main
+from tfdist.bench.cost_model import Costs, Place, Work
+from tfdist.bench.ring import Ring
+from tfdist.bench.shapes import Shape, parse_shapes
+from tfdist.errors import UsageError
+
+SHAPES = "1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W,2W1PS@20"
+COSTS = Costs(compute_s=0.010, serve_s=0.004, trip_s=0.0005, wait_s=0.003)
+RING = Ring(compute_s=0.011, round_s=0.0008)
+
+
+def row(shape: Shape, faster: float = 1.0) -> dict[str, Any]:
+    """What a job measures that is as the models have it; `faster` by a factor than they have it."""
+    work = Work(workers=shape.workers, ps=shape.ps, batch=64, read_bytes=6e5, write_bytes=5e5)
+    place = Place(cores=2, mbit=shape.rate_mbit)
+    parts = None
+    rate = RING.examples_per_s(work, place)
+    if shape.ps:
+        compute_s, exchange_s, _ = cost_model.expected(COSTS, work, place)
+        rate = cost_model.examples_per_s(COSTS, work, place)
+        halves = dict.fromkeys(("read", "write"), exchange_s * 500)
+        parts = {"input": 1.0, "compute": compute_s * 1e3 - 1, **halves}
+        parts |= dict.fromkeys(("between", "waiting", "step"), 1.0)
+    median = rate * faster
+    return {
+        **{"shape": shape.name, "workers": shape.workers, "ps": shape.ps},
+        **{"rate_mbit": shape.rate_mbit, "batch": 64.0, "step_ms": parts},
+        "sent_bytes": {"read": 600_000, "write": 500_000} if shape.ps else None,
+        "examples_per_second": {"median": median, "least": median, "most": median},
+        "seconds_to_loss": None,
+    }
+
+
+def table(shapes: str = SHAPES, **faster: float) -> dict[str, Any]:
+    rows = [row(shape, faster.get(f"_{shape.name}", 1.0)) for shape in parse_shapes(shapes)]
+    return {"arguments": ["--x"], "cpus": 2, "loss": 1.0, "repeats": 1, "shapes": rows}
+
+
+def foresee(found: dict[str, Any], hold_out: str | None = None) -> dict[str, Any]:
+    return outlook.foresee(found, hold_out=hold_out, link_mbit=100)
+
+
+def errors(model: dict[str, Any], *, held_out: bool) -> dict[str, float]:
+    points = [point for point in model["points"] if point["held_out"] is held_out]
+    return {point["shape"]: point["relative_error"] for point in points}
+
+
+def test_the_most_workers_and_what_a_wire_limits_are_held_out() -> None:
+    model = foresee(table())
+    assert model["fitted"] == ["1W1PS", "2W1PS", "3W1PS", "2W2PS", "1W", "2W"]
+    held = errors(model, held_out=True)
+    assert set(held) == {"4W1PS", "4W", "2W1PS@20"}
+    assert max(map(abs, held.values())) < 0.02
+
+
+def test_what_was_named_is_held_out_and_never_fitted() -> None:
+    """The one that is named is out by what it is faster, and the others not at all."""
+    model = foresee(table(_2W2PS=1.5), "2w2ps, 4W")
+    assert errors(model, held_out=True)["2W2PS"] == pytest.approx(1 / 1.5 - 1, abs=0.02)
+    assert max(map(abs, errors(model, held_out=False).values())) < 0.02
+    assert "2W2PS" not in model["fitted"]
+    assert "4W1PS" in model["fitted"]
+
+
+def test_error_bars_hold_what_was_held_out_and_widen_with_each_doubling_past_it() -> None:
+    curve = foresee(table(_4W1PS=1.2))["curves"][0]
+    assert (curve["place"], curve["most_workers_fitted"]) == ("this machine", 3)
+    wide = {point["workers"]: point["most"] / point["value"] for point in curve["points"]}
+    assert list(wide) == [1, 2, 4, 8, 16]
+    four = curve["points"][2]
+    assert four["least"] < 1.2 * row(Shape(workers=4, ps=1))["examples_per_second"]["median"]
+    assert four["most"] > 1.2 * row(Shape(workers=4, ps=1))["examples_per_second"]["median"]
+    assert wide[2] < wide[4] < wide[8] < wide[16]
+    assert wide[16] / wide[8] > 1.02  # the job that is full has no other reason to be less sure
+    exact = foresee(table())["curves"][0]["points"][-1]
+    assert exact["most"] / exact["value"] < wide[16]
+
+
+@pytest.mark.parametrize(
+    ("place", "full", "best"),
+    [
+        ("this machine", "cores", "twice the cores x 2.00"),
+        ("this machine, 20 Mbit/s", "wire", "half the bytes x 2.00"),
+        ("a machine a task, 100 Mbit/s", "links from the ps", "twice the batch x 2.00"),
+    ],
+)
+def test_the_advice_names_what_is_full_and_the_change_that_helps_most(
+    place: str, full: str, best: str
+) -> None:
+    model = foresee(table())
+    (line,) = [line for line in model["advice"] if line.startswith(f"{place}, 1 ps: ")]
+    curve = next(c for c in model["curves"] if (c["place"], c["job"]) == (place, "1 ps"))
+    limits = [point["limit"] for point in curve["points"]]
+    first = int(line.split(" workers on")[0].split()[-1])
+    assert f"1 ps: {full} full from {first} workers on; at 16: " in line
+    changes = dict(change.split(" x ") for change in line.split(" at 16: ")[1].split(", "))
+    assert len(changes) == 4
+    assert list(changes.values()) == sorted(changes.values(), reverse=True)
+    assert best in line
+    numbers = [point["workers"] for point in curve["points"]]
+    assert limits == [full if n >= first else cost_model.OWN_STEP for n in numbers]
+
+
+def test_more_ps_help_where_the_links_of_the_ps_are_full() -> None:
+    (line,) = [line for line in foresee(table())["advice"] if line.startswith("a machine")]
+    gain = float(line.split("twice the ps x ")[1].split(",")[0])
+    assert 1.5 < gain <= 2
+
+
+def test_without_multiworker_jobs_there_is_a_model_of_ps_jobs() -> None:
+    model = foresee(table("1W1PS,2W1PS,3W1PS,4W1PS,2W"))
+    assert [point["shape"] for point in model["points"]] == ["1W1PS", "2W1PS", "3W1PS", "4W1PS"]
+    assert {curve["job"] for curve in model["curves"]} == {"1 ps"}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "hold_out", "said"),
+    [
+        (SHAPES, "5W1PS", "--hold_out: received '5W1PS'; expected of the jobs that are measured"),
+        (SHAPES, "", "--hold_out: received ''"),
+        (SHAPES, "1W1PS,2W1PS,3W1PS", "--hold_out: received 4W1PS, 2W2PS to fit a model to; exp"),
+        ("1W1PS,2W1PS,2W1PS@20", None, "--shapes: received 1W1PS, 2W1PS to fit a model to; exp"),
+        ("2W1PS,2W2PS,2W3PS", None, "3 or more ps jobs at no limited rate, of 2 or more numbers"),
+        ("1W,2W,4W", None, "received no ps job to fit a model to"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(shapes: str, hold_out: str | None, said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        judge.divide(parse_shapes(shapes), hold_out)
+    assert said in str(raised.value)
+
+
+def again(tmp_path: Path, text: str, *flags: str) -> int:
+    file = tmp_path / "measured.json"
+    file.write_text(text)
+    return main(["scaling", "--from", str(file), "--out", str(tmp_path / "out"), *flags])
+
+
+def test_a_measurement_is_read_back_and_fitted_again(capsys: Any, tmp_path: Path) -> None:
+    assert again(tmp_path, json.dumps(table()), "--hold_out", "3W1PS", "--link_mbit", "7") == 0
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert "3W1PS" not in found["cost_model"]["fitted"]
+    assert "cost model, fitted on 1W1PS, 2W1PS, 4W1PS, 2W2PS, 1W, 2W, 4W" in said
+    assert "a machine a task, 7 Mbit/s, 1 ps: links from the ps full from" in said
+    for point in found["cost_model"]["points"]:
+        assert f"{point['shape']:<12} {point['measured']:>10,.0f}" in said
+    height, width, _ = matplotlib.image.imread(tmp_path / "out" / "scaling.png").shape
+    assert (height, abs(width - 1560) <= 2) == (1200, True)
+
+
+def no_parts(found: dict[str, Any]) -> dict[str, Any]:
+    found["shapes"][0]["step_ms"] = None
+    return found
+
+
+def broken(found: dict[str, Any]) -> dict[str, Any]:
+    found["shapes"][0]["examples_per_second"]["median"] = math.nan
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no json", "expected a scaling.json of this program"),
+        ("[]", "expected a scaling.json of this program"),
+        ('{"shapes": [{"shape": "2W"}]}', "expected a scaling.json of this program"),
+        (json.dumps(broken(table())), "expected a scaling.json of this program"),
+        (json.dumps(no_parts(table())), "1W1PS: received a measurement without what its steps"),
+        (json.dumps(table("1W1PS,2W")), "--shapes: received 1W1PS to fit a model to"),
+    ],
+)
+def test_a_file_that_is_not_ours_is_one_line(
+    text: str, said: str, capsys: Any, tmp_path: Path
+) -> None:
+    assert again(tmp_path, text) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_not_there_is_one_line(capsys: Any, tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.json")
+    assert main(["scaling", "--from", missing, "--out", str(tmp_path / "out")]) == 2
+    assert f"--from {missing}: received" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--rate_mbit", "0"), ("--link_mbit", "-1"), ("--repeats", "0")])
+def test_nothing_is_measured_with_a_number_that_is_none(
+    flags: tuple[str, str], capsys: Any, tmp_path: Path
+) -> None:
+    assert main(["scaling", "--out", str(tmp_path / "new"), *flags]) == 2
+    assert f"{flags[0]}: received" in capsys.readouterr().err
+
+
+def test_an_unknown_job_to_hold_out_is_refused_before_anything_runs(
+    capsys: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "new"
+    assert main(["scaling", "--out", str(out), "--hold_out", "9W1PS"]) == 2
+    assert "--hold_out: received '9W1PS'" in capsys.readouterr().err
+    assert not out.exists()

@@ -1,0 +1,218 @@
+"""What a step of a ps job costs, as a network of queues: fitted on some jobs, asked of others.
+
+A worker computes, exchanges weights and gradients with the ps, and waits for its next step:
+
+compute_s   its computing, on one of the cores
+serve_s     what the exchange costs in processing, of all ps together, each having its share
+trip_s      a round trip when nothing is in the way; a step has two, reading and writing
+wait_s      the time between steps: being handed work, handing in results
+
+Bytes are not fitted: those of a step are counted in its graph, and a wire has a rate. On one
+machine computing and serving queue for the same cores, and all bytes pass one wire if there is one.
+With a machine for each task a worker computes undisturbed; each ps has cores and a link each way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+from tfdist.bench.queueing import Flow, Station, saturation, solve
+from tfdist.bench.shapes import Shape
+
+TRIPS = 2
+PAYLOAD = 1448 / 1514
+"""Of a full packet: what is not Ethernet's, IP's or TCP's header."""
+CORES, WIRE, PS, LINKS_OUT, LINKS_IN = "cores", "wire", "ps", "links from the ps", "links to the ps"
+OWN_STEP = "the workers' own step"
+_WEAK = 0.02
+_STEPS = 60
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """The parameters of a job; see above."""
+
+    compute_s: float
+    serve_s: float
+    trip_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a job runs: `cores` of one machine, or of each of many; megabits a second."""
+
+    cores: int
+    mbit: float | None = None
+    apart: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """A job without its place; bytes of a step, over all ps. A multiworker job has no ps."""
+
+    workers: int
+    ps: int
+    batch: float
+    read_bytes: float
+    write_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A job that was measured: the means of its steps, and what came of it."""
+
+    shape: Shape
+    work: Work
+    place: Place
+    examples_per_s: float
+    compute_s: float = math.nan
+    exchange_s: float = math.nan
+    """Of a multiworker job neither is measured."""
+
+    @property
+    def seen(self) -> tuple[float, float, float]:
+        """What the model is fitted to: a step's computing, its exchange, and all of it."""
+        whole_s = self.work.workers * self.work.batch / self.examples_per_s
+        return self.compute_s, self.exchange_s, whole_s
+
+
+def network(costs: Costs, work: Work, place: Place) -> tuple[list[Station], float]:
+    """The stations that a step visits, and the time that it spends at none."""
+    think_s = TRIPS * costs.trip_s + costs.wait_s
+    if place.apart:
+        return [
+            Station(name=PS, demand_s=costs.serve_s / work.ps, servers=place.cores, copies=work.ps),
+            _link(LINKS_OUT, work.read_bytes, place, copies=work.ps),
+            _link(LINKS_IN, work.write_bytes, place, copies=work.ps),
+        ], think_s + costs.compute_s
+    cores = Station(name=CORES, demand_s=costs.compute_s + costs.serve_s, servers=place.cores)
+    return [cores, _link(WIRE, work.read_bytes + work.write_bytes, place)], think_s
+
+
+def _link(name: str, size_bytes: float, place: Place, copies: int = 1) -> Station:
+    sending_s = size_bytes * 8 / (place.mbit * 1e6 * PAYLOAD) if place.mbit else 0.0
+    return Station(name=name, demand_s=sending_s / copies, copies=copies)
+
+
+def examples_per_s(costs: Costs, work: Work, place: Place) -> float:
+    """What all workers together come to."""
+    return work.batch * _flow(costs, work, place).rounds_per_s
+
+
+def _flow(costs: Costs, work: Work, place: Place) -> Flow:
+    stations, think_s = network(costs, work, place)
+    return solve(stations, think_s=think_s, customers=work.workers)
+
+
+def expected(costs: Costs, work: Work, place: Place) -> tuple[float, float, float]:
+    """What `Point.seen` should be."""
+    flow = _flow(costs, work, place)
+    compute_s = costs.compute_s
+    if not place.apart:  # of the time at the cores, its share
+        compute_s *= flow.residence_s[CORES] / (costs.compute_s + costs.serve_s)
+    whole_s = work.workers / flow.rounds_per_s
+    return compute_s, whole_s - compute_s - costs.wait_s, whole_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The costs that fit best, and how sure they are, as logarithms: errors are relative."""
+
+    costs: Costs
+    covariance: Array
+    spread: float
+    """Standard deviation of what was measured from what the model says of it."""
+
+    def errors(self) -> Costs:
+        """The standard error of each parameter's logarithm."""
+        return Costs(**dict(zip(_NAMES, np.sqrt(np.diag(self.covariance)).tolist(), strict=True)))
+
+    def examples_per_s(self, work: Work, place: Place) -> float:
+        """What all workers together come to."""
+        return examples_per_s(self.costs, work, place)
+
+    def error(self, work: Work, place: Place) -> float:
+        """The standard error of the logarithm of that."""
+        slope = _slopes(
+            lambda at: np.array([math.log(examples_per_s(_costs(at), work, place))]),
+            np.log(astuple(self.costs)),
+        )[0]
+        return math.sqrt(slope @ self.covariance @ slope + self.spread**2)
+
+    def full(self, work: Work, place: Place) -> tuple[str, float]:
+        """The station that is full first, and with how many workers."""
+        stations, think_s = network(self.costs, work, place)
+        station, workers = saturation(stations, think_s=think_s)
+        return station.name, workers
+
+    def limit(self, work: Work, place: Place) -> str:
+        """What keeps the job from being faster."""
+        name, workers = self.full(work, place)
+        return name if work.workers > workers else OWN_STEP
+
+
+_NAMES = tuple(Costs.__dataclass_fields__)
+
+
+def _costs(logarithms: Array) -> Costs:
+    return Costs(**dict(zip(_NAMES, np.exp(logarithms).tolist(), strict=True)))
+
+
+def fit(points: Sequence[Point]) -> Fit:
+    """Least squares of logarithms, by Levenberg and Marquardt's steps.
+
+    A parameter of which the points say nothing would run away: each is drawn to its first guess,
+    with a weight (0.02) at which a spread of 0.1 leaves it free within a factor of 100 and more.
+    """
+    first = np.log(astuple(_guess(points)))
+    seen = np.log([value for point in points for value in point.seen])
+
+    def misses(at: Array) -> Array:
+        costs = _costs(at)
+        said = [value for p in points for value in expected(costs, p.work, p.place)]
+        return np.concatenate([np.log(said) - seen, _WEAK * (at - first)])
+
+    at = _least_squares(misses, first)
+    slopes = _slopes(misses, at)
+    freedom = max(1, len(seen) - len(at))
+    variance = float((misses(at)[: len(seen)] ** 2).sum()) / freedom
+    covariance = variance * np.linalg.inv(slopes.T @ slopes)
+    return Fit(costs=_costs(at), covariance=covariance, spread=math.sqrt(variance))
+
+
+def _guess(points: Sequence[Point]) -> Costs:
+    compute_s, exchange_s, whole_s = min(points, key=lambda point: point.work.workers).seen
+    rest_s = max(whole_s - compute_s - exchange_s, whole_s / 20)
+    return Costs(
+        compute_s=compute_s, serve_s=exchange_s / 2, trip_s=exchange_s / 2 / TRIPS, wait_s=rest_s
+    )
+
+
+def _least_squares(misses: Callable[[Array], Array], at: Array) -> Array:
+    missed, damping = misses(at), 1e-2
+    for _ in range(_STEPS):
+        slopes = _slopes(misses, at)
+        normal = slopes.T @ slopes
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), slopes.T @ missed)
+        tried = at - np.clip(step, -1, 1)
+        now = misses(tried)
+        better = float(now @ now) < float(missed @ missed)
+        damping = damping / 5 if better else damping * 5
+        if better:
+            at, missed = tried, now
+        if np.abs(step).max() < 1e-7:
+            break
+    return at
+
+
+def _slopes(function: Callable[[Array], Array], at: Array, by: float = 1e-5) -> Array:
+    """The derivatives at a point, ``[values, parameters]``."""
+    moves = by * np.eye(len(at))
+    return np.stack([(function(at + m) - function(at - m)) / (2 * by) for m in moves], axis=1)
