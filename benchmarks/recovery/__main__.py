@@ -69,6 +69,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery")
     parser.add_argument("--rounds", type=int, default=LEAST_KILLS // 15 + 1, help="(14)")
+    parser.add_argument("--kills", type=int, default=3, help="of each run (3)")
     parser.add_argument("--peer_rounds", type=int, default=5, help="torchrun's, of them (5)")
     parser.add_argument("--seed", type=int, help="of the kills (a new one)")
     parser.add_argument("--sides", type=int, default=len(SIDES), help="the first so many (7)")
@@ -99,7 +100,7 @@ def _measure(args: argparse.Namespace) -> None:
         for number in range(args.rounds):
             for (_, by), campaign in zip(SIDES, campaigns, strict=False):
                 if by is TFDIST or number < args.peer_rounds:
-                    campaign.random_kills(3)
+                    campaign.random_kills(args.kills)
     RAW.write_text(_OWN_PATH.sub("", RAW.read_text()))
 
 
