@@ -13,8 +13,8 @@ Written by `python -m benchmarks.recovery` from `benchmarks/recovery/recovery.js
 
 A job that trains a few thousand small steps is killed with SIGKILL at random times, several times
 a run, and each run is compared with one that was left alone: weights and optimizer byte for byte,
-for tfdist also the best model, History, the callbacks' state and every line of `metrics.jsonl`. Both
-sides save every 6 steps and at each epoch's end, and run one after the other in each round.
+for tfdist also the best model, History, the callbacks' state and every line of `metrics.jsonl`.
+Both sides save every 6 steps and at each epoch's end, and run one after the other in each round.
 torchrun's script (`benchmarks/recovery/torch_job.py`) saves model, optimizer, scheduler, epoch and
 step, written beside and renamed, and goes on inside an epoch by the sampler's order; in the second
 row also the state of each rank's random number generator.
