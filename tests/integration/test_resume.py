@@ -133,6 +133,16 @@ def test_a_checkpoint_of_another_run_is_refused(strategies, tmp_path, change, na
         fit(make(strategies[1]), tmp_path, **change)
 
 
+def test_epochs_of_another_length_are_refused(strategies, tmp_path):
+    """The examples so far are the same, and yet callbacks have counted other epochs."""
+    fit(make(strategies[1]), tmp_path, epochs=2, steps_per_epoch=10)
+    with pytest.raises(UsageError, match="another run: epoch 3 -> 5;"):
+        fit(make(strategies[1]), tmp_path, epochs=8, steps_per_epoch=5)
+    with pytest.raises(UsageError, match="first_example_of_the_epoch 160 -> 120"):
+        fit(make(strategies[1]), tmp_path, epochs=2, steps_per_epoch=15)
+    fit(make(strategies[1]), tmp_path, epochs=3, steps_per_epoch=10)
+
+
 def test_a_checkpoint_of_another_model_is_refused(strategies, tmp_path):
     fit(make(strategies[1]), tmp_path)
     with strategies[1].scope():

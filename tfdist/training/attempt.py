@@ -241,15 +241,15 @@ class Attempt:
             session.engine.settle_metrics(self._program)
             figures = ended or logs or session.metrics(self._program, {})
             if wrong := stopping.unfit(session.model, figures):
-                told = "%s at step %d: not saved; the checkpoint before it is kept"
-                _LOG.warning(told, wrong, step)
+                _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
                 return
+            more = resume.epoch_at(step, self._plan) | stopping.kept_logs(logs)
             run = RunState(
                 step=step,
                 examples=self._plan.examples_before(step),
                 seed=self._seed,
                 stopped=bool(session.model.stop_training),
-                fingerprint={**self._fingerprint, **stopping.kept_logs(logs)},
+                fingerprint=self._fingerprint | more,
             )
             backup.save(session.model, session.job, run, callbacks=self._callbacks)
             self._saved_step = step

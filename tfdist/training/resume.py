@@ -41,6 +41,12 @@ def fingerprint(data: Data) -> dict[str, Any]:
     }
 
 
+def epoch_at(step: int, plan: EpochPlan) -> dict[str, Any]:
+    """Which epoch a step belongs to: callbacks and History have counted those before it."""
+    epoch = plan.epoch_of(step)
+    return {"epoch": epoch + 1, "first_example_of_the_epoch": plan.example_starts[epoch]}
+
+
 def require_same_run(
     saved: RunState, mine: Mapping[str, Any], *, plan: EpochPlan, seed: int
 ) -> None:
@@ -49,7 +55,8 @@ def require_same_run(
     A run may be made longer: its examples so far must be those of the plan.
     """
     before = {**saved.fingerprint, "seed": saved.seed, "examples_so_far": saved.examples}
-    now = {**mine, "seed": seed, "examples_so_far": plan.examples_before(saved.step)}
+    so_far = {"examples_so_far": plan.examples_before(saved.step), **epoch_at(saved.step, plan)}
+    now = {**mine, "seed": seed, **so_far}
     differences = [
         f"{name} {before.get(name)} -> {now.get(name)}"
         for name in now
