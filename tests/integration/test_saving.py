@@ -17,7 +17,7 @@ import tfdist
 from tfdist.checkpoint import CheckpointStore, identity, state
 from tfdist.checkpoint import shards as shards_module
 from tfdist.errors import TfdistError, UsageError
-from tfdist.strategy import job_of
+from tfdist.strategy import group, job_of
 from tfdist.training import exactness, inputs
 
 RNG = np.random.RandomState(0)
@@ -421,6 +421,15 @@ class Listing(keras.callbacks.Callback):
 
     def set_state(self, saved):
         self.seen = saved["seen"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
+def test_weights_that_a_callback_keeps_reach_the_other_tasks_in_their_type(dtype):
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    sent = json.dumps({"best": array}, default=group._encode)
+    came = json.loads(sent, object_hook=group._decode)["best"]
+    assert came.dtype == array.dtype
+    np.testing.assert_array_equal(came, array)
 
 
 def test_the_state_of_a_callback_is_that_of_the_moment_of_the_save(

@@ -128,7 +128,9 @@ def _encode(value: Any) -> Any:
     if array.dtype == object:
         raise TypeError(f"broadcast: cannot send a {type(value).__name__}; send JSON or arrays")
     data = base64.b64encode(array.tobytes()).decode()
-    return {"__array__": data, "dtype": array.dtype.str, "shape": list(array.shape)}
+    # To NumPy itself bfloat16 and the like are so many bytes: they go by their names.
+    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+    return {"__array__": data, "dtype": dtype, "shape": list(array.shape)}
 
 
 def _decode(value: dict[str, Any]) -> Any:
