@@ -406,6 +406,20 @@ def test_tf_config_that_puts_this_task_on_another_host_is_refused() -> None:
     assert "SLURMD_NODENAME=node02" in said
 
 
+@pytest.mark.parametrize("listed", ["a:2,b", "node01,node02", "node01:2,node03", "node[01-03]"])
+def test_hosts_that_a_step_does_not_have_are_an_error_that_shows_both(listed: str) -> None:
+    environ = {**recorded("slurm_srun_n3")[0], "TFDIST_HOSTS": listed, "TFDIST_NODE_RANK": "0"}
+    said = refusal(environ, "TFDIST_HOSTS")
+    assert f"'{listed}'" in said
+    assert "3 tasks on 'node[01-02]'" in said
+
+
+@pytest.mark.parametrize("listed", ["node01:2,node02", "node01.site:2,node02.site"])
+def test_the_hosts_of_a_step_may_be_listed_too(listed: str) -> None:
+    environ = recorded("slurm_srun_n3")[0]
+    assert read_environment({**environ, "TFDIST_HOSTS": listed}) == read_environment(environ)
+
+
 def test_an_evaluator_beside_the_step_is_not_counted() -> None:
     value = json.dumps({"cluster": HERE, "task": {"type": "evaluator", "index": 0}})
     config = read_environment({**recorded("slurm_srun_n3")[0], "TF_CONFIG": value})

@@ -99,6 +99,8 @@ def read_environment(
         _check_agreement(told, environ)
         return told
     found = next((config for reader in readers if (config := reader(environ))), None)
+    if found is not None and environ.get("TFDIST_HOSTS", "").strip():
+        _check_listed(found, environ["TFDIST_HOSTS"])
     return found or _alone(environ)
 
 
@@ -208,6 +210,32 @@ def _check_agreement(told: TaskConfig, environ: Mapping[str, str]) -> None:
             )
     for variable in ("PMIX_HOSTNAME", "SLURMD_NODENAME"):
         _check_host(told, variable, environ.get(variable, "").strip())
+
+
+def _check_listed(found: TaskConfig, value: str) -> None:
+    """Refuses a list of hosts beside another source that has other tasks, or has them elsewhere."""
+    from tfdist.cluster import hostlist, hosts, placement
+    from tfdist.cluster.address import shown, split_address
+
+    cluster = found.cluster
+    here = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
+    listed = hosts.ranks_of(hosts.parse_hosts(value, where="TFDIST_HOSTS"))
+    known = set(here)
+    strange = [
+        host
+        for host in dict.fromkeys(listed)
+        if host not in known
+        and placement.is_name(host)
+        and not any(placement.same_host(host, h) or not placement.is_name(h) for h in known)
+    ]
+    if strange or len(listed) != len(here):
+        raise UsageError(
+            "TFDIST_HOSTS",
+            received=f"{shown(value)}, {len(listed)} tasks, in a job of {len(here)} tasks on "
+            f"{shown(hostlist.compress(dict.fromkeys(here)))}",
+            expected="the two to agree",
+            fix="unset TFDIST_HOSTS, or set TFDIST_CLUSTER=hosts to have it alone read",
+        )
 
 
 def _sizes(environ: Mapping[str, str]) -> list[tuple[str, int]]:
