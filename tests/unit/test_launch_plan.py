@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,17 @@ def test_a_job_of_one_process_has_no_evaluator(line):
     options = parse([*line.split(), "--evaluator"])
     with pytest.raises(UsageError, match="received it in a job of one process"):
         decided_strategy(options, Machine(cpus=2))
+
+
+@pytest.mark.parametrize(
+    "argument", ["--api_key=hunter2", "--hub.token hunter2", "-password=hunter2"]
+)
+def test_a_plan_that_is_printed_has_no_secret(argument):
+    spec = planned("--workers 2")["worker-1"]
+    text = render([replace(spec, argv=(*spec.argv, *argument.split(), "--lr", "0.1"))])
+    assert "hunter2" not in text
+    assert "<secret>" in text
+    assert text.endswith("--lr 0.1")
 
 
 def test_one_process_gets_no_address():

@@ -22,6 +22,7 @@ from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
+from tfdist.rendezvous.terms import without_secrets
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
@@ -161,11 +162,13 @@ def plan_here(
 
 def render(specs: Sequence[ProcessSpec]) -> str:
     """Returns the tasks as commands for a shell, with what the launcher adds to each one's
-    environment and nothing of the user's own, which may hold secrets."""
+    environment and nothing of the user's own, which may hold secrets. Arguments that are secrets
+    by their name have a mark in their place."""
     blocks = []
     for spec in specs:
         variables = [f"{name}={shlex.quote(spec.env[name])} \\" for name in spec.added]
-        blocks.append("\n".join([f"# {spec.task}", *variables, shlex.join(spec.argv)]))
+        command = shlex.join(without_secrets(spec.argv))
+        blocks.append("\n".join([f"# {spec.task}", *variables, command]))
     return "\n\n".join(blocks)
 
 

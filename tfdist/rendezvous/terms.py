@@ -38,10 +38,10 @@ def summary(found: Sequence[str]) -> str:
     return "; ".join(found[:_MAX_SHOWN]) + more
 
 
-def without_secrets(args: Sequence[str], *, key: bytes) -> list[str]:
+def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[str]:
     """Returns a program's arguments with a mark in the place of each that is named as a secret.
 
-    Equal values have equal marks, which tell nothing to those who do not have `key`.
+    With `key` equal values have equal marks, which tell nothing to those who do not have it.
     """
     result: list[str] = []
     follows = False
@@ -57,7 +57,9 @@ def without_secrets(args: Sequence[str], *, key: bytes) -> list[str]:
     return result
 
 
-def _mark(value: str, key: bytes) -> str:
+def _mark(value: str, key: bytes | None) -> str:
+    if key is None:
+        return "<secret>"
     return f"<secret {hmac.new(key, value.encode(), 'sha256').hexdigest()[:8]}>"
 
 
