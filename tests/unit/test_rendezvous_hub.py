@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import resource
 import select
 import selectors
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -288,6 +290,27 @@ def test_random_bytes_end_only_their_own_connection(
     assert meeting.hub.present == {1}
     assert meeting.news == [Joined(rank=1)]
     assert len(meeting.hub.turned_away) <= 16
+
+
+def test_random_bytes_from_many_do_not_make_it_grow(meeting: Rendezvous) -> None:
+    meeting.join(1)
+    source = random.Random(0)
+
+    def come(times: int) -> int:
+        for _ in range(times):
+            with meeting.raw() as sock, contextlib.suppress(OSError):
+                sock.sendall(source.randbytes(source.randrange(1, 20_000)))
+                meeting.turn()
+        meeting.until(lambda: len(meeting.hub._guests) == 1)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = come(50)
+        assert come(300) - before < 50_000  # of 3 MB that they sent
+    finally:
+        tracemalloc.stop()
+    assert meeting.hub.present == {1}
 
 
 class Peer:

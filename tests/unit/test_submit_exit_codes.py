@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -315,10 +315,14 @@ def test_without_tfdist_the_first_line_says_so(
     environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
     batch = rendered("--to slurm --dry_run train.py", capsys)
     assert_says_so(run_batch(tmp_path, batch, environ))
-    for kind in ("job", "tfjob"):
+    pods: Mapping[str, Callable[[Any], Any]] = {
+        "job": lambda spec: spec["template"],
+        "jobset": lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"],
+        "tfjob": lambda spec: spec["tfReplicaSpecs"]["Worker"]["template"],
+    }
+    for kind, pod_of in pods.items():
         spec = manifest(f"--kind {kind} train.py", capsys)["spec"]
-        pod = spec["template"] if kind == "job" else spec["tfReplicaSpecs"]["Worker"]["template"]
-        assert_says_so(run_container(tmp_path, container_of(pod)))
+        assert_says_so(run_container(tmp_path, container_of(pod_of(spec))))
 
 
 def assert_says_so(done: subprocess.CompletedProcess[str]) -> None:
