@@ -148,12 +148,16 @@ def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts: Hosts)
     hosts.send("b", signal.SIGTERM)
     assert hosts.code_of("b") == 143
     assert hosts.steps("1")[-1] == [str(second), "10", "saved"]
+    hosts.send("chief-2", signal.SIGTERM)  # and so do all
+    assert hosts.code_of("chief-2") == hosts.code_of("a") == 143
+    assert hosts.steps("0")[-1] == [str(first), "10", "saved"]
     (hosts.path / "go").touch()
-    assert hosts.code_of("chief-2") == 0
-    assert hosts.code_of("a") == 0
+    hosts.chief("chief-3")
+    hosts.runner("c")
+    assert hosts.code_of("chief-3") == hosts.code_of("c") == 0
     trials = hosts.state().trials
     assert [(t.status, t.starts, t.kills) for t in trials.values()] == [
-        ("completed", 1, 0),
+        ("completed", 2, 0),
         ("completed", 2, 0),
         ("completed", 1, 0),
     ]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.multiprocess.test_tune import until
+from tests.multiprocess.test_tune_hosts import free_address
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.journal import read
 from tfdist.tuning.state import fold
@@ -20,24 +22,40 @@ EXAMPLES = 96
 DEADLINE_S = 240.0
 
 
-def run(tmp_path: Path, *args: str) -> str:
+ENVIRON = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def command(path: Path, *args: str) -> list[str]:
+    return [sys.executable, str(PROGRAM), str(path), *args]
+
+
+def run(tmp_path: Path, *args: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), *args],
+        command(tmp_path, *args),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "-1",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        },
+        env={**ENVIRON, **variables},
     )
     print(done.stdout, done.stderr)
     for path in sorted(tmp_path.rglob("*.log")):
         print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
     assert done.returncode == 0
     return done.stdout
+
+
+def result(path: Path) -> list[tuple[object, ...]]:
+    """Values, score, and digest of all weights of each trial."""
+    found = []
+    for trial in fold(read(path / "sweep" / "journal.jsonl")).trials.values():
+        summary = RunDirectory(path / "sweep" / "trials" / trial.run).read_summary() or {}
+        found.append((dict(trial.values), trial.score, summary["weights_sha256"]))
+    return found
 
 
 @pytest.mark.timeout(2.5 * DEADLINE_S)
@@ -64,3 +82,46 @@ def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path: Pa
     assert len(read(tmp_path / "sweep" / "journal.jsonl")) == sum(
         (1, len(trials) + 1, 4, 1, len(trials), 1)  # begun, asked, started, killed, ended, finished
     )
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_same(
+    tmp_path: Path,
+) -> None:
+    torn, served = tmp_path / "torn", tmp_path / "served"
+    for path in (torn, served):
+        path.mkdir()
+        (path / "killed").touch()  # no task is to be killed
+    (torn / "hold").touch()
+    with open(tmp_path / "chief.log", "w") as log:
+        chief = subprocess.Popen(command(torn, "single", "1"), env=ENVIRON, stdout=log, stderr=log)
+    try:
+        until(lambda: (torn / "held").exists(), deadline_s=DEADLINE_S)
+    finally:
+        chief.kill()
+        chief.wait()
+    (torn / "hold").unlink()
+    run(torn, "single", "1")
+    trials = fold(read(torn / "sweep" / "journal.jsonl")).trials
+    assert {trial.status for trial in trials.values()} == {"completed"}
+    assert trials["0"].starts == 2
+    summary = RunDirectory(torn / "sweep" / "trials" / "0").read_summary() or {}
+    assert summary["resumed_from_step"], "it began anew"
+
+    address, token = free_address(), {"TFDIST_RENDEZVOUS_TOKEN": "a secret that nobody sees"}
+    with open(tmp_path / "runner.log", "w") as log:
+        runner = subprocess.Popen(
+            command(served, "single", "1"),
+            env={**ENVIRON, **token, "JOIN": address},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        run(served, "single", "1", SERVE=address, **token)
+        assert runner.wait(DEADLINE_S) == 0
+    finally:
+        runner.kill()
+        print((tmp_path / "runner.log").read_text())
+    assert result(served) == result(torn)
+    lines = read(served / "sweep" / "journal.jsonl")
+    assert all(line["runner"] for line in lines if line["event"] == "started")

@@ -51,13 +51,18 @@ class Contact:
         self._member: Member | None = None
         self._sweep: str | None = None
         self.is_there = False
-        self._lost_s = clock()
+        self._lost_s = self._renewed_s = clock()
         self._next_s = self._said_s = 0.0
 
     @property
     def fds(self) -> list[int]:
         """Returns what to watch."""
         return [self._member.fileno()] if self._member else []
+
+    @property
+    def unrenewed_s(self) -> float:
+        """Returns how long ago the last such moment was."""
+        return self._clock() - self._renewed_s
 
     @property
     def away_s(self) -> float:
@@ -104,7 +109,7 @@ class Contact:
         if ALIVE not in message:
             return False
         with contextlib.suppress(TypeError, ValueError):
-            self._renew(float(message[ALIVE]))
+            self._renewed(float(message[ALIVE]))
         return True
 
     def _come(self, wake_fds: Sequence[int]) -> None:
@@ -130,15 +135,19 @@ class Contact:
                 self._nobody_was_there(began_s)
             self._next_s = self._clock() + _RETRY_S
         else:
-            self._renew(began_s)
+            self._renewed(began_s)
 
     def _nobody_was_there(self, at_s: float) -> None:
         found = mark.read(self._sweep_dir)
         if found is None or found.address == self.address:
-            self._renew(at_s)
+            self._renewed(at_s)
         elif found.sweep == self._sweep:
             logger.info("the chief is at %s now", found.address)
             self.address = found.address
+
+    def _renewed(self, at_s: float) -> None:
+        self._renewed_s = max(self._renewed_s, at_s)
+        self._renew(at_s)
 
     def _check(self, sweep: str) -> None:
         """Makes sure that the chief has the directory that we have."""

@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.errors import EXIT_FAILED, StartupTimeout, TfdistError
+from tfdist.errors import EXIT_FAILED, StartupTimeout, TfdistError, UsageError
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.tuning import assignment, messages
 from tfdist.tuning.contact import Contact
 from tfdist.tuning.directory import TRIALS
+from tfdist.tuning.guard import SAVE_AFTER_S
 from tfdist.tuning.guarding import Guarding
 from tfdist.tuning.hosts import Meeting
 from tfdist.tuning.messages import Lease, Message
@@ -161,18 +162,19 @@ class JoinedRunner:
     def _begin(self, told: Mapping[str, Any]) -> None:
         lease, job = messages.lease_of((told["trial"], told["lease"])), self._job(told)
         held = self._held[lease] = _Held()
-        if self._asked is not None:
-            held.outcome = Killed(reason="its runner was asked to stop", counts=False)
-        else:
-            held.outcome = self._runner.outcome(job)
-        if held.outcome is not None:
-            self._report(lease, held)
-            return
-        logger.info("trial %s: %s", lease[0], " ".join(job.flags))
         try:
-            held.running = self._runner.start(job)
-        except OSError as error:
+            if self._asked is not None:
+                held.outcome = Killed(reason="its runner was asked to stop", counts=False)
+            elif (outcome := self._runner.outcome(job)) is not None:
+                held.outcome = outcome
+            else:
+                logger.info("trial %s: %s", lease[0], " ".join(job.flags) or "begins")
+                held.running = self._runner.start(job)
+        except UsageError as error:
+            held.outcome = Failed(reason=str(error))
+        except OSError as error:  # this host cannot run it; another one may
             raise TfdistError(f"{job.run_dir}: {error.strerror or error}") from error
+        self._report(lease, held)
 
     def _job(self, told: Mapping[str, Any]) -> TrialJob:
         """Returns the trial of a message; raises ValueError for what no chief would say."""
@@ -207,6 +209,7 @@ class JoinedRunner:
         """Watches a trial, and takes down how it has ended."""
         if held.running is None:
             return
+        held.is_stopped |= self._contact.unrenewed_s >= SAVE_AFTER_S  # the guard has seen to it
         outcome = held.running.poll()
         if not held.is_watched and held.running.pid is not None:
             held.is_watched = True

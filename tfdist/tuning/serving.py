@@ -67,6 +67,7 @@ class ServingRunner:
         self._sweep = sweep
         self._clock = clock
         self._guests: dict[int, _Guest] = {}
+        self._names: dict[int, str] = {}
         self._leases = Leases()
         self._trials: dict[str, RemoteTrial] = {}
         self._taken: list[tuple[int, Lease]] = []
@@ -93,6 +94,7 @@ class ServingRunner:
             return self._here.start(job)
         trial = self._grant(job)
         self._line.send(job.runner, {"run": messages.told_job(job)})
+        logger.info("trial %s is with %s", job.trial, self._name_of(job.runner))
         return trial
 
     def take_over(self, job: TrialJob) -> RunningTrial:
@@ -110,8 +112,9 @@ class ServingRunner:
         for news in self._line.take_news():
             self._hear(news)
         for name in self._leases.take_over(self._clock()):
-            said = f"its runner was not heard of for {LEASE_S:g} s"
-            self._trials[name].outcome = Killed(reason=said)
+            trial = self._trials[name]
+            said = f"{self._name_of(trial.job.runner)} was not heard of for {LEASE_S:g} s"
+            trial.outcome = Killed(reason=said)
 
     def close(self, exit_code: int | None) -> None:
         """Ends all connections; says how the sweep has ended, if it has."""
@@ -130,6 +133,10 @@ class ServingRunner:
         self._leases.grant(job.trial, job.lease, runner=job.runner, **until_s)
         self._trials[job.trial] = RemoteTrial(self, job)
         return self._trials[job.trial]
+
+    def _name_of(self, rank: int) -> str:
+        """Returns how to call a runner; a chief before this one may have known its name."""
+        return f"runner {self._names[rank]}" if rank in self._names else "its runner"
 
     def _hear(self, news: RunnerNews) -> None:
         match news:
@@ -160,6 +167,7 @@ class ServingRunner:
 
     def _came(self, rank: int, name: str, places: int, holds: Sequence[Lease]) -> None:
         self._guests[rank] = _Guest(name=name, places=min(places, _MOST_PLACES))
+        self._names[rank] = name
         logger.info("runner %s is there, with %d places", name, places)
         for trial in self._leases.back(rank, holds):
             self._trials[trial].outcome = Killed(reason=f"runner {name} let it go", counts=False)

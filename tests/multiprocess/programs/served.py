@@ -15,16 +15,16 @@ from typing import Any
 
 from tfdist.errors import TfdistError
 from tfdist.launch.hosts import environment_of_tasks
+from tfdist.tuning import conduct
 from tfdist.tuning.asking import RUNNING, STOPPED, Answer
 from tfdist.tuning.assignment import Assignment
 from tfdist.tuning.chief import Plan
-from tfdist.tuning.conduct import Sweep, conduct
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.hosts import Meeting, meeting_of
 from tfdist.tuning.joined import JoinedRunner
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.state import Trial
+from tfdist.tuning.state import SweepState, Trial
 
 STEPPING = Path(__file__).parent / "stepping.py"
 
@@ -54,7 +54,18 @@ class Counting:
         pass
 
 
+class NoBoard:
+    """Stands for TensorBoard's, which loads TensorFlow."""
+
+    def __init__(self, sweep_dir: Path) -> None:
+        pass
+
+    def update(self, state: SweepState) -> None:
+        pass
+
+
 def main() -> int:
+    conduct.HParamsBoard = NoBoard  # type: ignore[misc,assignment]
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--serve")
@@ -116,8 +127,8 @@ def _conduct(
         variables_of=variables_of,
     )
     same = {"seed": 1, "max_trials": trials, "config": {}, "space": [], "direction": "max"}
-    exit_code, _ = conduct(
-        Sweep(
+    exit_code, _ = conduct.conduct(
+        conduct.Sweep(
             options=options,
             description={**same, "objective": "val_accuracy", "tuner": "counting"},
             search_of=lambda begun: Counting(trials),  # type: ignore[arg-type,return-value]

@@ -1,6 +1,7 @@
-"""A sweep of a user's own: 4 trials of a tiny model, a task of the second killed once.
+"""A sweep of a user's own: 3 trials of a tiny model, a task of the second killed once.
 
-Usage: tuned.py SWEEP_DIR STRATEGY WORKERS
+Usage: tuned.py SWEEP_DIR STRATEGY WORKERS. The first waits while there is a file SWEEP_DIR/hold.
+The variables SERVE and JOIN make it a chief or a runner of several hosts.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -57,6 +59,20 @@ class Killed(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Held(keras.callbacks.Callback):
+    """Trial 0 waits in its third epoch while a file is there, and says so by another."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.hold = hold
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and '"trial": "0"' in os.environ["TFDIST_TRIAL"] and self.hold.exists():
+            self.hold.with_name("held").touch()
+            while self.hold.exists():
+                time.sleep(0.05)
+
+
 if __name__ == "__main__":
     sweep_dir, strategy, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     tuner = keras_tuner.RandomSearch(
@@ -68,12 +84,14 @@ if __name__ == "__main__":
         Y,
         epochs=4,
         validation_data=(X, Y),
-        callbacks=[Killed(sweep_dir / "killed")],
+        callbacks=[Killed(sweep_dir / "killed"), Held(sweep_dir / "hold")],
         strategy=strategy,
         workers=workers,
-        parallel_trials=2,
+        parallel_trials=0 if "SERVE" in os.environ else 2,
         sweep_dir=sweep_dir / "sweep",
         retrain_best=True,
+        serve=os.environ.get("SERVE"),
+        join=os.environ.get("JOIN"),
     )
     best = tuner.oracle.get_best_trials()[0]
     model = tuner.get_best_models()[0]
