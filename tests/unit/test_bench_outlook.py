@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from tfdist.bench import cost_model, judge, outlook
+from tfdist.bench import cost_model, jobs, judge, outlook, wire
 from tfdist.bench.__main__ import main
 from tfdist.bench.cost_model import Costs, Place, Work
 from tfdist.bench.ring import Ring
@@ -18,7 +18,7 @@ from tfdist.bench.shapes import Shape, parse_shapes
 from tfdist.errors import UsageError
 
 SHAPES = "1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W,2W1PS@20"
-COSTS = Costs(compute_s=0.010, serve_s=0.004, trip_s=0.0005, wait_s=0.003)
+COSTS = Costs(compute_s=0.010, serve_s=0.004, hand_s=0.003, trip_s=0.001, cores=1.6, idle=0.2)
 RING = Ring(compute_s=0.011, round_s=0.0008)
 
 
@@ -167,6 +167,11 @@ def no_parts(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def no_rate(found: dict[str, Any]) -> dict[str, Any]:
+    found["shapes"][-1]["examples_per_second"] = None
+    return found
+
+
 def broken(found: dict[str, Any]) -> dict[str, Any]:
     found["shapes"][0]["examples_per_second"]["median"] = math.nan
     return found
@@ -180,6 +185,7 @@ def broken(found: dict[str, Any]) -> dict[str, Any]:
         ('{"shapes": [{"shape": "2W"}]}', "expected a scaling.json of this program"),
         (json.dumps(broken(table())), "expected a scaling.json of this program"),
         (json.dumps(no_parts(table())), "1W1PS: received a measurement without what its steps"),
+        (json.dumps(no_rate(table())), "2W1PS@20: received a measurement without what its steps"),
         (json.dumps(table("1W1PS,2W")), "--shapes: received 1W1PS to fit a model to"),
     ],
 )
@@ -213,3 +219,40 @@ def test_an_unknown_job_to_hold_out_is_refused_before_anything_runs(
     assert main(["scaling", "--out", str(out), "--hold_out", "9W1PS"]) == 2
     assert "--hold_out: received '9W1PS'" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.fixture
+def measured(monkeypatch: Any) -> list[str]:
+    """The jobs that were run, none of them really."""
+    names: list[str] = []
+
+    def run(shape: Shape, run_dir: Path, **_: Any) -> dict[str, Any]:
+        names.append(shape.name)
+        rate = {"examples_per_second": 1.0, "examples": 8, "steps": 1}
+        return {**rate, "metrics": {"loss": 1.0}, "lines": []}
+
+    monkeypatch.setattr(jobs, "run", run)
+    return names
+
+
+def measure(tmp_path: Path) -> int:
+    flags = ("--shapes", "1W1PS,2W,2W1PS@30", "--rate_mbit", "20", "--repeats", "1")
+    return main(["scaling", "--out", str(tmp_path / "out"), *flags])
+
+
+def test_ps_jobs_are_measured_once_more_behind_a_wire(
+    measured: list[str], monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(wire, "possible", lambda rate_mbit: True)
+    assert measure(tmp_path) == 0
+    assert measured == ["1W1PS", "2W", "2W1PS@30", "1W1PS@20", "2W1PS@20"]
+
+
+def test_where_no_wire_can_be_had_the_other_jobs_are_measured_and_a_line_says_so(
+    measured: list[str], monkeypatch: Any, caplog: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert measure(tmp_path) == 0
+    assert measured == ["1W1PS", "2W"]
+    (line,) = [r.message for r in caplog.records if r.name == "tfdist.bench.wire"]
+    assert line == "nothing is measured behind a wire: unshare, ip, tc not found"

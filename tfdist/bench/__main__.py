@@ -120,7 +120,7 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     shapes = list(parse_shapes(arguments.shapes))
     if arguments.rate_mbit:
         limited = [dataclasses.replace(shape, rate_mbit=arguments.rate_mbit) for shape in shapes]
-        shapes += [shape for shape in limited if shape.ps and shape not in shapes]
+        shapes += [shape for shape in dict.fromkeys(limited) if shape.ps and shape not in shapes]
     rates = {shape.rate_mbit for shape in shapes if shape.rate_mbit}
     if all(wire.possible(rate) for rate in rates):
         return shapes

@@ -2,14 +2,19 @@
 
 A worker computes, exchanges weights and gradients with the ps, and waits for its next step:
 
-compute_s   its computing, on one of the cores
+compute_s   its computing
 serve_s     what the exchange costs in processing, of all ps together, each having its share
+hand_s      the time between steps, in which work is handed out and results are handed in
 trip_s      a round trip when nothing is in the way; a step has two, reading and writing
-wait_s      the time between steps: being handed work, handing in results
+cores       how many steps this machine works on at full speed, 1 or more: fewer than it has cores
+            where a step keeps several busy (worker, ps and chief), or other programs do
+idle        how much of the time of many workers goes in addition into waiting for the last of them:
+            steps are handed out in ranges of about a second. Of n workers (n - 1) / n of it
 
 Bytes are not fitted: those of a step are counted in its graph, and a wire has a rate. On one
-machine computing and serving queue for the same cores, and all bytes pass one wire if there is one.
-With a machine for each task a worker computes undisturbed; each ps has cores and a link each way.
+machine all but the round trips queue for the same cores, and all bytes pass one wire if there is
+one. With a machine for each task a worker computes undisturbed; each ps has cores, and a link each
+way.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.bench.queueing import Flow, Station, saturation, solve
+from tfdist.bench.queueing import Station, saturation, solve
 from tfdist.bench.shapes import Shape
 
 TRIPS = 2
@@ -40,13 +45,20 @@ class Costs:
 
     compute_s: float
     serve_s: float
+    hand_s: float
     trip_s: float
-    wait_s: float
+    cores: float
+    idle: float
+
+    @property
+    def work_s(self) -> float:
+        """What is done in processors."""
+        return self.compute_s + self.serve_s + self.hand_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a job runs: `cores` of one machine, or of each of many; megabits a second."""
+    """Where a job runs: one machine with so many cores, or one for each task; megabits a second."""
 
     cores: int
     mbit: float | None = None
@@ -85,14 +97,14 @@ class Point:
 
 def network(costs: Costs, work: Work, place: Place) -> tuple[list[Station], float]:
     """The stations that a step visits, and the time that it spends at none."""
-    think_s = TRIPS * costs.trip_s + costs.wait_s
+    think_s = TRIPS * costs.trip_s
     if place.apart:
         return [
             Station(name=PS, demand_s=costs.serve_s / work.ps, servers=place.cores, copies=work.ps),
             _link(LINKS_OUT, work.read_bytes, place, copies=work.ps),
             _link(LINKS_IN, work.write_bytes, place, copies=work.ps),
-        ], think_s + costs.compute_s
-    cores = Station(name=CORES, demand_s=costs.compute_s + costs.serve_s, servers=place.cores)
+        ], think_s + costs.compute_s + costs.hand_s
+    cores = Station(name=CORES, demand_s=costs.work_s, servers=costs.cores)
     return [cores, _link(WIRE, work.read_bytes + work.write_bytes, place)], think_s
 
 
@@ -103,22 +115,18 @@ def _link(name: str, size_bytes: float, place: Place, copies: int = 1) -> Statio
 
 def examples_per_s(costs: Costs, work: Work, place: Place) -> float:
     """What all workers together come to."""
-    return work.batch * _flow(costs, work, place).rounds_per_s
-
-
-def _flow(costs: Costs, work: Work, place: Place) -> Flow:
-    stations, think_s = network(costs, work, place)
-    return solve(stations, think_s=think_s, customers=work.workers)
+    return work.batch * work.workers / expected(costs, work, place)[2]
 
 
 def expected(costs: Costs, work: Work, place: Place) -> tuple[float, float, float]:
     """What `Point.seen` should be."""
-    flow = _flow(costs, work, place)
-    compute_s = costs.compute_s
-    if not place.apart:  # of the time at the cores, its share
-        compute_s *= flow.residence_s[CORES] / (costs.compute_s + costs.serve_s)
-    whole_s = work.workers / flow.rounds_per_s
-    return compute_s, whole_s - compute_s - costs.wait_s, whole_s
+    stations, think_s = network(costs, work, place)
+    flow = solve(stations, think_s=think_s, customers=work.workers)
+    slower = 1.0 if place.apart else flow.residence_s[CORES] / costs.work_s
+    busy_s = work.workers / flow.rounds_per_s
+    compute_s = costs.compute_s * slower
+    idle = costs.idle * (1 - 1 / work.workers)
+    return compute_s, busy_s - compute_s - costs.hand_s * slower, busy_s * (1 + idle)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +170,8 @@ _NAMES = tuple(Costs.__dataclass_fields__)
 
 
 def _costs(logarithms: Array) -> Costs:
-    return Costs(**dict(zip(_NAMES, np.exp(logarithms).tolist(), strict=True)))
+    found = dict(zip(_NAMES, np.exp(logarithms).tolist(), strict=True))
+    return Costs(**found | {"cores": max(1.0, found["cores"])})
 
 
 def fit(points: Sequence[Point]) -> Fit:
@@ -189,9 +198,13 @@ def fit(points: Sequence[Point]) -> Fit:
 
 def _guess(points: Sequence[Point]) -> Costs:
     compute_s, exchange_s, whole_s = min(points, key=lambda point: point.work.workers).seen
-    rest_s = max(whole_s - compute_s - exchange_s, whole_s / 20)
     return Costs(
-        compute_s=compute_s, serve_s=exchange_s / 2, trip_s=exchange_s / 2 / TRIPS, wait_s=rest_s
+        compute_s=compute_s,
+        serve_s=exchange_s / 2,
+        hand_s=max(whole_s - compute_s - exchange_s, whole_s / 20),
+        trip_s=exchange_s / 2 / TRIPS,
+        cores=points[0].place.cores,
+        idle=0.1,
     )
 
 

@@ -107,13 +107,13 @@ def read(table: Mapping[str, Any]) -> dict[Shape, Point]:
     """The jobs of the table of `scaling`; what ps jobs write is what a ring sends round.
 
     Raises:
-        UsageError: the steps of a ps job were not measured.
+        UsageError: the steps of a ps job were not measured, or nothing was.
     """
     found: dict[Shape, Point] = {}
     for row in sorted(table["shapes"], key=lambda row: -row["ps"]):
         shape = Shape.parse(row["shape"])
         parts, sent = row["step_ms"], row["sent_bytes"]
-        if shape.ps and not (parts and sent):
+        if row["examples_per_second"] is None or (shape.ps and not (parts and sent)):
             raise UsageError(
                 row["shape"],
                 received="a measurement without what its steps cost",

@@ -73,9 +73,11 @@ def _parameters(model: Model) -> dict[str, Any]:
         ms = {name: {"value": time_s * 1e3} for name, time_s in times_s.items()}
         return {"job": "multiworker", "ms": ms, "sent_bytes": {"gradients": work.write_bytes}}
     values, errors = asdict(fitted.costs), asdict(fitted.errors())
-    ms = {name.removesuffix("_s"): _about(values[name] * 1e3, errors[name]) for name in values}
+    times = [name for name in values if name.endswith("_s")]
+    ms = {name.removesuffix("_s"): _about(values[name] * 1e3, errors[name]) for name in times}
+    plain = {name: _about(values[name], errors[name]) for name in ("cores", "idle")}
     sent = {"read": work.read_bytes, "write": work.write_bytes}
-    return {"job": "ps", "ms": ms, "sent_bytes": sent}
+    return {"job": "ps", "ms": ms, **plain, "sent_bytes": sent}
 
 
 def _about(value: float, error: float) -> dict[str, float]:
@@ -121,7 +123,11 @@ def _advice(model: Model, name: str, place: Place, most: int) -> str:
     longer = replace(costs, compute_s=2 * costs.compute_s)
     changes = {
         "twice the ps": (costs, replace(work, ps=2 * work.ps), place),
-        "twice the cores": (costs, work, replace(place, cores=2 * place.cores)),
+        "twice the cores": (
+            replace(costs, cores=2 * costs.cores),
+            work,
+            replace(place, cores=2 * place.cores),
+        ),
         "half the bytes": (costs, halved, place),
         "twice the batch": (longer, replace(work, batch=2 * work.batch), place),
     }
@@ -152,10 +158,11 @@ def lines(model: Mapping[str, Any]) -> list[str]:
 
 
 def _costs(of_job: Mapping[str, Any]) -> str:
+    fitted = of_job["ms"] | {name: of_job[name] for name in ("cores", "idle") if name in of_job}
     parts = [
-        f"{name} {ms['value']:.3g}"
-        + (f" ({ms['least']:.2g} to {ms['most']:.2g})" if "least" in ms else "")
-        for name, ms in of_job["ms"].items()
+        f"{name} {found['value']:.3g}"
+        + (f" ({found['least']:.2g} to {found['most']:.2g})" if "least" in found else "")
+        for name, found in fitted.items()
     ]
     sent = [f"{name} {size:,.0f} bytes" for name, size in of_job["sent_bytes"].items()]
     return f"  {of_job['job']}: {', '.join(parts + sent)}"

@@ -8,6 +8,7 @@ equally whatever the times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ class Station:
     name: str
     demand_s: float
     """Of one round at one copy, when nobody else is there."""
-    servers: int = 1
+    servers: float = 1.0
+    """How many it serves at full speed; of 1.5, two customers get 0.75 each."""
     copies: int = 1
 
     @property
@@ -40,7 +42,7 @@ def solve(stations: Sequence[Station], *, think_s: float, customers: int) -> Flo
     """The mean values with so many customers, who spend `think_s` of each round in no queue."""
     queue = [0.0] * len(stations)
     # Of each station, the probabilities of 0 .. servers - 2 customers there.
-    few = [[1.0] + [0.0] * (station.servers - 1) for station in stations]
+    few = [[1.0] + [0.0] * (math.ceil(station.servers) - 1) for station in stations]
     rate, times = 0.0, list(queue)
     for n in range(1, customers + 1):
         times = [_residence_s(*each) for each in zip(stations, queue, few, strict=True)]
@@ -56,13 +58,13 @@ def solve(stations: Sequence[Station], *, think_s: float, customers: int) -> Flo
 
 def _residence_s(station: Station, queue: float, few: Sequence[float]) -> float:
     """Of one who comes and finds what is there with one customer less."""
-    idle = sum((station.servers - 1 - j) * few[j] for j in range(station.servers - 1))
+    idle = sum((station.servers - 1 - j) * p for j, p in enumerate(few[:-1]))
     return station.demand_s / station.servers * (1 + queue + idle)
 
 
 def _few(station: Station, before: Sequence[float], rate: float) -> list[float]:
     load, servers = rate * station.demand_s, station.servers
-    some = [load / j * before[j - 1] for j in range(1, servers)]
+    some = [load / j * before[j - 1] for j in range(1, len(before))]
     busy = load + sum((servers - j) * p for j, p in enumerate(some, start=1))
     return [max(0.0, 1 - busy / servers), *some]  # not below 0, where rounding would have it
 

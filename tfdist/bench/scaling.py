@@ -101,7 +101,8 @@ def check(table: Mapping[str, Any]) -> None:
         Shape.parse(row["shape"])
         for key in ("rate_mbit", "batch", "sent_bytes", "step_ms", "seconds_to_loss"):
             row[key]
-        if not row["examples_per_second"]["median"] > 0 or not row["batch"] > 0:
+        rate = row["examples_per_second"]
+        if (rate is not None and not rate["median"] > 0) or not row["batch"] > 0:
             raise ValueError(f"{row['shape']} did nothing")
 
 

@@ -27,7 +27,7 @@ def possible(rate_mbit: float) -> bool:
     """Whether this machine lets this user have one; where not, says why in one line."""
     missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
     if missing:
-        why = f"{' and '.join(missing)} is missing"
+        why = f"{', '.join(missing)} not found"
     else:
         done = subprocess.run(
             [*behind(rate_mbit), "true"], capture_output=True, text=True, timeout=_DEADLINE_S
@@ -35,5 +35,5 @@ def possible(rate_mbit: float) -> bool:
         if done.returncode == 0:
             return True
         why = (done.stderr.strip().splitlines() or ["refused"])[-1]
-    _LOG.warning("nothing is measured at %g Mbit/s: %s", rate_mbit, why)
+    _LOG.warning("nothing is measured behind a wire: %s", why)
     return False
