@@ -10,7 +10,14 @@ import textwrap
 
 import pytest
 
+from tests.multiprocess import warm
 from tests.multiprocess.jobs import LAUNCH, ROOT, Job, default_signals, take_terminal
+
+
+@pytest.fixture(autouse=True)
+def _what_the_fork_server_said():
+    yield
+    print(warm.said(), end="")
 
 
 @pytest.fixture

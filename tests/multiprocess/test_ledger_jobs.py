@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.multiprocess.warm import QUIET, forked
+
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 200
 JOBS = {
@@ -26,16 +28,22 @@ CONFIG = (
 )  # fmt: skip
 
 
-def run(*arguments: str) -> Any:
+def run(*arguments: str, pass_fds: tuple[int, ...] = ()) -> Any:
     """Runs a program to its end; raises when it is not done in time."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env=environment,
+        env={**os.environ, **QUIET},
+        pass_fds=pass_fds,
     )
+
+
+def launched(kind: str, run_dir: Path, *program: str) -> Any:
+    with forked() as (flags, fds):
+        command = ("tfdist.launch", *JOBS[kind], *flags, "--run_dir", str(run_dir), *program)
+        return run(*command, pass_fds=fds)
 
 
 def logs(run_dir: Path, done: Any) -> str:
@@ -54,8 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
             if kind == "single":
                 done = run("tfdist.train", f"--config.run_dir={run_dir}", *CONFIG)
             else:
-                flags = [*JOBS[kind], "--run_dir", str(run_dir)]
-                done = run("tfdist.launch", *flags, "--", *CONFIG)
+                done = launched(kind, run_dir, "--", *CONFIG)
             assert done.returncode == 0, logs(run_dir, done)
             found[kind] = run_dir
         return found[kind]
@@ -100,7 +107,7 @@ def test_a_step_of_ps_is_not_run_again(trained: Any) -> None:
 
 def test_steps_that_two_workers_did_are_listed(tmp_path: Path) -> None:
     program = [str(PROGRAMS / "twice.py"), str(tmp_path / "ledger")]
-    done = run("tfdist.launch", *JOBS["ps"], "--run_dir", str(tmp_path / "run"), *program)
+    done = launched("ps", tmp_path / "run", *program)
     assert done.returncode == 0, logs(tmp_path / "run", done)
     proof = run("tfdist.ledger", str(tmp_path / "ledger"))
     assert proof.returncode == 1, proof.stdout

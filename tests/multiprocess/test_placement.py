@@ -13,15 +13,16 @@ import pytest
 import tfdist
 from tests.multiprocess.programs import zoo
 from tests.multiprocess.test_training import PROGRAMS, launch
+from tests.multiprocess.warm import as_it_comes, forked
 from tfdist.outputs.costs import COLUMNS
 
 
-def job(out: Path, *parts: str, ps: int, workers=2, flags=()):
+def job(out: Path, *parts: str, ps: int, workers=2, flags=(), start=forked):
     """What the chief saw, and what the job printed."""
     out.mkdir(exist_ok=True)
     said = launch(
         out / "run", "--strategy", "ps", "--workers", str(workers), "--ps", str(ps), *flags,
-        str(PROGRAMS / "placement.py"), str(out), *parts, timeout_s=200,
+        str(PROGRAMS / "placement.py"), str(out), *parts, timeout_s=200, start=start,
     )  # fmt: skip
     return json.loads((out / "seen.json").read_text()), said
 
@@ -143,7 +144,8 @@ def test_a_checkpoint_and_a_file_do_not_depend_on_the_number_of_servers(tmp_path
 
 def test_a_profile_counts_the_bytes_that_cross_the_network(tmp_path):
     # In a network of its own, so that nothing else crosses its loopback.
-    seen, said = job(tmp_path, "profile", ps=2, flags=("--profile_ps", "--isolate"))
+    isolated = {"flags": ("--profile_ps", "--isolate"), "start": as_it_comes}
+    seen, said = job(tmp_path, "profile", ps=2, **isolated)
     summary = seen["profile"]["summary"]
     links, size = summary["links"], (1000 * 250 + 250) * 4
     read = sum(link["size_bytes"] for ends, link in links.items() if ends.endswith("to worker"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
+from tests.multiprocess.warm import executed, forked
 from tfdist.outputs.run_directory import RunDirectory
 
 TWO_WORKERS = ("--strategy", "multiworker", "--workers", "2")
@@ -25,14 +26,16 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_job_asked_to_stop_in_every_way_ends_like_one_left_alone(tmp_path: Path) -> None:
     run_dir = tmp_path / "cut"
     ways = {
-        "SIGTERM": (lambda job: job.process.send_signal(signal.SIGTERM), 143),
-        "SIGTERM of one task": (lambda job: os.kill(job.task("worker-1"), signal.SIGTERM), 143),
-        "SIGUSR1": (lambda job: job.process.send_signal(signal.SIGUSR1), 143),
-        "SIGINT": (lambda job: job.process.send_signal(signal.SIGINT), 130),
-    }
+        "SIGTERM": (lambda job: job.process.send_signal(signal.SIGTERM), 143, executed),
+        "SIGTERM of one task": (
+            lambda job: os.kill(job.task("worker-1"), signal.SIGTERM), 143, forked
+        ),
+        "SIGUSR1": (lambda job: job.process.send_signal(signal.SIGUSR1), 143, forked),
+        "SIGINT": (lambda job: job.process.send_signal(signal.SIGINT), 130, forked),
+    }  # fmt: skip
     stopped_at = 0
-    for way, (ask, code) in ways.items():
-        job = TrainingJob(run_dir, *TWO_WORKERS)
+    for way, (ask, code, start) in ways.items():
+        job = TrainingJob(run_dir, *TWO_WORKERS, start=start)
         job.trained_beyond(stopped_at)
         ask(job)
         assert job.end() == code, job.logs()
@@ -49,7 +52,7 @@ def test_a_job_asked_to_stop_in_every_way_ends_like_one_left_alone(tmp_path: Pat
     summary = summary_of(run_dir)
     assert (summary["status"], summary["resumed_from_step"]) == ("done", stopped_at), last.logs()
 
-    whole = TrainingJob(tmp_path / "whole", *TWO_WORKERS)
+    whole = TrainingJob(tmp_path / "whole", *TWO_WORKERS, start=executed)
     assert whole.end() == 0, whole.logs()
     expected = summary_of(tmp_path / "whole")
     for name in ("weights_sha256", "state_sha256", "metrics", "steps", "examples"):

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.multiprocess.warm import QUIET, forked
+
 PROGRAM = Path(__file__).parent / "programs" / "resized.py"
 DEADLINE_S = 120
 KILLED = 128 + 9
@@ -21,14 +23,14 @@ RESIZED = ((1, 58), (3, 114), (4, 150), (2, 0))
 GOES_ON_AT = [0, 56, 112, 147]
 
 
-def run(*arguments: str) -> Any:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+def run(*arguments: str, pass_fds: tuple[int, ...] = ()) -> Any:
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env=environment,
+        env={**os.environ, **QUIET},
+        pass_fds=pass_fds,
     )
 
 
@@ -36,7 +38,9 @@ def train(out: Path, *, workers: int, kill_at: int) -> None:
     run_dir = out / f"job-{workers}-{kill_at}"
     flags = ["--strategy", "multiworker" if workers > 1 else "single", f"--workers={workers}"]
     program = [str(PROGRAM), str(out), str(kill_at)]
-    done = run("tfdist.launch", *flags, f"--run_dir={run_dir}", *program)
+    with forked() as (more, fds):
+        command = ("tfdist.launch", *flags, *more, f"--run_dir={run_dir}", *program)
+        done = run(*command, pass_fds=fds)
     logs = "\n".join(f"== {f}\n{f.read_text()}" for f in sorted(run_dir.glob("logs/**/*.log")))
     expected = KILLED if kill_at else 0
     assert done.returncode == expected, f"{done.stdout}\n{done.stderr}\n{logs}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.multiprocess.warm import QUIET, Start, as_it_comes, forked
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 240
@@ -19,12 +20,17 @@ JOBS = {
 }
 
 
-def launched(kind: str, run_dir: Path, *flags: str) -> Any:
-    command = [sys.executable, "-m", "tfdist.launch", *JOBS[kind], "--run_dir", str(run_dir), "--"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=DEADLINE_S, env=environment
-    )
+def launched(kind: str, run_dir: Path, *flags: str, start: Start = forked) -> Any:
+    command = [sys.executable, "-m", "tfdist.launch", *JOBS[kind], "--run_dir", str(run_dir)]
+    with start() as (how, fds):
+        return subprocess.run(
+            [*command, *how, "--", *flags],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env={**os.environ, **QUIET},
+            pass_fds=fds,
+        )
 
 
 def logs(run_dir: Path, done: Any) -> str:
@@ -37,7 +43,7 @@ def logs(run_dir: Path, done: Any) -> str:
 def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")
-    done = launched(kind, run_dir, *flags)
+    done = launched(kind, run_dir, *flags, start=as_it_comes)
     assert done.returncode == 0, logs(run_dir, done)
     summary = RunDirectory(run_dir).read_summary()
     assert summary is not None

@@ -13,20 +13,28 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
+from tests.multiprocess.warm import forked
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
 
-def launch(run_dir, *arguments, timeout_s):
+def launch(run_dir, *arguments, timeout_s, start=forked):
     """Runs a job to its end; on failure or past its deadline, shows every task's log."""
-    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir)]
+    with start() as (flags, fds):
+        process = subprocess.Popen(
+            [*command, *flags, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=fds,
+        )
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.terminate()
         output, _ = process.communicate(timeout=60)
-        pytest.fail(f"{' '.join(command)}: not done in {timeout_s} s\n{output[-20000:]}")
+        pytest.fail(f"{' '.join(arguments)}: not done in {timeout_s} s\n{output[-20000:]}")
     assert process.returncode == 0, output[-20000:]
     return output
 

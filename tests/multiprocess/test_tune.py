@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.multiprocess import warm
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.journal import read
 from tfdist.tuning.lock import is_held
@@ -295,11 +296,12 @@ TRAIN = ("-m", "tfdist.train", "--config.total_examples=28800", "--config.checkp
 def test_a_run_cut_at_a_budget_ends_with_the_weights_of_one_run_through(tmp_path: Path) -> None:
     runner = LauncherRunner(
         program=(*TRAIN, "--config.seed=3"),
-        launch_flags=("--strategy", "single"),
+        launch_flags=("--strategy", "single", "--start", "fork"),
         gpus=(),
         places=1,
         environ={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
         timeout_s=SWEEP_DEADLINE_S,
+        warm=warm.server(),
     )
 
     def run(name: str, *, budget: int | None = None) -> tuple[Completed, dict[str, Any]]:

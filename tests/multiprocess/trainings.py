@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.multiprocess.warm import QUIET, Start, forked, tasks_of
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 150
@@ -31,19 +31,25 @@ class TrainingJob:
     """A job in a run directory, of tfdist.train if not said; on failure, shows all its logs."""
 
     def __init__(
-        self, run_dir: Path, *launch: str, program: Sequence[str] = ("--", *FLAGS)
+        self,
+        run_dir: Path,
+        *launch: str,
+        program: Sequence[str] = ("--", *FLAGS),
+        start: Start = forked,
     ) -> None:
         self.run_dir = run_dir
         self.directory = RunDirectory(run_dir)
         command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir), *launch]
-        self.process = subprocess.Popen(
-            [*command, "--start", "exec", "--grace_s", "60", *program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        with start() as (flags, fds):
+            self.process = subprocess.Popen(
+                [*command, *flags, "--grace_s", "60", *program],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **QUIET},
+                pass_fds=fds,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
         self.said: list[str] = []
         # Its output is read all the while, so that it never waits for us.
         self._reader = threading.Thread(target=lambda: self.said.extend(self.process.stdout or ()))
@@ -67,12 +73,10 @@ class TrainingJob:
             time.sleep(0.01)
 
     def task(self, name: str) -> int:
-        """The process of a task, a child of the launcher."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        for pid in map(int, children.split()):
-            with contextlib.suppress(OSError):
-                if name in Path(f"/proc/{pid}/cmdline").read_text():
-                    return pid
+        """The process of a task."""
+        for pid, title in tasks_of(self.process.pid).items():
+            if name in title:
+                return pid
         raise AssertionError(f"no process of {name}\n{self.logs()}")
 
     def kill(self, name: str) -> None:
@@ -91,10 +95,8 @@ class TrainingJob:
 
     def _give_up(self, what: str) -> NoReturn:
         """Fails with the stacks of all tasks in their logs, and leaves none of them."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        for pid in map(int, children.split()):
-            if Path(f"/proc/{pid}/cmdline").read_text().startswith("tfdist "):
-                os.kill(pid, signal.SIGQUIT)
+        for pid in tasks_of(self.process.pid):
+            os.kill(pid, signal.SIGQUIT)
         time.sleep(1)
         launcher = Path(f"/proc/{self.process.pid}/stat").read_text().split()
         told = f"launcher in state {launcher[2]} with {launcher[13]} ticks of its own"
