@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -106,11 +108,17 @@ def difference(one, other):
     )
 
 
+@pytest.fixture(scope="module")
+def on_one_device(strategies):
+    """What one device makes of 60 examples, by optimizer; trained when it is first asked for."""
+    return functools.cache(lambda name: trained(strategies[1], optimizer=name, examples=60))
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_replicas_equal_one_device(strategies, optimizer, replicas):
+def test_replicas_equal_one_device(strategies, on_one_device, optimizer, replicas):
     # 60 examples in batches of 8: shares of 2, 3, 3 under three replicas, and a last batch of 4.
-    one, one_history = trained(strategies[1], optimizer=optimizer, examples=60)
+    one, one_history = on_one_device(optimizer)
     many, many_history = trained(strategies[replicas], optimizer=optimizer, examples=60)
     assert difference(one, many) < 1e-6
     assert many.optimizer.iterations.numpy() == one.optimizer.iterations.numpy() > 0

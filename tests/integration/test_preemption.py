@@ -129,7 +129,7 @@ class Run:
         self.directory = directory
 
     def model(self) -> keras.Model:
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
         layers = keras.layers
         with self.strategy.scope():

@@ -34,7 +34,7 @@ class CutAfter(keras.callbacks.Callback):
 
 
 def make(strategy):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = keras.layers
@@ -122,15 +122,22 @@ def test_a_finished_run_can_be_made_longer(strategies, tmp_path):
     assert bits(longer) == bits(whole)
 
 
+@pytest.fixture(scope="module")
+def finished(strategies, tmp_path_factory):
+    """The checkpoints of a run that has ended, for those that must leave them as they are."""
+    directory = tmp_path_factory.mktemp("finished")
+    fit(make(strategies[1]), directory)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"batch_size": 16}, "global_batch_size 8 -> 16"), ({"seed": 6}, "seed 5 -> 6"),
      ({"shuffle": False}, "shuffle True -> False")],
 )  # fmt: skip
-def test_a_checkpoint_of_another_run_is_refused(strategies, tmp_path, change, named):
-    fit(make(strategies[1]), tmp_path)
+def test_a_checkpoint_of_another_run_is_refused(strategies, finished, change, named):
     with pytest.raises(UsageError, match=named):
-        fit(make(strategies[1]), tmp_path, **change)
+        fit(make(strategies[1]), finished, **change)
 
 
 def test_epochs_of_another_length_are_refused(strategies, tmp_path):
@@ -143,13 +150,12 @@ def test_epochs_of_another_length_are_refused(strategies, tmp_path):
     fit(make(strategies[1]), tmp_path, epochs=3, steps_per_epoch=10)
 
 
-def test_a_checkpoint_of_another_model_is_refused(strategies, tmp_path):
-    fit(make(strategies[1]), tmp_path)
+def test_a_checkpoint_of_another_model_is_refused(strategies, finished):
     with strategies[1].scope():
         other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         other.compile("sgd", "sparse_categorical_crossentropy")
     with pytest.raises(UsageError, match="a checkpoint of another model"):
-        fit(other, tmp_path)
+        fit(other, finished)
 
 
 def test_checkpoints_are_kept_by_number(strategies, tmp_path):
