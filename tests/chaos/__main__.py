@@ -14,12 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.plan import BY_RUNNER, Plan, PlanError, read
+from tests.chaos.plan import BY_RUNNER, Plan, PlanError, by_case, read
 from tests.chaos.run import launcher_restarts
 from tests.chaos.summary import table
+from tfdist.launch.process import die_with
 
 PLANS = Path(__file__).with_name("plans")
 
@@ -37,21 +41,33 @@ def main() -> int:
     by = "the launcher" if launcher_restarts() else "the runner"
     say(f"seed {seed}, in {directory}, restarts by {by}")
     began_s = time.monotonic()
-    with open(args.results or os.devnull, "a") as results:
-        campaign = Campaign(plan, directory, seed=seed, say=say, results=results)
-        campaign.placed()
-        campaign.random_kills(plan.kills if args.kills is None else args.kills)
-    print(f"\n{table(campaign.lines)}\n")
-    bad = sum(line["identical"] is not True for line in campaign.lines)
-    say(
-        f"seed {seed}: {len(campaign.lines)} faults in {time.monotonic() - began_s:.0f} s,"
-        f" {bad} not identical"
-    )
-    for kept in campaign.kept:
-        say(f"kept {kept}")
-    if not campaign.kept:
+    conduct = partial(_conduct, directory=directory, seed=seed, results=args.results)
+    lines: list[dict[str, Any]] = []
+    kept: list[Path] = []
+    with ProcessPoolExecutor(args.at_once, initializer=die_with, initargs=(os.getpid(),)) as pool:
+        for of_case, kept_of_case in pool.map(conduct, by_case(plan)):
+            lines += of_case
+            kept += kept_of_case
+    print(f"\n{table(lines)}\n")
+    bad = sum(line["identical"] is not True for line in lines)
+    took_s = time.monotonic() - began_s
+    say(f"seed {seed}: {len(lines)} faults in {took_s:.0f} s, {bad} not identical")
+    for path in kept:
+        say(f"kept {path}")
+    if not kept:
         shutil.rmtree(directory)
-    return 1 if campaign.kept else 0
+    return 1 if kept else 0
+
+
+def _conduct(
+    plan: Plan, *, directory: Path, seed: int, results: Path | None
+) -> tuple[list[dict[str, Any]], list[Path]]:
+    """Does what a plan says; returns the results, and the directories that are kept."""
+    with open(results or os.devnull, "a") as file:
+        campaign = Campaign(plan, directory, seed=seed, say=say, results=file)
+        campaign.placed()
+        campaign.random_kills(plan.kills)
+    return campaign.lines, campaign.kept
 
 
 def say(line: str) -> None:
@@ -64,6 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, default=PLANS / "short.toml", help="(short.toml)")
     parser.add_argument("--kills", type=int, help="random kills, instead of the plan's number")
     parser.add_argument("--seed", type=int, help="of the random kills (a new one)")
+    parser.add_argument("--at_once", type=int, default=1, help="cases that run side by side (1)")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="leave out the other cases")
     parser.add_argument("--random_only", action="store_true", help="leave out the placed faults")
     parser.add_argument(
@@ -89,7 +106,7 @@ def _chosen(plan: Plan, args: argparse.Namespace) -> Plan:
             and not args.random_only
             and not without & {fault.do for fault in entry.faults}
         ),
-        kills=plan.kills,
+        kills=plan.kills if args.kills is None else args.kills,
     )
 
 

@@ -1,4 +1,4 @@
-"""A whole plan: the undisturbed run of each case, then the placed faults and the random kills."""
+"""The undisturbed run of each case of a plan, then the placed faults and the random kills."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Campaign:
         self._plan = plan
         self._directory = directory
         self._seed = seed
-        self._draw = random.Random(seed)
+        names = (case.name for case in plan.cases)
+        self._draw = random.Random(f"{seed} {' '.join(names)}")  # each case draws its own
         self._say = say
         self._results = results
         self._launcher = launcher

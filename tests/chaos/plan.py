@@ -9,6 +9,7 @@ had done its first steps).
 
 from __future__ import annotations
 
+import itertools
 import random
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,26 @@ def in_turn(cases: Sequence[Case]) -> list[Case]:
     """Returns the cases of one round of random kills, each as often as its share says."""
     rounds = max((case.share for case in cases), default=0)
     return [case for i in range(rounds) for case in cases if i < case.share]
+
+
+def by_case(plan: Plan) -> list[Plan]:
+    """Returns a plan for each case: its runs, and the random kills that it gets in its turns."""
+    kills = dict.fromkeys((case.name for case in plan.cases), 0)
+    left = plan.kills
+    for case in itertools.cycle(in_turn(plan.cases)):
+        if left <= 0:
+            break
+        taken = min(case.kills_per_run, left)
+        kills[case.name] += taken
+        left -= taken
+    return [
+        Plan(
+            cases=(case,),
+            placed=tuple(entry for entry in plan.placed if entry.case == case.name),
+            kills=kills[case.name],
+        )
+        for case in plan.cases
+    ]
 
 
 def _made(kind: type[Any], entry: Mapping[str, Any]) -> Any:

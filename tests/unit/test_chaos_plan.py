@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.plan import Case, Fault, PlanError, in_turn, random_faults, read
+from tests.chaos.plan import Case, Fault, Plan, PlanError, by_case, in_turn, random_faults, read
 from tests.chaos.record import Record
 from tests.chaos.summary import kind_of, percentile, table
 from tests.chaos.verdict import differences
@@ -72,6 +72,20 @@ def test_the_same_seed_draws_the_same_kills_and_leaves_training_to_kill() -> Non
 def test_cases_take_turns_by_their_share() -> None:
     cases = [Case(name=n, strategy="single", share=s) for n, s in (("a", 2), ("b", 0), ("c", 1))]
     assert [case.name for case in in_turn(cases)] == ["a", "c", "a"]
+
+
+def test_a_plan_is_divided_by_case_with_its_runs_and_all_of_the_kills() -> None:
+    plan = read(PLANS / "short.toml")
+    parts = by_case(plan)
+    assert [part.cases for part in parts] == [(case,) for case in plan.cases]
+    assert sum(part.kills for part in parts) == plan.kills
+    kills = {part.cases[0].name: part.kills for part in parts}
+    assert kills == {"multiworker-2": 12, "single": 9, "mirrored-2": 6, "multiworker-3": 3}
+    for part in parts:
+        (case,) = part.cases
+        assert part.placed == tuple(entry for entry in plan.placed if entry.case == case.name)
+    idle = Plan(cases=(Case(name="idle", strategy="single", share=0),), placed=(), kills=5)
+    assert [part.kills for part in by_case(idle)] == [0]
 
 
 def test_a_difference_is_named_by_where_it_is() -> None:
