@@ -216,6 +216,7 @@ def test_a_task_that_stands_still_on_another_host_is_found(both, what, cause):
 # hosts that go
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("signum", "why"),
     [(signal.SIGKILL, "it has closed the connection"), (signal.SIGSTOP, "no word for 2 s")],

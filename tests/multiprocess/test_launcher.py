@@ -574,6 +574,7 @@ def test_a_dry_run_prints_every_task_and_writes_nothing(launch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
+@pytest.mark.alone
 def test_many_tasks_that_sleep_cost_next_to_nothing(launch):
     job = launch(PAUSE, "--workers=100")
     job.ready(100)

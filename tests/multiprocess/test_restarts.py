@@ -48,6 +48,7 @@ def ready(job, attempt, count):
 # the whole job
 
 
+@pytest.mark.alone
 @STARTS
 def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command):
     source = """
@@ -92,6 +93,7 @@ def test_the_report_is_there_while_the_next_attempt_runs(launch):
     assert [entry["exit_code"] for entry in report("run")["attempts"]] == [3, 143]
 
 
+@pytest.mark.alone
 def test_the_fork_server_serves_every_attempt(launch):
     source = "ready()\nif attempt < 3: signal.pause()"
     job = launch(program(source), "--workers=2", "--max_restarts=2", "--run_dir=run", command=FORK)
@@ -271,6 +273,7 @@ else:
 """
 
 
+@pytest.mark.alone
 @STARTS
 def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
     os.mkfifo("fifo")
@@ -345,6 +348,7 @@ def test_a_ps_job_without_its_chief_or_a_ps_is_started_again_whole(launch, task)
 # who is blamed
 
 
+@pytest.mark.alone
 def test_a_task_that_lost_its_peer_is_not_blamed_for_it(launch):
     source = """
     class UnavailableError(Exception): pass
@@ -365,6 +369,7 @@ def test_a_task_that_lost_its_peer_is_not_blamed_for_it(launch):
     assert failure["detect_s"] < 1
 
 
+@pytest.mark.alone
 def test_a_lost_connection_that_nothing_explains_is_the_failure(launch):
     source = """
     ready()
@@ -382,6 +387,7 @@ def test_a_lost_connection_that_nothing_explains_is_the_failure(launch):
 # standing still
 
 
+@pytest.mark.alone
 def test_a_stopped_task_is_found_and_the_job_started_again(launch):
     source = """
     ready()

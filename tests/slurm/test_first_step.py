@@ -15,6 +15,7 @@ MORE_S = 1.0
 CONFIG = ("--config.total_examples=64", "--config.checkpoints=1")
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(2 * ROUNDS * DEADLINE_S)
 def test_it_comes_at_most_a_second_later_than_under_the_launcher(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]

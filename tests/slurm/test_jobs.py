@@ -115,10 +115,11 @@ def test_a_job_that_loses_a_node_goes_on(kind: str, slurm: Slurm, undisturbed: d
 def test_a_ps_job_trains_in_one_component_and_in_two(slurm: Slurm) -> None:
     ps = ("--strategy", "ps", "--ps", "1", "--cpus", "1")
     program = ("-m", "tfdist.train", *CONFIG)
-    slurm.submit(*ps, "--workers", "1", program=program, name="one").is_in_state("COMPLETED")
     # With GPUs the ps is in a component of its own, which holds none.
-    two = slurm.submit(*ps, "--workers", "2", "--gpus", "1", program=program, name="two")
-    two.is_in_state("COMPLETED")
+    shapes = {"one": ("--workers", "1"), "two": ("--workers", "2", "--gpus", "1")}
+    jobs = [slurm.submit(*ps, *shape, program=program, name=name) for name, shape in shapes.items()]
+    for job in jobs:
+        job.is_in_state("COMPLETED")
     for name, workers in (("one", 1), ("two", 2)):
         summary = summary_of(slurm.folder / "runs" / name)
         assert (summary["status"], summary["strategy"], summary["steps"]) == ("done", "ps", 64)
