@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.multiprocess.warm import forked
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING
 
@@ -22,8 +23,14 @@ THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 def run(out, how):
     """Runs a job of two workers; returns its exit code and what it said."""
     command = [sys.executable, "-m", "tfdist.launch", "--strategy", "multiworker", "--workers", "2"]
-    command += ["--run_dir", str(out / how), str(PROGRAM), str(out), how]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with forked() as (flags, fds):
+        process = subprocess.Popen(
+            [*command, *flags, "--run_dir", str(out / how), str(PROGRAM), str(out), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=fds,
+        )
     try:
         said, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.chaos import __main__ as chaos
 from tests.chaos.plan import Case, Fault, Plan, PlanError, by_case, in_turn, random_faults, read
 from tests.chaos.record import Record
 from tests.chaos.summary import kind_of, percentile, table
@@ -127,6 +129,44 @@ def test_the_table_counts_what_ended_identical() -> None:
     other = {**record.as_dict(), "identical": False}
     assert kind_of(other) == "kill in a save"
     assert table([record.as_dict(), other]).splitlines()[-1].endswith("1 of 2")
+
+
+class OfOneCase:
+    """A campaign that kept the directory of the case `b`."""
+
+    def __init__(self, plan: Plan, directory: Path, **_: object) -> None:
+        (case,) = plan.cases
+        self.kept = [directory / "b-1"] if case.name == "b" else []
+        fault = Fault(do="kill", at="step 3")
+        record = Record(fault=fault, case=case.name, at_s=1.0, attempt=1, identical=not self.kept)
+        self.lines = [record.as_dict()]
+
+    def placed(self) -> None:
+        pass
+
+    def random_kills(self, kills: int) -> None:
+        assert kills == 2
+
+
+@pytest.mark.parametrize(("cases", "code"), [(["a", "b", "c"], 1), (["a", "c"], 0)])
+def test_what_one_of_the_cases_side_by_side_has_kept_is_named(
+    cases: list[str],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = tmp_path / "plan.toml"
+    text = [f'[[case]]\nname = "{n}"\nstrategy = "single"\nkills_per_run = 2\n' for n in cases]
+    plan.write_text("".join([f"kills = {2 * len(cases)}\n", *text]))
+    monkeypatch.setattr(chaos, "Campaign", OfOneCase)
+    flags = ["--plan", str(plan), "--at_once", "2", "--dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["chaos", *flags])
+    assert chaos.main() == code
+    said = capsys.readouterr().out
+    assert f"{len(cases)} faults in 0 s, {code} not identical" in said
+    assert said.count("kept ") == code
+    assert len(list(tmp_path.glob("chaos-*"))) == code
 
 
 def test_percentiles_are_of_values_that_were_measured() -> None:
