@@ -15,6 +15,7 @@ import pytest
 from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, report
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
+from tfdist.launch.signals import SAME_REQUEST_S
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 TOKEN = "a secret that nobody must see"
@@ -188,6 +189,7 @@ def test_a_second_signal_to_the_same_launcher_kills_on_all(both):
         job.ready(1)
     other.signal(signal.SIGTERM)
     first.read_until("SIGTERM: ending 2 tasks")
+    time.sleep(2 * SAME_REQUEST_S)
     other.signal(signal.SIGTERM)
     assert codes(jobs) == [143, 143]
     for job in jobs:

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.multiprocess.jobs import (
     children,
     report,
 )
+from tfdist.launch.signals import SAME_REQUEST_S
 
 # what a program sees
 
@@ -368,9 +370,34 @@ def test_a_second_signal_kills_at_once(launch):
     job.ready(2)
     job.signal(signal.SIGTERM)
     job.read_until("a second signal kills at once")
+    time.sleep(2 * SAME_REQUEST_S)
     job.signal(signal.SIGTERM)
     assert job.end() == 143
     job.assert_gone(0)
+
+
+def test_a_request_that_comes_twice_at_once_lets_tasks_save(launch):
+    """As from a terminal and from a wrapper that hands Ctrl-C on to what it has started."""
+    source = """
+        import os, signal, sys
+        signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15])
+        os.write(1, b"ready %d\\n" % os.getpid())
+        signal.sigwait([2, 15])
+        os.read(os.open("fifo", os.O_RDONLY), 1)
+        print("saved")
+        sys.exit(130)
+        """
+    os.mkfifo("fifo")
+    fifo = os.open("fifo", os.O_RDWR)
+    job = launch(source, "--grace_s=600")
+    job.ready(1)
+    for signum in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        job.signal(signum)
+    job.read_until("a second signal kills at once")
+    os.write(fifo, b"x")
+    assert job.end() in (130, 143)  # whichever the kernel delivers first
+    os.close(fifo)
+    assert "saved" in job.text
 
 
 def test_a_task_deaf_to_sigterm_is_killed_after_the_grace(launch):

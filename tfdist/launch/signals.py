@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What asks a job to stop; SIGUSR1 is what schedulers such as Slurm announce the end with."""
+
+SAME_REQUEST_S = 0.1
+"""What sends one request to a process and to its group, as `timeout` does, or a wrapper that hands
+Ctrl-C on, delivers it twice: within so long it is one."""
 
 
 def exit_code_for(signum: int) -> int:
@@ -21,7 +28,9 @@ class SignalPipe:
     A signal that the launcher was started to ignore, as nohup does, stays ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked_s = -math.inf
         self._old_fd = -1
         self._old: dict[signal.Signals, object] = {}
         self.fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -47,11 +56,20 @@ class SignalPipe:
         os.close(self._write_fd)
 
     def read(self) -> list[int]:
-        """Returns the signals that have come since the last call."""
+        """Returns the signals that have come since the last call, each request to stop once."""
         try:
-            return list(os.read(self.fd, 4096))
+            came = os.read(self.fd, 4096)
         except BlockingIOError:
             return []
+        return [signum for signum in came if signum not in STOP_SIGNALS or self._is_new()]
+
+    def _is_new(self) -> bool:
+        """Whether the request to stop that has just been heard is another than the last one."""
+        now_s = self._clock()
+        if now_s - self._asked_s < SAME_REQUEST_S:
+            return False
+        self._asked_s = now_s
+        return True
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
