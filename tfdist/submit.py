@@ -42,7 +42,6 @@ _NOT_HERE = {
         ("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
         "no hosts: the scheduler knows them, and each task finds itself",
     ),
-    "evaluator": "the tasks that train alone: schedulers have no name for one beside them",
 }
 """Flags of the launcher that are refused here, and what is expected in their place."""
 

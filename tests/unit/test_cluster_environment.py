@@ -279,6 +279,25 @@ def test_the_last_tasks_of_a_step_are_ps_where_that_is_wished() -> None:
     assert [config.cluster for config in alone] == [config.cluster for config in configs]
 
 
+def test_the_very_last_task_is_an_evaluator_where_that_is_wished() -> None:
+    step = [{**e, "TFDIST_EVALUATOR": "1"} for e in recorded("slurm_salloc_srun")]
+    configs = [config for e in step if (config := read_environment(e)) is not None]
+    assert [str(c.task) for c in configs] == ["worker-0", "worker-1", "worker-2", "evaluator-0"]
+    assert [len(config.cluster.evaluator) for config in configs] == [0, 0, 0, 1]
+    assert all(config.options.evaluator for config in configs)
+    ps = [read_environment({**e, "TFDIST_PS": "1"}) for e in step]
+    assert [str(c and c.task) for c in ps] == ["chief-0", "worker-0", "ps-0", "evaluator-0"]
+    groups = {"TFDIST_HET_GROUPS": "evaluator,worker"}
+    found = [read_environment({**e, **groups}) for e in recorded("slurm_het_srun")]
+    assert str(found[0] and found[0].task) == "evaluator-0"
+    refusal({**step[0], "TFDIST_PS": "2"}, "TFDIST_PS")
+    refusal({**step[0], "TFDIST_STRATEGY": "single"}, "TFDIST_EVALUATOR")
+    refusal({"TFDIST_EVALUATOR": "1"}, "TFDIST_EVALUATOR")
+    refusal({"TFDIST_EVALUATOR": "yes"}, "TFDIST_EVALUATOR")
+    environ = {**recorded("slurm_het_srun")[0], "TFDIST_HET_GROUPS": "ps,worker"}
+    refusal({**environ, "TFDIST_EVALUATOR": "1"}, "TFDIST_EVALUATOR")
+
+
 def test_components_of_a_heterogeneous_job_are_workers_and_ps() -> None:
     wish = {"TFDIST_HET_GROUPS": "ps,worker"}
     configs = read_all([{**e, **wish} for e in recorded("slurm_het_srun")])

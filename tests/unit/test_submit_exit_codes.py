@@ -363,7 +363,7 @@ def test_the_pods_of_a_job_find_their_places(
 
 
 def test_the_pods_of_a_job_set_find_their_places(capsys: pytest.CaptureFixture[str]) -> None:
-    jobset = manifest("--kind jobset --gpus 1 " + PS + "train.py", capsys)
+    jobset = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py", capsys)
     name, found = jobset["metadata"]["name"], []
     for replicated in jobset["spec"]["replicatedJobs"]:
         spec = replicated["template"]["spec"]
@@ -377,4 +377,5 @@ def test_the_pods_of_a_job_set_find_their_places(capsys: pytest.CaptureFixture[s
             found.append(str(config.task))
         has_gpu = "nvidia.com/gpu" in container.get("resources", {}).get("limits", {})
         assert has_gpu == (replicated["name"] == "worker")
-    assert found == ["chief-0", "worker-0", "worker-1", "ps-0"]
+    assert found == ["chief-0", "worker-0", "worker-1", "ps-0", "evaluator-0"]
+    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["chief", "evaluator"]

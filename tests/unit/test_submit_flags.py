@@ -54,6 +54,9 @@ def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (SLURM + "--restart_window_s 3 train.py", "leave --restart_window_s out"),
         (SLURM + "--isolate train.py", "leave --isolate out"),
         (SLURM + "--workers two train.py", "an integer"),
+        (SLURM + "--evaluator train.py", "a job of several tasks"),
+        (PODS + "--workers 2 --evaluator train.py", "use --kind jobset"),
+        (PODS + "--kind tfjob --workers 2 --evaluator train.py", "use --kind jobset"),
         (SLURM + "--workers 2 --strategy mirrored train.py", "one process"),
         (SLURM + "--strategy multiworker train.py", "2 or more"),
         (SLURM + "--cpus 0 train.py", "an integer from 1"),
@@ -166,6 +169,7 @@ EXAMPLES = {
     "ps": ("--strategy ps", "3"),
     "min_workers": ("--ps 1 --workers 2", "1"),
     "hang_timeout_s": ("--workers 2", "77"),
+    "evaluator": ("--workers 2", ""),
     "ports": ("--workers 2", "20000-20100"),
     "run_dir": ("", "/scratch/other"),
     "split_bytes": ("--ps 1", "77"),
@@ -179,6 +183,7 @@ def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(
     flag: str, to: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others, value = EXAMPLES.get(flag, ("", "7"))
+    to += "--kind jobset " * (to == PODS and flag == "evaluator")
     line = f"{to} {others} --{flag} {value} train.py"
     if flag in _NOT_HERE or (flag == "hang_timeout_s" and to == PODS):
         assert f"leave --{flag} out" in refused(line, capsys)

@@ -98,10 +98,13 @@ def read_environment(
         told = _with_options(_with_wishes(told, environ), environ)
         _check_agreement(told, environ)
         return told
-    found = next((config for reader in readers if (config := reader(environ))), None)
-    if found is not None and environ.get("TFDIST_HOSTS", "").strip():
-        _check_listed(found, environ["TFDIST_HOSTS"])
-    return found or _alone(environ)
+    for reader in readers:
+        found = reader(environ)
+        if found is not None:
+            if reader is _read_slurm and environ.get("TFDIST_HOSTS", "").strip():
+                _check_listed(found, environ["TFDIST_HOSTS"])
+            return found
+    return _alone(environ)
 
 
 def _check_wishes(environ: Mapping[str, str]) -> None:
@@ -125,6 +128,8 @@ def _alone(environ: Mapping[str, str]) -> TaskConfig | None:
         raise _not_several("TFDIST_STRATEGY", wished)
     if ps and int(ps):
         raise _not_several("TFDIST_PS", ps)
+    if options.evaluator:
+        raise _not_several("TFDIST_EVALUATOR", "1")
     if options == JobOptions():
         return None
     return TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
@@ -218,6 +223,7 @@ def _check_listed(found: TaskConfig, value: str) -> None:
     from tfdist.cluster.address import shown, split_address
 
     cluster = found.cluster
+    unseen = int(found.options.evaluator and not cluster.evaluator)  # by those that train
     here = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
     listed = hosts.ranks_of(hosts.parse_hosts(value, where="TFDIST_HOSTS"))
     known = set(here)
@@ -228,11 +234,11 @@ def _check_listed(found: TaskConfig, value: str) -> None:
         and placement.is_name(host)
         and not any(placement.same_host(host, h) or not placement.is_name(h) for h in known)
     ]
-    if strange or len(listed) != len(here):
+    if (strange and not unseen) or len(listed) != len(here) + unseen:
         raise UsageError(
             "TFDIST_HOSTS",
-            received=f"{shown(value)}, {len(listed)} tasks, in a job of {len(here)} tasks on "
-            f"{shown(hostlist.compress(dict.fromkeys(here)))}",
+            received=f"{shown(value)}, {len(listed)} tasks, in a job of {len(here) + unseen} tasks "
+            f"on {shown(hostlist.compress(dict.fromkeys(here)))}",
             expected="the two to agree",
             fix="unset TFDIST_HOSTS, or set TFDIST_CLUSTER=hosts to have it alone read",
         )

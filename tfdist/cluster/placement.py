@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tfdist.cluster import wishes as names
 from tfdist.cluster.port_range import as_text
@@ -59,6 +60,8 @@ def placed(
 def task_types(count: int, *, wished: Wishes) -> list[str]:
     """Returns the type of each rank: in a ps job the first is the chief and the last are ps.
 
+    An evaluator comes after them.
+
     Raises:
         UsageError: the job has too few tasks, or too many, for what is wished.
     """
@@ -69,6 +72,8 @@ def task_types(count: int, *, wished: Wishes) -> list[str]:
             expected="a heterogeneous job of Slurm",
             fix=f"unset it, and say how many tasks are ps by {names.PS}",
         )
+    if wished.evaluator:
+        return [*_with_evaluator(count, wished), "evaluator"]
     ps = _ps_count(wished)
     if not ps:
         if wished.strategy in ("single", "mirrored") and count > 1:
@@ -87,6 +92,18 @@ def task_types(count: int, *, wished: Wishes) -> list[str]:
             fix="start more tasks, or fewer ps",
         )
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
+
+
+def _with_evaluator(count: int, wished: Wishes) -> list[str]:
+    """Returns the types of all but the last rank, which is the evaluator's."""
+    if count > 1 and wished.strategy not in ("single", "mirrored"):
+        return task_types(count - 1, wished=replace(wished, evaluator=False))
+    raise UsageError(
+        names.EVALUATOR,
+        received=f"it in a job of {count} task{'s' * (count > 1)} with strategy {wished.strategy}",
+        expected="a multiworker or ps job, and a task more",
+        fix=f"start one more task, or unset {names.EVALUATOR}",
+    )
 
 
 def addresses(hosts: Sequence[str], *, first_port: int, among: range | None = None) -> list[str]:

@@ -101,6 +101,10 @@ def _types(groups: Sequence[int], wished: Wishes, *, components: int) -> list[st
             expected="a type for each component of the job, from component 0 on",
             fix=f"write {components} types, or unset it in a job that is not heterogeneous",
         )
+    if wished.evaluator and "evaluator" not in wished.groups:
+        fix = f"unset {wishes.EVALUATOR}, or add the component"
+        received, expected = f"it with {','.join(wished.groups)}", "a component of that type"
+        raise UsageError(wishes.EVALUATOR, received=received, expected=expected, fix=fix)
     types = [wished.groups[group] for group in groups]
     ps = types.count("ps")
     if wished.ps not in (None, ps):

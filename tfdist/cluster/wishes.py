@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tfdist.cluster.address import shown
 from tfdist.cluster.options import JobOptions, check_strategy
 from tfdist.cluster.port_range import parse_ports
+from tfdist.cluster.spec import TASK_TYPES
 from tfdist.errors import UsageError, near
 
 LAUNCHED = "TFDIST_JOB"
@@ -25,12 +26,14 @@ HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL
 RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
 DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
 SPLIT_BYTES, PROFILE_PS = "TFDIST_SPLIT_BYTES", "TFDIST_PROFILE_PS"
+EVALUATOR = "TFDIST_EVALUATOR"
 
 FLAGS = {
     "run_dir": RUN_DIR,
     "startup_timeout_s": STARTUP_TIMEOUT_S,
     "devices_per_worker": DEVICES_PER_WORKER,
     "min_workers": MIN_WORKERS,
+    "evaluator": EVALUATOR,
     "ports": PORTS,
     "split_bytes": SPLIT_BYTES,
     "profile_ps": PROFILE_PS,
@@ -51,6 +54,7 @@ class Wishes:
     Attributes:
       strategy: one of `STRATEGIES`.
       ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
+      evaluator: whether the very last task is one, beside the training.
       port: of the first task of a host, the others having the next; None for the source's own.
       ports: those that tasks may have; None for any.
       groups: the task type of each component of a heterogeneous job; empty for none.
@@ -60,6 +64,7 @@ class Wishes:
 
     strategy: str = "auto"
     ps: int | None = None
+    evaluator: bool = False
     port: int | None = None
     ports: range | None = None
     groups: tuple[str, ...] = ()
@@ -74,6 +79,7 @@ class Wishes:
         """Returns the options of the job that follow from the wishes."""
         return JobOptions(
             strategy=self.strategy,
+            evaluator=self.evaluator,
             attempt=attempt,
             run_dir=self.run_dir,
             startup_timeout_s=self.startup_timeout_s,
@@ -97,6 +103,7 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
     return Wishes(
         strategy=strategy,
         ps=integer(environ, PS, least=0),
+        evaluator=_switch(environ, EVALUATOR),
         port=port,
         ports=parse_ports(ports, where=PORTS) if ports else None,
         groups=_groups(groups) if groups else (),
@@ -163,9 +170,9 @@ def missing(name: str, expected: str) -> UsageError:
 def _groups(value: str) -> tuple[str, ...]:
     types = tuple(part.strip() for part in value.split(","))
     for type_ in types:
-        if type_ not in ("chief", "worker", "ps"):
-            fix = f"write a type for each component{near(type_, ['chief', 'worker', 'ps'])}"
-            expected = "chief, worker or ps for each component, as in worker,ps"
+        if type_ not in TASK_TYPES:
+            fix = f"write a type for each component{near(type_, TASK_TYPES)}"
+            expected = "chief, worker, ps or evaluator for each component, as in worker,ps"
             raise UsageError(GROUPS, received=shown(value), expected=expected, fix=fix)
     return types
 

@@ -31,6 +31,7 @@ class Job:
     workers: int
     ps: int | None
     min_workers: int | None
+    evaluator: bool
     devices_per_worker: int | None
     threads_per_task: int | None
     startup_timeout_s: float
@@ -91,6 +92,7 @@ def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
         run_dir=job.run_dir or _run_dir(given, name),
         workers=job.workers,
         ps=(job.ps or 1) if _strategy(job) == "ps" else 0,
+        evaluator=job.evaluator,
         python=given.one("python") or "python",
         resources=Resources(
             cpus=_count(given, "cpus"),

@@ -70,6 +70,8 @@ def comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str
 
 def _job(request: JobRequest, options: PodOptions) -> list[Manifest]:
     is_ps = request.strategy == "ps"
+    if request.evaluator:
+        raise _no_evaluator("job: a pod that is done is not started again with the others")
     if is_ps and request.resources.gpus:
         fix = "use --kind jobset or tfjob"
         expected = "no --gpus: all pods of a Job are alike, the ps and the chief too"
@@ -109,6 +111,15 @@ def _job(request: JobRequest, options: PodOptions) -> list[Manifest]:
     return [*([_service(request, options)] if subdomain else []), job]
 
 
+def _no_evaluator(received: str) -> UsageError:
+    return UsageError(
+        "--evaluator",
+        received=f"it with --kind {received}",
+        expected="--kind jobset, which waits for the last checkpoint and starts all again together",
+        fix="use --kind jobset, or leave --evaluator out",
+    )
+
+
 def _service(request: JobRequest, options: PodOptions) -> Manifest:
     """Returns the headless Service by which pods have names, before they are ready too."""
     return {
@@ -128,6 +139,10 @@ def _jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
     roles = {"worker": request.workers}
     if is_ps:
         roles = {"chief": 1, **roles, "ps": request.ps}
+    done = [next(iter(roles))]
+    if request.evaluator:
+        roles["evaluator"] = 1
+        done.append("evaluator")
     variables = {}
     if request.has_several_tasks:
         hosts = [f"{name}-{role}-0-{_range(count)}.{name}" for role, count in roles.items()]
@@ -136,7 +151,7 @@ def _jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
         variables["TFDIST_PS"] = f"{request.ps}"
     spec: Manifest = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "successPolicy": {"operator": "All", "targetReplicatedJobs": [next(iter(roles))]},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": done},
         "failurePolicy": _failure_policy(request),
         "replicatedJobs": [
             {
@@ -198,6 +213,8 @@ def _child(
 
 def _tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
     is_ps = request.strategy == "ps"
+    if request.evaluator:
+        raise _no_evaluator("tfjob: its operator ends it with the chief")
     roles = {"Worker": request.workers}
     if is_ps:
         roles = {"Chief": 1, **roles, "PS": request.ps}

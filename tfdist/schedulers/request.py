@@ -49,6 +49,7 @@ class JobRequest:
     run_dir: str
     workers: int = 1
     ps: int = 0
+    evaluator: bool = False
     python: str = "python"
     resources: Resources = Resources()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -65,6 +66,10 @@ class JobRequest:
     threads_per_task: int | None = None
 
     def __post_init__(self) -> None:
+        if self.evaluator and not self.has_several_tasks:
+            fix = "leave --evaluator out, or use --strategy ps or multiworker"
+            expected = "a job of several tasks"
+            raise UsageError("--evaluator", received="one process", expected=expected, fix=fix)
         for name in (*self.env, *self.secrets):
             if not _VARIABLE.fullmatch(name):
                 fix = "use letters, digits and _"
@@ -84,17 +89,20 @@ class JobRequest:
     @property
     def num_tasks(self) -> int:
         """Returns how many processes the job has, the chief of a ps job included."""
-        if self.strategy == "ps":
-            return 1 + self.workers + self.ps
-        return self.workers
+        chief = int(self.strategy == "ps")
+        return chief + self.workers + self.ps + self.evaluator
 
     @property
     def title(self) -> str:
         """Returns the job in a few words."""
-        if self.strategy == "ps":
-            return f"{self.name}: a chief, {self.workers} workers and {self.ps} ps"
-        if self.strategy == "multiworker":
-            return f"{self.name}: {self.workers} workers"
+        if self.has_several_tasks:
+            tasks = [f"{self.workers} workers"]
+            if self.strategy == "ps":
+                tasks = ["a chief", *tasks, f"{self.ps} ps"]
+            if self.evaluator:
+                tasks.append("an evaluator")
+            *first, last = tasks
+            return f"{self.name}: {', '.join(first)}{' and ' * bool(first)}{last}"
         kind = "" if self.strategy == "auto" else f", strategy {self.strategy}"
         return f"{self.name}: one process{kind}"
 

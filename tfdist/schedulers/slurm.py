@@ -168,7 +168,8 @@ def _components(request: JobRequest) -> list[tuple[str, int, int]]:
     """Returns type, tasks and GPUs of each component: one, unless ps would hold GPUs in vain."""
     gpus = request.resources.gpus
     if request.strategy == "ps" and gpus:  # the first task of the workers is the chief
-        return [("worker", 1 + request.workers, gpus), ("ps", request.ps, 0)]
+        beside = [("evaluator", 1, 0)] * request.evaluator
+        return [("worker", 1 + request.workers, gpus), ("ps", request.ps, 0), *beside]
     return [("", request.num_tasks, gpus)]
 
 
