@@ -51,6 +51,8 @@ class Sweep:
     best_of: Callable[[Trial, Mapping[str, Any]], TrialJob]
     """Returns the job that trains a trial's values anew, in full."""
     runner: LauncherRunner
+    first_seed: int | None = None
+    """Of a sweep that begins and whose description has none; None to draw one."""
     meeting: Meeting | None = None
     """Where runners on other hosts come; None: they cannot."""
 
@@ -125,7 +127,7 @@ def begin(sweep: Sweep, journal: Journal) -> None:
     """Writes down which sweep this is, or makes sure that it is the one that was."""
     now = sweep.description
     if not journal.lines:
-        seed = now["seed"] or random.SystemRandom().randrange(1, 2**31)
+        seed = now["seed"] or sweep.first_seed or random.SystemRandom().randrange(1, 2**31)
         journal.add("begun", **{**now, "seed": seed})
         return
     before = fold(journal.lines).begun

@@ -132,6 +132,7 @@ def _conduct(tuner: Any, asked: Asked, fit_kwargs: Mapping[str, Any]) -> tuple[i
             plan_of=lambda begun: plan_of(tuner, asked, seed=begun["seed"]),
             best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),
             runner=_runner(options),
+            first_seed=int(tuner.oracle.seed),
             meeting=_meeting(options),
         )
     )
@@ -235,7 +236,8 @@ def _describe(tuner: Any, options: RunOptions, fit_kwargs: Mapping[str, Any]) ->
         "workers": options.workers,
         "ps": options.ps,
         "early_stop": options.early_stop,
-        "seed": None,  # of the oracle, which draws one where none is given: that of the first start
+        # Of the oracle; where none is given it draws another at each start, and the first counts.
+        "seed": None,
         "max_trials": oracle.max_trials,
         "config": {
             name: value
