@@ -17,10 +17,12 @@ from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Answer
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.place import Place
-from tfdist.tuning.results import Completed, Failed, Killed, Outcome
+from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
+from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.state import SweepState, Trial, fold
 from tfdist.tuning.trial_job import TrialJob
 
+GOAL = Goal(objective="val_accuracy", direction="max")
 BEGUN = {"objective": "val_accuracy", "direction": "max", "tuner": "random", "seed": 1}
 
 
@@ -140,6 +142,7 @@ class FakeRunner:
     def __init__(self, disk: Disk, places: int) -> None:
         self.disk = disk
         self.places = places
+        self.taken_over: list[tuple[str, int, int]] = []
         self.on_wait: Callable[[], None] = lambda: None
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
@@ -154,6 +157,10 @@ class FakeRunner:
         return [place for place in places if place not in taken]
 
     def start(self, job: TrialJob) -> FakeTrial:
+        return FakeTrial(self.disk, job)
+
+    def take_over(self, job: TrialJob) -> FakeTrial:
+        self.taken_over.append((job.trial, job.lease, job.runner))
         return FakeTrial(self.disk, job)
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
@@ -355,3 +362,30 @@ def test_trials_left_by_a_chief_with_more_at_once_wait_for_their_turn(tmp_path: 
     assert make_chief(tmp_path, disk, parallel=1).run() == 0
     assert disk.most_at_once == 1
     assert len(outcome_of(tmp_path)) == 4
+
+
+def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_path: Path) -> None:
+    book = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
+    book.add("begun", **BEGUN)
+    for name in ("0", "1"):
+        more = {"values": {"x": 1}, "run": name, "until": None}
+        book.add("asked", asker="r", status=RUNNING, trial=name, **more)
+    book.add("started", trial="0")
+    book.add("killed", trial="0", reason="", kills=1, reached=0)
+    book.add("started", trial="0", runner=7, place=0)
+    book.add("started", trial="1")
+    disk = Disk()
+    chief = make_chief(tmp_path, disk, parallel=2)
+    assert chief.run() == 0
+    assert chief._runner.taken_over == [("0", 2, 7)]  # type: ignore[attr-defined]
+    assert [trial.starts for trial in chief.state.trials.values()] == [2, 2, 1, 1]
+    assert disk.most_at_once == 3, "its place is not one of those here"
+
+
+def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path: Path) -> None:
+    runner = LauncherRunner(
+        program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=1.0
+    )
+    job = TrialJob(run_dir=tmp_path, flags=(), goal=GOAL, trial="0")
+    with pytest.raises(UsageError, match=r"^--serve: received nothing, while trial 0 is with"):
+        runner.take_over(job)
