@@ -9,6 +9,8 @@ import resource
 import selectors
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -385,6 +387,25 @@ def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_no
     contact.turn()
     assert len(renewed) == 1
     assert contact.address == "127.0.0.1:1"
+
+
+def test_a_runner_loads_neither_tensorflow_nor_keras_tuner_and_gives_up_in_one_line() -> None:
+    program = (
+        "import sys; from tfdist.tune import main;"
+        "code = main(['--config', 'c.py', '--join', '127.0.0.1:1', '--reconnect_s', '0.6']);"
+        "heavy = {'tensorflow', 'keras', 'keras_tuner', 'numpy'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode()},
+    )
+    assert done.returncode == 75, done.stderr
+    assert "127.0.0.1:1: no chief of the sweep was there for 1 s: Connection" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 # --- five hundred
