@@ -125,6 +125,20 @@ def test_what_the_jobs_do_not_tell_apart_has_a_wide_error_and_does_not_run_away(
     assert exchange_s == pytest.approx(TRUE.serve_s + cost_model.TRIPS * TRUE.trip_s, rel=0.1)
 
 
+def test_a_machine_works_on_one_step_at_least() -> None:
+    """With less than one, the same jobs would be as well explained by any length of a step."""
+    shapes = ((1, 1), (2, 1), (3, 1), (2, 2))
+    points = []
+    for workers, ps in shapes:
+        alone = measured(workers, ps)
+        times_s = {"compute_s": 0.004 * workers, "exchange_s": 0.004 * workers}
+        points.append(replace(alone, examples_per_s=64 / (0.0115 * workers**0.1), **times_s))
+    found = cost_model.fit(points)
+    assert found.costs.cores >= 1
+    assert found.costs.compute_s == pytest.approx(0.004, rel=0.2)
+    assert found.errors().compute_s < 0.5
+
+
 def test_a_wire_is_known_without_being_fitted() -> None:
     """12 Mbit/s carry 1.2 MB in 0.84 s: one worker waits for it, and more are no faster."""
     costs = cost_model.fit(jobs()).costs
