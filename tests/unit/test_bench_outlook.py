@@ -18,7 +18,7 @@ from tfdist.bench.shapes import Shape, parse_shapes
 from tfdist.errors import UsageError
 
 SHAPES = "1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W,2W1PS@20"
-COSTS = Costs(compute_s=0.010, serve_s=0.004, hand_s=0.003, trip_s=0.001, cores=1.6, idle=0.2)
+COSTS = Costs(compute_s=0.010, serve_s=0.004, trip_s=0.001, cores=1.6, hand=0.1, idle=0.2)
 RING = Ring(compute_s=0.011, round_s=0.0008)
 
 

@@ -1,20 +1,22 @@
 """What a step of a ps job costs, as a network of queues: fitted on some jobs, asked of others.
 
-A worker computes, exchanges weights and gradients with the ps, and waits for its next step:
+A worker goes round computing and exchanging weights and gradients with the ps:
 
 compute_s   its computing
 serve_s     what the exchange costs in processing, of all ps together, each having its share
-hand_s      the time between steps, in which work is handed out and results are handed in
 trip_s      a round trip when nothing is in the way; a step has two, reading and writing
 cores       how many steps this machine works on at full speed, 1 or more: fewer than it has cores
             where a step keeps several busy (worker, ps and chief), or other programs do
-idle        how much of the time of many workers goes in addition into waiting for the last of them:
-            steps are handed out in ranges of about a second. Of n workers (n - 1) / n of it
+
+Steps are handed out in ranges of about a second, so what is lost around a range is a part of the
+time, however long a step is:
+
+hand        the part for handing out and in
+idle        the part that many workers wait for the last of them; of n, (n - 1) / n of it
 
 Bytes are not fitted: those of a step are counted in its graph, and a wire has a rate. On one
-machine all but the round trips queue for the same cores, and all bytes pass one wire if there is
-one. With a machine for each task a worker computes undisturbed; each ps has cores, and a link each
-way.
+machine computing and serving queue for the same cores, and all bytes pass one wire if there is one.
+With a machine for each task a worker computes undisturbed; each ps has cores and a link each way.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ class Costs:
 
     compute_s: float
     serve_s: float
-    hand_s: float
     trip_s: float
     cores: float
+    hand: float
     idle: float
 
     @property
     def work_s(self) -> float:
         """What is done in processors."""
-        return self.compute_s + self.serve_s + self.hand_s
+        return self.compute_s + self.serve_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +105,7 @@ def network(costs: Costs, work: Work, place: Place) -> tuple[list[Station], floa
             Station(name=PS, demand_s=costs.serve_s / work.ps, servers=place.cores, copies=work.ps),
             _link(LINKS_OUT, work.read_bytes, place, copies=work.ps),
             _link(LINKS_IN, work.write_bytes, place, copies=work.ps),
-        ], think_s + costs.compute_s + costs.hand_s
+        ], think_s + costs.compute_s
     cores = Station(name=CORES, demand_s=costs.work_s, servers=costs.cores)
     return [cores, _link(WIRE, work.read_bytes + work.write_bytes, place)], think_s
 
@@ -125,8 +127,8 @@ def expected(costs: Costs, work: Work, place: Place) -> tuple[float, float, floa
     slower = 1.0 if place.apart else flow.residence_s[CORES] / costs.work_s
     busy_s = work.workers / flow.rounds_per_s
     compute_s = costs.compute_s * slower
-    idle = costs.idle * (1 - 1 / work.workers)
-    return compute_s, busy_s - compute_s - costs.hand_s * slower, busy_s * (1 + idle)
+    around = costs.hand + costs.idle * (1 - 1 / work.workers)
+    return compute_s, busy_s - compute_s, busy_s * (1 + around)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,9 +203,9 @@ def _guess(points: Sequence[Point]) -> Costs:
     return Costs(
         compute_s=compute_s,
         serve_s=exchange_s / 2,
-        hand_s=max(whole_s - compute_s - exchange_s, whole_s / 20),
         trip_s=exchange_s / 2 / TRIPS,
         cores=points[0].place.cores,
+        hand=max(whole_s / (compute_s + exchange_s) - 1, 0.05),
         idle=0.1,
     )
 

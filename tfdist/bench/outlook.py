@@ -17,6 +17,7 @@ FURTHER = 4
 SURE = 2.0
 """Standard errors to each side of what is predicted."""
 _MOST = 10.0
+_PLAIN = ("cores", "hand", "idle")
 
 
 def foresee(table: Mapping[str, Any], *, hold_out: str | None, link_mbit: float) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def _parameters(model: Model) -> dict[str, Any]:
     values, errors = asdict(fitted.costs), asdict(fitted.errors())
     times = [name for name in values if name.endswith("_s")]
     ms = {name.removesuffix("_s"): _about(values[name] * 1e3, errors[name]) for name in times}
-    plain = {name: _about(values[name], errors[name]) for name in ("cores", "idle")}
+    plain = {name: _about(values[name], errors[name]) for name in _PLAIN}
     sent = {"read": work.read_bytes, "write": work.write_bytes}
     return {"job": "ps", "ms": ms, **plain, "sent_bytes": sent}
 
@@ -158,7 +159,7 @@ def lines(model: Mapping[str, Any]) -> list[str]:
 
 
 def _costs(of_job: Mapping[str, Any]) -> str:
-    fitted = of_job["ms"] | {name: of_job[name] for name in ("cores", "idle") if name in of_job}
+    fitted = of_job["ms"] | {name: of_job[name] for name in _PLAIN if name in of_job}
     parts = [
         f"{name} {found['value']:.3g}"
         + (f" ({found['least']:.2g} to {found['most']:.2g})" if "least" in found else "")
