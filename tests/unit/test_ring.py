@@ -175,6 +175,15 @@ def test_workers_find_their_neighbours(request, on_one_machine, size):
         ring.close()
 
 
+def test_a_worker_that_is_slow_to_read_is_not_given_up(apart):
+    """With a limit it would be: the system counts a full buffer, though the other side answers."""
+    for ring in joined(2):
+        for end in (ring._to_next, ring._from_previous):
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        ring.close()
+
+
 def test_a_name_that_is_no_address_of_this_machine_is_listened_for_everywhere():
     listener = neighbours._for_other_machines("192.0.2.1", None)  # of a documentation's network
     with listener, socket.create_connection(listener.getsockname()[:2], timeout=5):

@@ -27,9 +27,9 @@ _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
 _WORDS = 1 + _SECRET_BYTES // 4
 _BUFFER_BYTES = 4 * 2**20
-# A machine that has vanished is noticed after about half a minute.
+# A machine that has vanished is noticed after about half a minute by who waits for its part. No
+# limit for what is sent (TCP_USER_TIMEOUT): it would end with a worker that is only slow to read.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
-_UNACKNOWLEDGED_MS = 120_000  # longer: it counts for a task that is stopped for a while, too
 
 Sum = Callable[[np.ndarray], np.ndarray]
 
@@ -171,7 +171,6 @@ def _prepared(end: socket.socket) -> socket.socket:
     if end.family != socket.AF_UNIX:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
         for option, seconds in _KEEP_ALIVE:
             end.setsockopt(socket.IPPROTO_TCP, option, seconds)
     return end
