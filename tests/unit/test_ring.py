@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
 import socket
 import threading
 import time
@@ -124,6 +126,71 @@ def test_a_worker_that_ends_within_a_sum_is_named():
 
     message, _ = at_once([lambda: failure_of(one, *arrays), ends_in_it])
     assert message.startswith("worker-1 has gone")
+
+
+def test_who_fails_leaves_so_that_all_hear_of_it():
+    rings = ring_of(4)
+    rings[1].close()
+    messages = at_once([lambda r=r: failure_of(r, np.ones(10)) for r in rings[2:]])
+    assert messages[0].startswith("worker-1 has gone")
+    assert messages[1].startswith("worker-2 has gone")
+
+
+def test_an_interrupted_sum_is_the_last_one(monkeypatch):
+    one, other = ring_of(2)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(one, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.sum(np.ones(10**6))
+    assert failure_of(other, np.ones(10**6)).startswith("worker-0 has gone")
+    assert failure_of(one, np.ones(1)) == "a sum of this worker was interrupted: KeyboardInterrupt"
+
+
+def test_two_threads_of_a_worker_do_not_mix_their_sums():
+    one, other = ring_of(2)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(one.sum, np.ones(3))
+        other._from_previous.setblocking(True)
+        other._from_previous.recv(1, socket.MSG_PEEK)  # it is under way
+        other._from_previous.setblocking(False)
+        with pytest.raises(RuntimeError, match="two threads"):
+            one.sum(np.zeros(3))
+        assert (other.sum(np.ones(3))[0] == 2).all()
+        assert (first.result(DEADLINE_S)[0] == 2).all()
+
+
+def test_a_neighbour_that_has_gone_is_no_signal():
+    """Where a program has SIGPIPE's own effect back, it would end without a word."""
+    heard = []
+    before = signal.signal(signal.SIGPIPE, lambda *_: heard.append(1))
+    try:
+        one, other = ring_of(2)
+        other.close()
+        assert "worker-1 has gone" in failure_of(one, np.ones(10))
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert not heard
+
+
+def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
+    one, other = ring_of(2)
+    asleep, awake = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(awake)
+        os.read(asleep, 1)
+        os._exit(0)
+    try:
+        other.close()
+        one._from_previous.settimeout(DEADLINE_S)
+        assert one._from_previous.recv(1) == b""
+    finally:
+        os.close(awake)
+        os.close(asleep)
+        os.waitpid(child, 0)
 
 
 def joined(size, *, hosts=("127.0.0.1",), timeout_s=10.0, replace=None, seen=None):

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import select
 import socket
 import struct
+import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -48,40 +51,60 @@ class Ring:
         self._rank, self._size, self._names = rank, size, names
         self._to_next, self._from_previous = to_next, from_previous
         self._sums = 0
+        self._at_work = threading.Lock()
         self._scratch = bytearray()
         self.lost = ""
         """What went wrong with a neighbour, once something has; no sum can be made any more."""
         for end in (to_next, from_previous):
             end.setblocking(False)
+        _close_in_children()
+        _rings.add(self)
 
     def sum(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Returns the sum over the workers of each array: new ones, of the same shapes and types.
 
-        Raises ConnectionError when a neighbour has gone, or makes another sum.
+        Raises ConnectionError when a neighbour has gone, or makes another sum, and RuntimeError
+        in a thread while another one of this worker is at a sum: they would have no order.
         """
         if self.lost:
             raise ConnectionError(self.lost)
-        mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-        sums = [np.empty_like(array) for array in mine]
-        chunks = _chunks(tuple(array.size for array in mine), self._size)
+        if not self._at_work.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads of this worker sum at once: what all tasks call has one order, and is"
+                " called in one thread"
+            )
         try:
-            self._agree(arrays)
-            for hop in range(self._size - 1):
-                out = _views(sums if hop else mine, chunks[(self._rank - hop) % self._size])
-                self._add(out, mine, sums, chunks[(self._rank - hop - 1) % self._size])
-            for hop in range(self._size - 1):
-                out = _views(sums, chunks[(self._rank + 1 - hop) % self._size])
-                self._exchange(out, _views(sums, chunks[(self._rank - hop) % self._size]))
+            return self._sum(arrays)
         except OSError as error:
-            self.lost = self.lost or str(error)
+            self._leave(str(error))
             raise ConnectionError(self.lost) from error
-        return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
+        except BaseException as error:  # what is left on the wires belongs to no sum any more
+            self._leave(f"a sum of this worker was interrupted: {type(error).__name__}")
+            raise
+        finally:
+            self._at_work.release()
 
     def close(self) -> None:
         """Ends the connections; the neighbours' next sum fails."""
-        self.lost = self.lost or "this worker has left the ring"
+        self._leave("this worker has left the ring")
+
+    def _leave(self, reason: str) -> None:
+        self.lost = self.lost or reason
         self._to_next.close()
         self._from_previous.close()
+
+    def _sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+        sums = [np.empty_like(array) for array in mine]
+        chunks = _chunks(tuple(array.size for array in mine), self._size)
+        self._agree(arrays)
+        for hop in range(self._size - 1):
+            out = _views(sums if hop else mine, chunks[(self._rank - hop) % self._size])
+            self._add(out, mine, sums, chunks[(self._rank - hop - 1) % self._size])
+        for hop in range(self._size - 1):
+            out = _views(sums, chunks[(self._rank + 1 - hop) % self._size])
+            self._exchange(out, _views(sums, chunks[(self._rank - hop) % self._size]))
+        return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
 
     def _agree(self, arrays: Sequence[np.ndarray]) -> None:
         """Refuses to add what does not belong together."""
@@ -128,7 +151,8 @@ class Ring:
 
     def _send(self, out: deque[memoryview]) -> bool:
         try:
-            sent = self._to_next.sendmsg(itertools.islice(out, _BUFFERS_A_CALL))
+            buffers = itertools.islice(out, _BUFFERS_A_CALL)
+            sent = self._to_next.sendmsg(buffers, [], socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -193,3 +217,17 @@ def _take(views: deque[memoryview], count: int) -> None:
             views[0] = views[0][count:]
             return
         count -= len(views.popleft())
+
+
+_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_in_children() -> None:
+    """Has forked children close their copies: neighbours see an end once the last is closed."""
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for ring in list(_rings):
+        ring.close()
