@@ -35,7 +35,7 @@ def draw(table: Mapping[str, Any], path: Path, *, title: str) -> Path | None:
         axes.set_title(words.capitalize(), loc="left", fontsize=10)
     if model:
         _foreseen(every[1][0], every[1][1], model)
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=12, wrap=True)
     figure.supxlabel(
         f"medians of {table['repeats']}, bars from least to most; {table['cpus']} CPUs", fontsize=8
     )
