@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist.cluster import TaskConfig, phases
 from tfdist.errors import EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
+from tfdist.strategy.memory import keep_freed_memory
 from tfdist.strategy.rendezvous import answers
 
 _LOG = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     stop = threading.Event()
     # A scheduler's warning goes to all tasks: the chief saves, and needs its servers for that.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    keep_freed_memory(os.environ)
     server = _start(config)
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.

@@ -128,10 +128,11 @@ class Feed(abc.ABC):
         """What each ps worker is given once, an endless dataset; called in graph."""
 
     @abc.abstractmethod
-    def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
-        """An iterator over the elements of the steps ``[first, last)``, on a ps worker; in graph.
+    def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
+        """What makes the part of each of the steps ``[first, last)``, in order, on a ps worker.
 
-        `given` is the worker's iterator over `worker_dataset`.
+        Called in graph, once for the range, and what it returns once in a step's graph. `given`
+        is the worker's iterator over `worker_dataset`.
         """
 
     def at(self, step: tf.Tensor) -> list[Part]:
@@ -195,9 +196,15 @@ class GraphFeed(Feed):
         arrays = tf.data.Dataset.from_tensors(self.source.arrays())
         return arrays.with_options(lean_options()).repeat()
 
-    def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
+    def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """As in `Feed`."""
-        return iter(self.dataset(first, last, given.get_next()))
+        arrays = given.get_next()
+        if self.direct:
+            return lambda step: self.at(step, arrays)[0]
+        # Traced, optimized and started anew in each piece of work, which costs as much as sending
+        # some megabytes: worth it for a transform, which is so done ahead.
+        batches = iter(self.dataset(first, last, arrays))
+        return lambda _: Part(*batches.get_next()[0])
 
     def _part(self, replica: int, first: tf.Tensor, size: Any, arrays: Any) -> Part:
         low, high = share_of(replica, parts=self._layout.num_replicas, size=size)

@@ -15,7 +15,7 @@ from tfdist.data.order import example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import batch_spec
 from tfdist.training.epochs import EpochPlan, share_of
-from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order
+from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part
 
 _THREADS = 2
 
@@ -58,7 +58,7 @@ class PythonFeed(Feed):
         )
         return raw.map(packed).prefetch(AHEAD_STEPS)
 
-    def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
+    def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """Python code does not run on a ps worker."""
         raise TypeError("a Python-indexed source under ps")
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.training.epochs import EpochPlan, share_of
-from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order
+from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part
 
 _plain = tf.autograph.experimental.do_not_convert
 
@@ -62,12 +62,13 @@ class StreamFeed(Feed):
         batches = _from_graph(graph, self.source)
         return self._endless(batches.shard(self._layout.num_workers, index))
 
-    def worker_batches(self, given: Any, first: Any, last: Any) -> Any:
+    def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """As in `Feed`."""
-        if not self._in_order:
-            return _Batches(given, self._whole)
-        batches = self._endless(_from_graph(given.get_next(), self.source))
-        return _Batches(iter(batches.skip(first).take(last - first)), self._whole)
+        batches = given
+        if self._in_order:
+            whole = self._endless(_from_graph(given.get_next(), self.source))
+            batches = iter(whole.skip(first).take(last - first))
+        return lambda _: Part(*self._whole(batches.get_next())[0])
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset if self._is_endless else dataset.take(self._take).repeat()
@@ -131,18 +132,6 @@ class InputFunctionFeed(StreamFeed):
             num_replicas_in_sync=1,
         )
         return self._endless(self.source.dataset_for(context))
-
-
-class _Batches:
-    """An iterator over batches, seen as one over the parts of one replica."""
-
-    def __init__(self, batches: Any, whole: Callable[[Any], Any]) -> None:
-        self._batches = batches
-        self._whole = whole
-
-    def get_next(self) -> Any:
-        """The next batch, as the one part there is."""
-        return self._whole(self._batches.get_next())
 
 
 def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:

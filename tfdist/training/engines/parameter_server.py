@@ -182,7 +182,7 @@ class ParameterServerEngine:
         profile = self._profile if program.training else None
 
         def run_range(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
-            batches = program.feed.worker_batches(data, first, last)
+            part_of = program.feed.worker_parts(data, first, last)
             logs: list[tf.Tensor] = []
             rows = recorder.rows(last - first) if recorder else []
 
@@ -193,7 +193,7 @@ class ParameterServerEngine:
                 step: tf.Tensor, kept: Any, rows: Any, updates: Any, times: Any, *totals: Any
             ) -> Any:
                 phases = Phases(step) if profile else None
-                part = Part(*batches.get_next()[0])
+                part = part_of(step)
                 if recorder:
                     rows = list(recorder.noted(rows, step - first, [part]))
                 one_step = functools.partial(self._step, program, step, part, totals, phases)
@@ -236,8 +236,8 @@ class ParameterServerEngine:
 
     def _output_closure(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
         def run_step(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
-            batches = program.feed.worker_batches(data, first, last)
-            return self._step(program, first, Part(*batches.get_next()[0]), ())[0]
+            part = program.feed.worker_parts(data, first, last)(first)
+            return self._step(program, first, part, ())[0]
 
         return run_step
 
