@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.trace import StepTrace
@@ -57,13 +59,28 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _BY_RING]
     for i, total in zip(others, _by_collectives([tensors[i] for i in others]), strict=True):
         results[i] = total
-    # A function keeps the order of such calls, so every worker makes the same sums in turn.
+    turn = _turn()
     for bucket in _buckets(tensors):
         types = [tensors[i].dtype for i in bucket]
-        sums = tf.numpy_function(job.ring.sum, [tensors[i] for i in bucket], types)
+        with tf.control_dependencies([turn.read_value()]):
+            sums = tf.numpy_function(job.ring.sum, [tensors[i] for i in bucket], types)
+        with tf.control_dependencies(sums):
+            turn.assign_add(1, read_value=False)
         for i, total in zip(bucket, sums, strict=True):
             results[i] = tf.ensure_shape(total, tensors[i].shape)
     return results
+
+
+@functools.cache
+def _turn() -> Any:
+    """A variable that each sum reads before and writes after, so that all workers sum in one order.
+
+    TensorFlow keeps the order of calls of Python within one function only; that of what reads and
+    writes a variable holds in a `tf.cond` and a `tf.function` within the step, too. It is of no
+    strategy.
+    """
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return ResourceVariable(0, trainable=False, dtype=tf.int64)
 
 
 def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
