@@ -9,12 +9,16 @@ import signal
 import socket
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tfdist.errors import PeerLost
 from tfdist.strategy import neighbours
+from tfdist.strategy.group import naming_who_is_gone
 from tfdist.strategy.ring import Ring
 
 DEADLINE_S = 20.0
@@ -191,6 +195,20 @@ def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
         os.close(awake)
         os.close(asleep)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "raised"),
+    [
+        (tf.errors.UnknownError, "ConnectionError: worker-1 has gone: reset [[PyFunc]]", PeerLost),
+        (tf.errors.UnavailableError, "Socket closed", PeerLost),
+        (tf.errors.InvalidArgumentError, "bad input", tf.errors.InvalidArgumentError),
+    ],
+)
+def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
+    ring = types.SimpleNamespace(lost="worker-1 has gone: reset")
+    with pytest.raises(raised), naming_who_is_gone(types.SimpleNamespace(ring=ring, name="w")):
+        raise kind(None, None, text)
 
 
 def joined(size, *, hosts=("127.0.0.1",), timeout_s=10.0, replace=None, seen=None):

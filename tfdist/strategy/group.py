@@ -19,6 +19,13 @@ from tfdist.errors import PeerLost
 from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
+_OF_PEERS = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+)
 
 
 def is_chief() -> bool:
@@ -59,13 +66,17 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 @contextlib.contextmanager
 def naming_who_is_gone(job: Job) -> Iterator[None]:
-    """Raises PeerLost for the worker that has gone, where TensorFlow says that something failed."""
+    """Raises PeerLost for the worker that has gone, where TensorFlow says that something failed.
+
+    What failed by itself is raised as it is: whoever made the same mistake earlier has gone, too.
+    """
     try:
         yield
     except (tf.errors.OpError, ConnectionError) as error:
-        if job.ring is None or not job.ring.lost:
+        lost = "" if job.ring is None else job.ring.lost
+        if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
             raise
-        raise PeerLost(f"{job.name}: {job.ring.lost}") from error
+        raise PeerLost(f"{job.name}: {lost}") from error
 
 
 def sum_over_tasks(job: Job, values: np.ndarray) -> np.ndarray:
