@@ -1,9 +1,10 @@
-"""What a step of a ps job makes, and what its servers keep, without the job."""
+"""What a step of a ps job sends and makes, without the job."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -13,8 +14,58 @@ import tensorflow as tf
 from tfdist.data import ArraySource
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Layout, Order
+from tfdist.training.keras_compat import packing, variables
+from tfdist.training.keras_compat.packing import sent_together
+from tfdist.training.profile.traffic import Link, Places, traffic
 
+PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
+
+
+def on(server):
+    return SimpleNamespace(device=PS(server))
+
+
+def test_small_gradients_go_to_each_server_as_one_tensor():
+    with tf.Graph().as_default() as graph:
+        shapes = [[4, 5], [3], [200, 200], [5], [7], [2]]
+        pairs = [
+            (tf.random.normal(s), on(i)) for s, i in zip(shapes, [0, 0, 0, 0, 1, 1], strict=True)
+        ]
+        slices = tf.IndexedSlices(tf.random.normal([2, 3]), tf.constant([0, 1]))
+        for gradient, variable in sent_together([*pairs, (slices, on(0))]):
+            with tf.device(variable.device):
+                tf.identity(gradient) if gradient is not slices else None
+        links = traffic(graph.get_operations(), Places({}))
+    assert links == {
+        ("worker", "ps-0"): Link(tensors=2, size_bytes=4 * (28 + 40_000)),
+        ("worker", "ps-1"): Link(tensors=1, size_bytes=4 * 9),
+    }
+
+
+def test_gradients_sent_together_are_the_same_to_the_bit(monkeypatch):
+    monkeypatch.setattr(packing, "server_of", lambda variable: 0)
+    here = SimpleNamespace(device="/CPU:0")
+    rng = np.random.RandomState(0)
+    kinds = [((4, 5), "f4"), ((3,), "f2"), ((), "f4"), ((2, 2), "f2"), ((1, 3), "f4")]
+    given = [np.asarray(rng.randn(*shape), dtype) for shape, dtype in kinds]
+    found = sent_together([(tf.constant(value), here) for value in given])
+    for value, (gradient, variable) in zip(given, found, strict=True):
+        assert variable is here
+        np.testing.assert_array_equal(gradient.numpy(), value)
+
+
+def test_a_count_is_made_where_it_is_added():
+    with tf.Graph().as_default() as graph:
+        with variables._where_added(1, on(1)):
+            one = tf.cast(1, tf.int64)
+        with variables._where_added(tf.zeros([]), on(1)):
+            sent = tf.cast(tf.zeros([]), tf.int64)
+        with tf.device(PS(1)):
+            tf.identity(one)
+            tf.identity(sent)
+        links = traffic(graph.get_operations(), Places({}))
+    assert links == {("worker", "ps-1"): Link(tensors=1, size_bytes=8)}
 
 
 def shifted(batch, **which):

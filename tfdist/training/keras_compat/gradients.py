@@ -19,6 +19,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.training.keras_compat.by_rows import require_by_rows
+from tfdist.training.keras_compat.packing import sent_together
 from tfdist.training.keras_compat.reduction import reduced, times
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
@@ -90,7 +91,7 @@ def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(self: Any, grads_and_vars: Any) -> Any:
         trace = current()
         if trace is not None and trace.in_door:
-            return list(grads_and_vars)
+            return sent_together(grads_and_vars)
         return original(self, grads_and_vars)
 
     return reduce
@@ -116,7 +117,8 @@ REPLACEMENTS = (
         make=_loss_scaling,
         issue="https://github.com/keras-team/keras/issues/18666",
     ),
-    # The update sums once more, and has no switch against it.
+    # The update sums once more, and has no switch against it. Nothing is done with gradients after
+    # it but the update, so that it is also where they are packed.
     Replacement(
         owner=TFOptimizer,
         name="_all_reduce_sum_gradients",

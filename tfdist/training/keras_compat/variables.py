@@ -8,12 +8,14 @@ Ended by: no release, Keras 3.15.1 included.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
 
+from tfdist.strategy.servers import server_of
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
 
@@ -69,6 +71,14 @@ def _local_value(original: property) -> property:
 # Keras adds by reading, adding and assigning, which loses updates under a parameter server.
 
 
+def _where_added(value: Any, variable: Any) -> AbstractContextManager[Any]:
+    """Makes a number on the parameter server, to which each step would send it otherwise."""
+    if tf.is_tensor(value) or server_of(variable) is None:
+        return nullcontext()
+    device: AbstractContextManager[Any] = tf.device(variable.device)
+    return device
+
+
 def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def assign(self: Any, value: Any) -> Any:
@@ -80,7 +90,8 @@ def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[...,
             )
             if not at_once or in_stateless_scope():
                 return original(self, value)
-            value = tf.cast(value, self._value.dtype)
+            with _where_added(value, self._value):
+                value = tf.cast(value, self._value.dtype)
             if value.shape != self._value.shape:
                 return original(self, value)
             return getattr(self._value, name)(value)
