@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tfdist.tuning.chief import Chief
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.own_program import imports_of, own_program, require_alone
+from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Goal, completed
 from tfdist.tuning.trial_job import TrialJob
 
@@ -284,6 +286,9 @@ class ByValues:
 
     def metrics(self, run_dir: Path) -> list[Any]:
         return []
+
+    def free_places(self, taken: Collection[Place]) -> list[Place]:
+        return [] if taken else [Place(number=0)]
 
     def start(self, job: TrialJob) -> Any:
         self.done.add(job.run_dir.name)
