@@ -19,6 +19,9 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.strategy.job import current_job
+from tfdist.training.keras_compat import reduction
+
+reduction._BUCKET_BYTES = 2**20  # so that a step has several sums
 
 OUT, HOW = pathlib.Path(sys.argv[1]), sys.argv[2]
 options = None
@@ -50,7 +53,7 @@ with strategy.scope():
             keras.layers.Conv2D(8, 3),
             keras.layers.BatchNormalization(),
             keras.layers.Flatten(),
-            keras.layers.Dense(1000, activation="relu"),  # 1.2 MB: a sum of its own
+            keras.layers.Dense(1000, activation="relu"),  # 1.2 MB: it fills a bucket
             keras.layers.Dropout(0.2),
             keras.layers.Dense(4),
         ]

@@ -14,6 +14,7 @@ from tfdist.training.keras_compat.trace import StepTrace
 from tfdist.training.keras_compat.updates import own_copy
 
 _PACK_BYTES = 2**20
+_BUCKET_BYTES = 25 * 2**20
 _BY_RING = frozenset((tf.float16, tf.float32, tf.float64, tf.int32, tf.int64))
 
 
@@ -93,7 +94,7 @@ def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
     for i in reversed(range(len(tensors))):
         if tensors[i].dtype not in _BY_RING:
             continue
-        if filled >= _PACK_BYTES:
+        if filled >= _BUCKET_BYTES:
             buckets.append([])
             filled = 0
         buckets[-1].append(i)
