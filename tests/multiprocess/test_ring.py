@@ -4,47 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests.multiprocess.warm import forked
+from tests.multiprocess.test_training import PROGRAMS, launch
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "ring.py"
+PROGRAM = PROGRAMS / "ring.py"
 DEADLINE_S = 120
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-
-
-def run(out, how):
-    """Runs a job of two workers; returns its exit code and what it said."""
-    command = [sys.executable, "-m", "tfdist.launch", "--strategy", "multiworker", "--workers", "2"]
-    with forked() as (flags, fds):
-        process = subprocess.Popen(
-            [*command, *flags, "--run_dir", str(out / how), str(PROGRAM), str(out), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=fds,
-        )
-    try:
-        said, _ = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        said, _ = process.communicate(timeout=60)
-        pytest.fail(f"{how}: not done in {DEADLINE_S} s\n{said[-20000:]}")
-    return process.returncode, said
 
 
 def test_two_workers_get_the_bits_that_tensorflows_ring_gives_them(tmp_path):
     seen = {}
     for how in ("ring", "collectives"):
-        code, said = run(tmp_path, how)
-        assert code == 0, said
+        flags = ("--strategy", "multiworker", "--workers", "2")
+        launch(tmp_path / how, *flags, str(PROGRAM), str(tmp_path), how, timeout_s=DEADLINE_S)
         files = [tmp_path / f"{how}-worker-{i}.json" for i in range(2)]
         seen[how] = [json.loads(file.read_text()) for file in files]
     assert [task["by ring"] for task in seen["ring"]] == [True, True]

@@ -211,7 +211,7 @@ def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
         raise kind(None, None, text)
 
 
-def joined(size, *, hosts=("127.0.0.1",), timeout_s=10.0, replace=None, seen=None):
+def joined(size, *, hosts=("127.0.0.1",), timeout_s=10.0, replace=None):
     """The rings of `size` threads, whose collective is a barrier and an array."""
     barrier, lock = threading.Barrier(size), threading.Lock()
     sums: list[np.ndarray] = []
@@ -281,6 +281,12 @@ def test_a_port_of_a_given_range_is_taken_or_none():
         assert neighbours._for_other_machines("127.0.0.1", range(port, port + 1)) is None
         with neighbours._for_other_machines("127.0.0.1", range(port, port + 50)) as listener:
             assert listener.getsockname()[1] in range(port + 1, port + 50)
+
+
+def test_a_system_without_sockets_of_the_machine_has_a_ring_all_the_same(monkeypatch):
+    monkeypatch.setattr(neighbours, "_place_on_this_machine", lambda _: b"/no/such/directory/s")
+    rings = joined(2)
+    assert {ring._to_next.family for ring in rings} == {socket.AF_INET}
 
 
 def test_a_stranger_is_not_let_in(apart):

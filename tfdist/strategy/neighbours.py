@@ -58,10 +58,10 @@ def join(
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
     hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(_on_this_machine(secret))]
+        near, far = _on_this_machine(secret), _for_other_machines(hosts[rank], ports)
+        listeners = [stack.enter_context(one) for one in (near, far) if one is not None]
         table = np.zeros((size, _WORDS), np.int32)
-        if (far := _for_other_machines(hosts[rank], ports)) is not None:
-            listeners.append(stack.enter_context(far))
+        if far is not None:
             table[rank, 0] = far.getsockname()[1]
         table[rank, 1:] = np.frombuffer(secret, np.int32)
         table = total(table.reshape(-1)).reshape(size, _WORDS)
@@ -105,11 +105,15 @@ def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:
     return None
 
 
-def _on_this_machine(secret: bytes) -> socket.socket:
-    near = socket.socket(socket.AF_UNIX)
-    near.bind(_place_on_this_machine(secret))
-    near.listen()
-    return near
+def _on_this_machine(secret: bytes) -> socket.socket | None:
+    """Listens at a socket of this machine; None where the system has none of that kind."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        near = stack.enter_context(socket.socket(socket.AF_UNIX))
+        near.bind(_place_on_this_machine(secret))
+        near.listen()
+        stack.pop_all()
+        return near
+    return None
 
 
 def _place_on_this_machine(secret: bytes) -> bytes:
