@@ -92,12 +92,15 @@ def _aims(ours: Sequence[Mapping[str, Any]]) -> list[str]:
             "- two workers have their first step within the import and 2 s:"
             f" p50 {percentile(beside, 0.5):.2f} s, p95 {percentile(beside, 0.95):.2f} s beside it"
         )
-    forked = [r["first_step_s"] for r in ours if "forked" in r["case"] and r["first_step_s"]]
-    if forked:
-        lines.append(
-            "- two forked workers have their first step within 3 s:"
-            f" p50 {percentile(forked, 0.5):.2f} s, p95 {percentile(forked, 0.95):.2f} s"
-        )
+    forked = [r for r in ours if "forked" in r["case"] and r["first_step_s"]]
+    for whose, killed in (("", False), (", the import of a launcher started anew included", True)):
+        steps = [r["first_step_s"] for r in forked if (r["do"] == "kill_launcher") is killed]
+        if steps:
+            aim = "" if killed else " within 3 s"
+            lines.append(
+                f"- two forked workers have their first step{aim}:"
+                f" p50 {percentile(steps, 0.5):.2f} s, p95 {percentile(steps, 0.95):.2f} s{whose}"
+            )
     return lines
 
 
