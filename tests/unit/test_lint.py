@@ -181,6 +181,23 @@ def test_a_small_batch_is_not_held_against_tasks_that_do_not_share_it(old: str, 
     assert codes(changed.replace("size=256", "size=2"), "x.sh") == set()
 
 
+def test_an_evaluator_has_no_part_of_the_batch() -> None:
+    folder = Path(__file__).parent / "lint"
+    manifest = (folder / "CFG014_in_a_manifest.yaml").read_text().replace("size=2", "size=3")
+    script = (folder / "CFG014_in_a_script.sh").read_text().replace("size=2", "size=3")
+    hosts = '            - {name: TFDIST_HOSTS, value: "mnist-[0-3].train"}\n'
+    export = "export TFDIST_STRATEGY=multiworker\n"
+    for text, name, line, evaluator in (
+        (manifest, "x.yaml", hosts, '            - {name: TFDIST_EVALUATOR, value: "1"}\n'),
+        (script, "x.sh", export, "export TFDIST_EVALUATOR=1\n"),
+    ):
+        beside = text.replace(line, line + evaluator)
+        assert beside != text
+        assert codes(text, name) == {"CFG014"}
+        assert codes(beside, name) == set()
+        assert codes(beside.replace("size=3", "size=2"), name) == {"CFG014"}
+
+
 def test_a_config_file_is_read_and_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     text = f"open({str(mark)!r}, 'w')\nfrom tfdist.configs import base\n"

@@ -9,7 +9,7 @@ from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import UsageError
 from tfdist.lint.commands import check_flags
 from tfdist.lint.findings import Finding, Place
-from tfdist.lint.variables import PlaceOf, are_alone, check_size, check_variables
+from tfdist.lint.variables import PlaceOf, are_alone, check_size, check_variables, num_training
 from tfdist.lint.workloads import Container, Part, Workload, as_map
 
 _SAME = (wishes.HOSTS, wishes.STRATEGY, wishes.PS, wishes.PORT)
@@ -51,11 +51,13 @@ def _replicas(job: Workload) -> int | None:
     if job.kind == "TFJob":
         names = {part.name.lower(): part.count for part in job.parts}
         return None if "ps" in names else sum(n for t, n in names.items() if t != "evaluator")
+    count = job.count
     for _, container in _containers(job):
         strategy = container.values.get(wishes.STRATEGY, "auto")
         if strategy == "ps" or wishes.PS in container.env_lines or are_alone(container.values):
             return None
-    return job.count if _listed(job) else None
+        count = min(count, num_training(job.count, container.values))
+    return count if _listed(job) else None
 
 
 def _listed(job: Workload) -> tuple[Part, Container, list[tuple[str, int]]] | None:

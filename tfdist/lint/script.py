@@ -11,7 +11,7 @@ from tfdist.lint.findings import Finding, Place
 from tfdist.lint.sbatch_options import check_options, named, number
 from tfdist.lint.sbatch_signals import check_signals
 from tfdist.lint.shell import Command, Script, read_script
-from tfdist.lint.variables import are_alone, check_size, check_variables, is_ours
+from tfdist.lint.variables import are_alone, check_size, check_variables, is_ours, num_training
 
 
 def check_script(text: str, file: str) -> Iterator[Finding]:
@@ -19,10 +19,9 @@ def check_script(text: str, file: str) -> Iterator[Finding]:
     script = read_script(text)
     values = _values(script)
     yield from check_variables(values, lambda name: _at(file, script.lines.get(name), name))
-    tasks = _tasks(script)
+    shared = _replicas(script, values)
     for command in script.commands:
-        as_options_say = _is_srun(command) and not _step_options(command) and not _is_ps(values)
-        replicas = tasks if as_options_say and not are_alone(values) else None
+        replicas = shared if _is_srun(command) and not _step_options(command) else None
         yield from check_flags(command.words, _at(file, command.line), replicas=replicas)
     if not (script.directives or script.late or script.doubtful):
         return
@@ -61,6 +60,15 @@ def _is_srun(command: Command) -> bool:
 def _is_ps(values: dict[str, str]) -> bool:
     groups = values.get(wishes.GROUPS, "")
     return values.get(wishes.STRATEGY) == "ps" or wishes.PS in values or "ps" in groups
+
+
+def _replicas(script: Script, values: dict[str, str]) -> int | None:
+    """Returns how many replicas at least compute a global batch; None where that is unsure."""
+    tasks = _tasks(script)
+    if tasks is None or _is_ps(values) or are_alone(values):
+        return None
+    # In a heterogeneous job the evaluator is not one of the first component's tasks.
+    return tasks if wishes.GROUPS in values else num_training(tasks, values)
 
 
 def _tasks(script: Script, *, group: int = 0) -> int | None:

@@ -31,6 +31,12 @@ def are_alone(values: Mapping[str, str]) -> bool:
     return values.get(wishes.CLUSTER, "").strip() == "none"
 
 
+def num_training(count: int, values: Mapping[str, str]) -> int:
+    """Returns how many of `count` tasks train: all but the evaluator, where there is to be one."""
+    is_one_more = wishes.text(values, wishes.EVALUATOR) not in ("", "0")
+    return count - is_one_more
+
+
 def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
     """Yields what is wrong with each variable by itself, and with proxies beside ours.
 
