@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -192,6 +193,35 @@ def test_random_bytes_neither_end_it_nor_keep_others_out(
         with beside(second):
             meeting.gather(within_s=LONG_S)
         assert meeting.present == [0, 1]
+
+
+class Noticed(threading.Event):
+    """What a door waits for in vain after each connection that it could not accept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_waited_for.set()
+        return super().wait(timeout)
+
+
+def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(
+    held: list[HeldPort],
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Door("hello", [held[0].port]) as entry, contextlib.ExitStack() as stack:
+        entry._is_closed = noticed = Noticed()
+        early, late = (stack.enter_context(socket.socket()) for _ in range(2))
+        late.settimeout(LONG_S)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for guest in (early, late):  # accept has its descriptor before the first one comes
+            guest.connect(("127.0.0.1", held[0].port))
+        assert noticed.is_waited_for.wait(LONG_S)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert late.recv(6) == b"hello\n"
 
 
 def pair() -> tuple[Conversation, Conversation]:

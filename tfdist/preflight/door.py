@@ -30,6 +30,7 @@ _HELLO_S = 3.0
 _ASKED_BYTES = 5  # of each request: "meet\n", "echo\n" or "sink\n"
 _LISTENING = "0A"
 _SPARE_PORTS = 3
+_AGAIN_S = 0.2
 
 
 class Door:
@@ -49,6 +50,7 @@ class Door:
         self._token = token
         self.wrong_tokens = 0
         self._listeners: list[socket.socket] = []
+        self._is_closed = threading.Event()
         self._room = threading.BoundedSemaphore(_MAX_GUESTS)
         self.guests: queue.SimpleQueue[tuple[Conversation, Message]] = queue.SimpleQueue()
         self.ports = tuple(self._open(port) for port in ports)
@@ -70,6 +72,7 @@ class Door:
 
     def close(self) -> None:
         """Frees the ports; what has been accepted goes on."""
+        self._is_closed.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
@@ -97,8 +100,10 @@ class Door:
         while True:
             try:
                 guest, _ = listener.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # closed; else who came is gone, or has to wait for a free descriptor
+                if self._is_closed.wait(_AGAIN_S):
+                    return
+                continue
             if not self._room.acquire(blocking=False):
                 guest.close()
                 continue
