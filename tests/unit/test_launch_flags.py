@@ -197,6 +197,17 @@ def test_the_launcher_loads_no_tensorflow_keras_or_numpy():
             False,
         ),
         ("import os\nos.environ['MY_OWN'] = '3'\nimport keras\n", True),
+        ("import os, keras\ntask = json.loads(os.environ['TF_CONFIG'])['task']\n", True),
+        ("import os, keras\nif os.environ.get('TF_CONFIG') == 'KERAS_':\n    pass\n", True),
+        ("import keras\nfrom os import environ\ndel environ['XLA_FLAGS']\n", False),
+        ("import os, keras\nos.environ.update(OMP_NUM_THREADS='1')\n", False),
+        ("import os, keras\nos.environ |= {'TF2_BEHAVIOR': '1'}\n", False),
+        ("import os, keras\nos.environ.pop(\n    'CUDA_VISIBLE_DEVICES', None\n)\n", False),
+        ("import os, keras\nos.putenv('TF_X', '1')\n", False),
+        ("import os, keras\nfor name in names:\n    os.environ[name] = '1'\n", False),
+        ("import os, keras\nos.environ.update(MY_OWN='TF')\n", True),
+        ('"""\nimport keras\n"""\n', False),
+        ("import keras\nthis is no Python\n", False),
     ],
 )
 def test_a_program_says_itself_whether_it_imports_tensorflow(tmp_path, source, answer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from pathlib import Path
 from tfdist.errors import UsageError, near
 from tfdist.launch.options import DEFAULT_MODULE, Program
 
-_IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]+(?:tensorflow|keras|tfdist)\b", re.MULTILINE)
-_SETS = re.compile(r"""(?:environ\b.*|putenv\(|setenv\()["'](?:TF_|KERAS_|XLA_|OMP_|CUDA_|TF2_)""")
+_TENSORFLOW = ("tensorflow", "keras", "tfdist")
+_READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_")
 
 
 def check_program(program: Program, *, search: Sequence[str]) -> None:
@@ -36,10 +37,48 @@ def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
     """
     path = file_of_program(program, search=search)
     try:
-        source = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return bool(_IMPORTS.search(source)) and not _SETS.search(source)
+        nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return False  # the task says it
+    return any(map(_imports, nodes)) and not any(map(_sets, nodes))
+
+
+def _imports(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(alias.name.split(".")[0] in _TENSORFLOW for alias in names)
+        case ast.ImportFrom(module=str(module), level=0):
+            return module.split(".")[0] in _TENSORFLOW
+    return False
+
+
+def _sets(node: ast.AST) -> bool:
+    """Returns whether code changes a variable that matters, or one whose name it does not say."""
+    match node:
+        case (
+            ast.Subscript(value=target, ctx=ast.Store() | ast.Del())
+            | ast.AugAssign(target=target)
+            | ast.Call(func=ast.Attribute(value=target, attr="setdefault" | "update" | "pop"))
+        ) if _is_environ(target):
+            inside = node
+        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv" | "setenv" | "delenv")):
+            inside = node
+        case _:
+            return False
+    names = [name for part in ast.walk(inside) if (name := _name_in(part))]
+    return not names or any(_READ_AT_IMPORT.match(name) for name in names)
+
+
+def _name_in(part: ast.AST) -> str | None:
+    """Returns what may be a variable's name: text, or the keyword of an argument."""
+    match part:
+        case ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
+            return name
+    return None
+
+
+def _is_environ(target: ast.AST) -> bool:
+    return getattr(target, "attr", None) == "environ" or getattr(target, "id", None) == "environ"
 
 
 def file_of_program(program: Program, *, search: Sequence[str]) -> str:
