@@ -20,7 +20,7 @@ from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
 from tfdist.rendezvous.hub import Differs, Heard, Hub, Lost
 from tfdist.rendezvous.link import Message
-from tfdist.rendezvous.terms import fingerprint, summary
+from tfdist.rendezvous.terms import fingerprint, summary_of_hosts
 
 _TELL_S = 5.0  # before it is said who is being waited for
 _GOODBYE_S = 2.0
@@ -51,6 +51,7 @@ class Team:
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
         self._others = tuple(range(1, len(group.hosts)))
+        self._unlike: dict[int, tuple[str, ...]] = {}  # who was sent away, and why
         self._began = False
         self.host_of: dict[Task, int] = {}
         """The rank of the host of each task of this attempt."""
@@ -69,12 +70,16 @@ class Team:
 
         Raises:
             StartupTimeout: too few have come in time; the message names the others.
-            UsageError: one of them differs from this one.
+            UsageError: some of them differ from this one; who has not come by a moment later is
+                not waited for to say whether it does, too.
         """
         began_s, said = self._clock(), False
-        while missing := [rank for rank in self._others if rank not in self._ports]:
+        limit_s = self._options.startup_timeout_s
+        while missing := self._missing():
             waited_s = self._clock() - began_s
-            if waited_s >= self._options.startup_timeout_s:
+            if self._unlike:
+                limit_s = min(limit_s, waited_s + _TELL_S)
+            if waited_s >= limit_s:
                 break
             if waited_s >= _TELL_S and not said:
                 said = True
@@ -83,6 +88,8 @@ class Team:
             asked = self._wait()
             if asked is not None:
                 return asked
+        if self._unlike:
+            raise self._differ()
         if missing:
             self._do_without(missing)
         return None
@@ -168,7 +175,7 @@ class Team:
         for news in self._hub.take_news():
             match news:
                 case Differs(rank=rank, what=what):
-                    raise self._differs(rank, what)
+                    self._unlike[rank] = what
                 case Heard(rank=rank, message={"asked": int(signum)}):
                     return signum
                 case Heard(rank=rank, message=message):
@@ -197,11 +204,20 @@ class Team:
             "raise --startup_timeout_s"
         )
 
-    def _differs(self, rank: int, what: Sequence[str]) -> UsageError:
-        known = 0 < rank < len(self._group.hosts)
+    def _missing(self) -> list[int]:
+        """Returns who is not ready; where some differ, who has not come."""
+        known = self._unlike.keys() | self._hub.present if self._unlike else self._ports.keys()
+        return [rank for rank in self._others if rank not in known]
+
+    def _differ(self) -> UsageError:
+        ranks = sorted(self._unlike)
+        listed = [rank for rank in ranks if 0 < rank < len(self._group.hosts)]
+        strange = [f"rank {rank}" for rank in ranks if rank not in listed][:_MAX_NAMES]
+        hosts = f"host{'s' * (len(listed) > 1)} {self._named(listed)}" if listed else ""
+        found = {self.name(r) if r in listed else f"rank {r}": self._unlike[r] for r in ranks}
         return UsageError(
-            f"host {self.name(rank)} (rank {rank})" if known else f"rank {rank}",
-            received=summary(what),
+            ", ".join(filter(None, [hosts, *strange])),
+            received=summary_of_hosts(found),
             expected=f"the same as on {self.name(0)} (rank 0)",
             fix="start the same line, of the same installation, on all hosts",
         )
