@@ -56,6 +56,16 @@ class Job:
 
         self._until(true, state)
 
+    def is_started_again(self) -> None:
+        """Waits until Slurm has queued the job again for the first time; not if it has ended."""
+
+        def true() -> bool:
+            now = self.fact("JobState")
+            assert now not in ENDED, f"{now}\n{self.text()}"
+            return self.fact("Restarts") == "1"
+
+        self._until(true, "queued again")
+
     def _until(self, true: Any, what: str) -> None:
         self.cluster.until(true, f"job {self.id}: {what}", within_s=DEADLINE_S)
 

@@ -88,19 +88,26 @@ def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-@pytest.mark.parametrize("kind", ["one", "both"])
-def test_a_job_that_loses_a_node_goes_on(kind: str, slurm: Slurm, undisturbed: dict) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tasks"), [("one", "killed"), ("both", "killed"), ("one", "alive"), ("both", "alive")]
+)
+def test_a_job_that_loses_a_node_goes_on(
+    kind: str, tasks: str, slurm: Slurm, undisturbed: dict
+) -> None:
     slurm.hold.touch()
     one = ("--workers", "2", "--cpus", "1", "--run_dir", "run")
     job = slurm.submit(*(one if kind == "one" else TWO_NODES), program=TRAIN)
     job.said("held after")
     lost = NODES[1] if kind == "both" else job.fact("NodeList")
-    slurm.cluster.kill_node(lost)
+    if tasks == "killed":
+        slurm.cluster.kill_node(lost)
     slurm.cluster.ask("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")
+    job.is_started_again()  # those that live are not to come to the end before
     slurm.hold.unlink()
     if kind == "both":  # nothing else has room for it
         job.is_in_state("PENDING")
-        slurm.cluster.start_node(lost)
+        if tasks == "killed":
+            slurm.cluster.start_node(lost)
         slurm.cluster.ask("scontrol", "update", f"NodeName={lost}", "State=RESUME")
     job.is_in_state("COMPLETED")
     assert job.fact("Restarts") == "1"
