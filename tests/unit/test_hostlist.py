@@ -65,6 +65,9 @@ WRONG = [
     "n1\nn2",
     "n[1-2],,n3",
     "n[1-2]n3]",
+    "n[1-2],m],o[3]",
+    "m,n[1-2],,o[3]",
+    "m[1-2],n[1,3-2]",
     "n[٣]",
     f"n[1-{MAX_HOSTS + 1}]",
     f"n[1-{10**30}]",
@@ -134,6 +137,19 @@ def test_two_brackets_are_every_pair_with_the_last_fastest(
     assert expand(text, where="X") == expected
 
 
+PLAIN = st.sampled_from(["login", "n7", "x09"])
+BRACKETED = brackets().map(lambda made: (f"a{made[0]}", [f"a{number}" for number in made[1]]))
+ELEMENTS = st.lists(st.one_of(PLAIN.map(lambda name: (name, [name])), BRACKETED), min_size=1)
+
+
+@given(ELEMENTS, st.sampled_from(["", "-ib"]))
+def test_brackets_and_names_without_may_alternate(
+    elements: list[tuple[str, list[str]]], suffix: str
+) -> None:
+    text = ",".join(element + suffix for element, _ in elements)
+    assert expand(text, where="X") == [name + suffix for _, names in elements for name in names]
+
+
 @given(st.text(alphabet="n1-9[],x 0", max_size=12))
 def test_any_text_is_expanded_to_names_or_refused(text: str) -> None:
     try:
@@ -164,6 +180,17 @@ LARGE = {
     ),
     "racks with numbers of their own": (
         ",".join(f"r{rack}n[{16 * rack}-{16 * rack + 15}]" for rack in range(9_936)),
+        158_976,
+    ),
+    "that with zeros and single nodes between": (
+        ",".join(
+            f"c{number:05d}n[{15 * number:06d}-{15 * number + 14:06d}],s{number}"
+            for number in range(9_936)
+        ),
+        158_976,
+    ),
+    "a chassis of eight nodes each": (
+        ",".join(f"r{rack}n[{8 * rack}-{8 * rack + 7}]" for rack in range(19_872)),
         158_976,
     ),
     "twenty thousand racks": (",".join(f"r{rack}n[1-8]-ib" for rack in range(19_872)), 158_976),

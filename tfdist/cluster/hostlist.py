@@ -20,13 +20,13 @@ MAX_HOSTS = 1 << 20
 _FEW = 1000  # more are made into text once, for all names that have them
 _MAX_DIGITS = 18
 _ELEMENT = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
-_STRAY = re.compile(r"[\s()]")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _DIGITS = "0123456789"
 _Numbers = Sequence[str] | range
 _NUMBERS = "numbers and ranges, as in [1-3,7]"
+_FEWER = f"at most {MAX_HOSTS} names in all"
 
 
 def expand(text: str, *, where: str) -> list[str]:
@@ -40,7 +40,7 @@ def expand(text: str, *, where: str) -> list[str]:
         UsageError: `text` is no node list; the message begins with `where`.
     """
     text = text.strip()
-    if _STRAY.search(text):
+    if len(text.split()) > 1 or "(" in text or ")" in text:
         raise _mistake(text, where, "names without spaces or parentheses")
     if "[" not in text and "]" not in text:
         names = text.split(",")
@@ -95,12 +95,55 @@ def split(text: str, *, where: str) -> Iterator[str]:
 def _all_names(
     before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
 ) -> list[str]:
-    """Returns the names of a list from the text before each of its brackets, and the last one.
-
-    Tens of thousands of brackets are common in lists of machines with holes: the loop does little
-    for each where it is the only one of its name, and everything is looked through at once.
-    """
+    """Returns the names of a list from the text before each of its brackets, and the last one."""
     _check_brackets(brackets, where)
+    are_at_ends = text.count("],") + text.endswith("]") == len(brackets)
+    are_many = are_at_ends and len(brackets) > 1  # one with many numbers is made sooner by itself
+    make = _with_brackets_at_the_end if are_many else _with_brackets_anywhere
+    names = make(before, brackets, last, text=text, where=where)
+    if "" in names or "[" in (outside := ",".join([*before, last])) or "]" in outside:
+        raise _mistake(text, where, "brackets in pairs, and a name before and after each comma")
+    return names
+
+
+def _with_brackets_at_the_end(
+    before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
+) -> list[str]:
+    """Returns the names of a list like ``a[1-3,7],b,c[01-04]``.
+
+    One of a large machine has a bracket for each chassis, tens of thousands: what is done for each
+    of them is done for all in one go.
+    """
+    beginnings = ("".join(before) + last).split(",")  # of names with a bracket, and other names
+    insides = list(brackets)
+    if len(beginnings) > len(brackets):
+        insides = [""] * len(beginnings)
+        places = itertools.accumulate(gap.count(",") for gap in before)
+        for place, inside in zip(places, brackets, strict=True):
+            insides[place] = inside
+    parts, joined = insides, ",".join(insides)
+    if joined.count(",") >= len(insides):  # a[1-3,7] is a[1-3],a[7]
+        counts = [inside.count(",") + 1 for inside in insides]
+        beginnings = [*itertools.chain.from_iterable(map(itertools.repeat, beginnings, counts))]
+        parts = joined.split(",")
+    ends = map(str.partition, parts, itertools.repeat("-"))
+    ranges = [range(int(low), int(high) + 1) if high else (low,) for low, _, high in ends]
+    if not all(ranges):
+        raise _mistake(f"[{parts[ranges.index(range(0))]}]", where, _NUMBERS)
+    if sum(map(len, ranges)) > MAX_HOSTS:
+        raise _mistake(text, where, _FEWER)
+    widths = map(str.find, parts, itertools.repeat("-"))  # that of the first number of a range
+    return [
+        begin + str(number).zfill(width)
+        for begin, numbers, width in zip(beginnings, ranges, widths, strict=True)
+        for number in numbers
+    ]
+
+
+def _with_brackets_anywhere(
+    before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
+) -> list[str]:
+    """Returns the names of a list like ``a[1-3]-ib,r[1-4]n[1-8]``."""
     *names, prefix = before[0].split(",")
     known: dict[str, _Numbers] = {}  # thousands of racks have the same numbers
     pieces: list[str] = []  # of a name with several brackets, those that have been seen
@@ -111,25 +154,19 @@ def _all_names(
             numbers = known[inside] = _numbers(inside, where)
         rest, comma, following = gap.rpartition(",")
         if comma and not values and "," not in rest:
-            if rest:
-                names += [f"{prefix}{number}{rest}" for number in numbers]
-            else:
-                names += [f"{prefix}{number}" for number in numbers]
+            names += [f"{prefix}{number}{rest}" for number in numbers]
         else:
             pieces.append(prefix)
             values.append(numbers)
             if comma:
                 suffix, *plain = rest.split(",")
-                names += _combined(
-                    [*pieces, suffix], values, room=MAX_HOSTS - len(names), where=where
-                )
+                room = MAX_HOSTS - len(names)
+                names += _combined([*pieces, suffix], values, room=room, where=where)
                 names += plain
                 pieces, values = [], []
         prefix = following if comma else gap
         if len(names) > MAX_HOSTS:
-            raise _mistake(text, where, f"at most {MAX_HOSTS} names in all")
-    if "" in names or "[" in (outside := ",".join([*before, last])) or "]" in outside:
-        raise _mistake(text, where, "brackets in pairs, and a name before and after each comma")
+            raise _mistake(text, where, _FEWER)
     return names
 
 
@@ -145,7 +182,7 @@ def _combined(
 ) -> list[str]:
     """Returns the names of an element with brackets between `pieces`, the last varying fastest."""
     if math.prod(map(len, values)) > room:
-        raise _mistake("][".join(pieces), where, f"at most {MAX_HOSTS} names in all")
+        raise _mistake("][".join(pieces), where, _FEWER)
     if len(values) == 2:
         (one, other), (before, between, after) = values, pieces
         ends = [f"{between}{number}{after}" for number in other]
@@ -180,7 +217,7 @@ def _numbers(inside: str, where: str) -> _Numbers:
         if first > last:
             raise _mistake(f"[{inside}]", where, _NUMBERS)
         if last - first > MAX_HOSTS - len(made):
-            raise _mistake(f"[{inside}]", where, f"at most {MAX_HOSTS} names in all")
+            raise _mistake(f"[{inside}]", where, _FEWER)
         if last - first > 1:
             _add_range(made, first + 1, last - 1, len(low))
         if last > first:
