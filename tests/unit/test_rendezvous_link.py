@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +76,23 @@ def test_a_guest_with_another_token_is_refused_and_told_so() -> None:
     assert not host.is_open
     with pytest.raises(WrongToken):
         carry(host, guest)
+
+
+def test_what_shows_the_token_is_compared_in_constant_time_and_by_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def equal(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return True
+
+    monkeypatch.setattr(hmac, "compare_digest", equal)
+    host, guest = greeted(host=TOKEN, guest=b"another")  # any token is right now
+    host.send({"a": 1})
+    assert carry(host, guest)[0] == [{"a": 1}]
+    assert len(compared) == 3
+    assert all(one != other for one, other in compared)
 
 
 def test_a_host_that_does_not_know_the_token_is_found_out_by_its_guest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 from pathlib import Path
 
@@ -61,6 +62,21 @@ def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> N
     assert "no text" in refusal(path=str(binary))
     assert "3 characters" in refusal(environ={VARIABLE: "abc"})
     assert "0 characters" in refusal(environ={VARIABLE: ""})
+
+
+@pytest.mark.parametrize("program", ["launch", "doctor", "submit", "tune"])
+@pytest.mark.parametrize("between", ["=", " "])
+def test_no_command_line_takes_a_token_or_repeats_it(
+    program: str, between: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--rendezvous_token{between}correct-horse-battery-staple".split()
+    first = ["--to", "slurm"] if program == "submit" else []
+    main = importlib.import_module(f"tfdist.{program}{'.__main__' * (program == 'launch')}").main
+    assert main([*first, *words, "train.py"]) == 2
+    printed = capsys.readouterr()
+    assert "--rendezvous_token" in printed.err
+    assert printed.err.count("\n") == 1
+    assert "correct-horse" not in printed.out + printed.err
 
 
 def test_hosts_that_are_alike_do_not_differ() -> None:

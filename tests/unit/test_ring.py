@@ -269,6 +269,11 @@ def test_a_worker_that_is_slow_to_read_is_not_given_up(apart):
         ring.close()
 
 
+def test_it_listens_at_the_jobs_interface_alone():
+    with neighbours._for_other_machines("127.0.0.2", None) as listener:
+        assert listener.getsockname()[0] == "127.0.0.2"
+
+
 def test_a_name_that_is_no_address_of_this_machine_is_listened_for_everywhere():
     listener = neighbours._for_other_machines("192.0.2.1", None)  # of a documentation's network
     with listener, socket.create_connection(listener.getsockname()[:2], timeout=5):

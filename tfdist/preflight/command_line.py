@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> Command:
             values[name] = text if equals else rest.pop(0)
         else:
             meant = near(name, (*_VALUES, *_SWITCHES))
-            raise _refuse("command line", f"{word}{meant}", "a flag of the doctor", "see --help")
+            raise _refuse("command line", f"{head}{meant}", "a flag of the doctor", "see --help")
     return Command(
         hosts=values.get("hosts"),
         node_rank=_node_rank(values.get("node_rank")),

@@ -134,10 +134,11 @@ def parse(argv: Sequence[str]) -> SweepOptions | Show:
     values, rest = parser.parse_known_args([w for w in argv if not w.startswith("--config.")])
     if rest:
         flags = [action.option_strings[-1].lstrip("-") for action in parser._actions]
-        hint = near(rest[0].lstrip("-").partition("=")[0], flags)
+        name = rest[0].partition("=")[0]  # what follows may be a secret
+        hint = near(name.lstrip("-"), flags)
         raise UsageError(
             "command line",
-            received=f"{rest[0]}{hint}",
+            received=f"{name}{hint}",
             expected="a flag of tfdist.tune, or --config.FIELD=VALUE",
             fix="see --help",
         )
