@@ -57,6 +57,7 @@ def of_pod(policy: Mapping[str, Any], *, code: int, conditions: Sequence[str] = 
         assert len({"onExitCodes", "onPodConditions"} & set(rule)) == 1
         if on := rule.get("onExitCodes"):
             assert 0 not in on["values"]
+            assert on["values"] == sorted(set(on["values"]))
             is_in = code in on["values"]
             if code and is_in == (on["operator"] == "In"):
                 return str(rule["action"])
@@ -212,6 +213,28 @@ def test_a_tfjob_does_what_the_table_says(
     environ = fakes(tmp_path, python=f'[ "$1" = train.py ] && exit {code}\nexit 0')
     ended = run_pod(tmp_path, container_of(replica["template"]), **environ)
     assert of_tfjob(replica, code=ended) == OUTCOMES[code][3]
+
+
+def test_every_other_code_is_one_of_the_tables_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Below 128 it is that of a program that failed, and 128 + n that of one that was killed."""
+    job = manifest("--workers 2 train.py", capsys)["spec"]
+    job_set = manifest("--kind jobset --workers 2 train.py", capsys)["spec"]
+    tfjob = manifest("--kind tfjob --workers 2 train.py", capsys)["spec"]
+    replica = tfjob["tfReplicaSpecs"]["Worker"]
+    for code in set(range(256)) - set(OUTCOMES):
+        of_all = of_job(job, code=code), of_job_set(job_set, code=code)
+        assert (*of_all, of_tfjob(replica, code=code)) == OUTCOMES[1 if code < 128 else 137][1:]
+
+
+def test_each_job_of_a_set_ends_by_the_same_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py", capsys)["spec"]
+    children = [job["template"]["spec"] for job in spec["replicatedJobs"]]
+    assert len(children) == 4
+    for child in children:
+        assert (child["podFailurePolicy"], child["backoffLimit"]) == (
+            children[0]["podFailurePolicy"],
+            0,
+        )
 
 
 def test_the_table_is_in_the_docs() -> None:
