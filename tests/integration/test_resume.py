@@ -11,7 +11,10 @@ import pytest
 
 import tfdist
 from tfdist.checkpoint import CheckpointStore
-from tfdist.errors import UsageError
+from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
+from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
+from tfdist.strategy import Job
+from tfdist.training import resume
 from tfdist.training.stopping import unfit
 
 RNG = np.random.RandomState(0)
@@ -334,3 +337,24 @@ def test_a_validation_that_yields_nan_does_not_keep_a_sound_state_from_being_sav
     model.layers[0].bias.assign(np.full(8, np.nan))
     assert unfit(model, figures) == "a weight is not finite"
     assert unfit(model, {"loss": 1.0, "val_loss": 1.0}) == ""
+
+
+def attempt(number, *, startup_timeout_s=60.0):
+    """The chief of a job that was started that often."""
+    options = JobOptions(attempt=number, startup_timeout_s=startup_timeout_s)
+    cluster = ClusterSpec(worker=("127.0.0.1:1",))
+    config = TaskConfig(cluster=cluster, task=Task("worker", 0), options=options)
+    return Job(strategy=None, kind="single", config=config)
+
+
+def test_a_later_attempt_waits_until_the_one_before_has_let_go(tmp_path, monkeypatch):
+    before = CheckpointStore(tmp_path)
+    before.prepare()
+    backup = tfdist.BackupAndRestore(tmp_path)
+    with pytest.raises(UsageError, match="a second writer"):
+        resume.saved_run([backup], attempt(1))
+    with pytest.raises(StartupTimeout, match=r"waited 0\.01 s .* a second writer") as late:
+        resume.saved_run([backup], attempt(2, startup_timeout_s=0.01))
+    assert late.value.exit_code == EXIT_PEER_MISSING
+    monkeypatch.setattr("tfdist.training.resume.time.sleep", lambda _: before.close())
+    assert resume.saved_run([backup], attempt(2)) is None

@@ -14,6 +14,10 @@ from tfdist.errors import UsageError
 FILE_NAME = ".lock"
 
 
+class SecondWriter(UsageError):
+    """Another process writes to the directory."""
+
+
 class WriterLock:
     """Held from `acquire` until `release`, the end of this object, or of the process.
 
@@ -29,7 +33,7 @@ class WriterLock:
         return self._close is not None
 
     def acquire(self) -> None:
-        """Takes the lock at once; raises UsageError where another has it, and OSError."""
+        """Takes the lock at once; raises SecondWriter where another has it, and OSError."""
         _let_go_in_children()
         descriptor = self._open()
         while not self._is_there(descriptor):  # its last holder has removed it meanwhile
@@ -57,7 +61,7 @@ class WriterLock:
         except BlockingIOError as error:
             holder = os.pread(descriptor, 20, 0).decode().strip() or "unknown"
             os.close(descriptor)
-            raise UsageError(
+            raise SecondWriter(
                 f"checkpoints in {self._directory}",
                 received=f"a second writer while process {holder} writes there",
                 expected="one writer",

@@ -3,32 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.errors import UsageError
+from tfdist.checkpoint.lock import SecondWriter
+from tfdist.cluster import JobOptions
+from tfdist.errors import StartupTimeout, UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.inputs import Data
+
+_LOG = logging.getLogger(__name__)
+_AGAIN_S = 0.5
 
 
 def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
     """What the first backup's newest checkpoint says, in every task. A collective.
 
     Finds out at once, in the chief, whether every backup can write; raises as
-    `BackupAndRestore.prepare`.
+    `BackupAndRestore.prepare`, and StartupTimeout where the attempt before goes on writing.
     """
     if not backups:
         return None
     saved = None
     if job.is_chief:
         for backup in backups:
-            backup.prepare()
+            _take(backup, job)
             backup.close()  # until the training begins: what comes before it may be refused
         saved = backups[0].saved()
     told = broadcast(None if saved is None else dataclasses.asdict(saved))
     return None if told is None else RunState(**told)
+
+
+def _take(backup: BackupAndRestore, job: Job) -> None:
+    """Takes the backup's directory; a later attempt waits until the one before lets go of it.
+
+    A scheduler that calls a node down starts the job elsewhere, and the tasks there may live on
+    for as long as they save.
+    """
+    options = job.config.options if job.config else JobOptions()
+    deadline_s = time.monotonic() + options.startup_timeout_s
+    is_told = False
+    while True:
+        try:
+            return backup.prepare()
+        except SecondWriter as error:
+            if options.attempt == 1:
+                raise
+            if time.monotonic() >= deadline_s:
+                waited = f"waited {options.startup_timeout_s:g} s for the attempt before"
+                raise StartupTimeout(f"{waited}: {error}") from error
+            if not is_told:
+                _LOG.warning("waiting for the attempt before to end: %s", error)
+            is_told = True
+        time.sleep(_AGAIN_S)
 
 
 def fingerprint(data: Data) -> dict[str, Any]:
