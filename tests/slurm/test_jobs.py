@@ -8,6 +8,7 @@ import pytest
 
 from tests.slurm.cluster import NODES
 from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, Slurm, assert_same, summary_of
+from tfdist.outputs.evaluations import Evaluations
 
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
 TRAIN = (PROGRAM, *CONFIG)
@@ -119,16 +120,23 @@ def test_a_job_that_loses_a_node_goes_on(
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_ps_job_trains_in_one_component_and_in_two(slurm: Slurm) -> None:
+def test_a_ps_job_trains_in_one_component_in_two_and_in_a_step_of_srun(slurm: Slurm) -> None:
     ps = ("--strategy", "ps", "--ps", "1", "--cpus", "1")
     program = ("-m", "tfdist.train", *CONFIG)
     # With GPUs the ps is in a component of its own, which holds none.
-    shapes = {"one": ("--workers", "1"), "two": ("--workers", "2", "--gpus", "1")}
+    one = ("--workers", "1", "--evaluator")
+    shapes = {"one": one, "two": ("--workers", "2", "--gpus", "1")}
     jobs = [slurm.submit(*ps, *shape, program=program, name=name) for name, shape in shapes.items()]
     for job in jobs:
         job.is_in_state("COMPLETED")
-    for name, workers in (("one", 1), ("two", 2)):
+    asked = {"TFDIST_STRATEGY": "ps", "TFDIST_PS": "1", "TFDIST_RUN_DIR": "runs/srun"}
+    step = ["srun", "--nodes=2", "--ntasks=4", sys.executable, *program]
+    done = slurm.run(*step, **asked, **ONE_THREAD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, workers in (("one", 1), ("two", 2), ("srun", 2)):
         summary = summary_of(slurm.folder / "runs" / name)
         assert (summary["status"], summary["strategy"], summary["steps"]) == ("done", "ps", 64)
         assert (summary["workers"], summary["ps"]) == (workers, 1)
         assert sum(summary["worker_steps"].values()) == 64
+    evaluated = Evaluations(slurm.folder / "runs" / "one" / "checkpoints").lines()
+    assert evaluated[-1]["step"] == 64
