@@ -12,6 +12,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.data import ArraySource
+from tfdist.training.engines import reads
+from tfdist.training.engines.reads import read_together
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Layout, Order
 from tfdist.training.keras_compat import packing, variables
@@ -66,6 +68,81 @@ def test_a_count_is_made_where_it_is_added():
             tf.identity(sent)
         links = traffic(graph.get_operations(), Places({}))
     assert links == {("worker", "ps-1"): Link(tensors=1, size_bytes=8)}
+
+
+class Reading:
+    """A step that reads small and large variables, some of them twice, updates and reads again."""
+
+    def __init__(self, device_of=lambda server: None):
+        rng = np.random.RandomState(0)
+
+        def variable(server, *shape):
+            with tf.device(device_of(server)):
+                return tf.Variable(rng.randn(*shape).astype("f4"))
+
+        self.kernel, self.bias, self.wide = variable(0, 3, 5), variable(0, 5), variable(0, 5, 4000)
+        self.scale, self.shift = variable(1, 2), variable(1, 3)
+        self.trained = [self.kernel, self.bias, self.wide]
+
+    def __call__(self, x):
+        with tf.GradientTape() as tape:
+            hidden = tf.tanh(x @ self.kernel + self.bias)
+            hidden = tf.while_loop(lambda i, _: i < 3, self._turn(), [0, hidden])[1]
+            loss = tf.reduce_sum((hidden @ self.wide) ** 2) + tf.reduce_sum(self.wide**2)
+            loss = loss * tf.reduce_sum(self.scale.value()) + tf.reduce_max(self.shift.value())
+        for variable, gradient in zip(self.trained, tape.gradient(loss, self.trained), strict=True):
+            variable.assign_sub(1e-5 * gradient)
+        with tf.control_dependencies([self.shift.assign_add([1.0, 2.0, 3.0])]):
+            shifted = self.shift.read_value()
+        return loss, tf.reduce_sum(self.bias.value()), shifted
+
+    def _turn(self):
+        shift = self.shift.value()  # which the loop takes from outside of it
+        return lambda i, hidden: (i + 1, hidden + shift[0])
+
+    def traced(self, x, *, together):
+        """The step as a function, its reads rewired or as they were."""
+
+        @tf.function(autograph=False)
+        def run(x):
+            found = self(x)
+            if together:
+                read_together(tf.compat.v1.get_default_graph().get_operations())
+            return found
+
+        return run.get_concrete_function(x)
+
+
+@pytest.mark.parametrize(
+    ("together", "of_ps_0", "of_ps_1"),
+    [
+        (False, Link(tensors=5, size_bytes=4 * (15 + 5 + 2 * 20_000 + 5)), 4),
+        (True, Link(tensors=3, size_bytes=4 * (15 + 5 + 20_000 + 5)), 2),
+    ],
+)
+def test_what_is_small_comes_together_and_what_is_large_once(together, of_ps_0, of_ps_1):
+    with tf.Graph().as_default():
+        graph = Reading(PS).traced(tf.zeros([2, 3]), together=together).graph
+        links = traffic(graph.get_operations(), Places.of_captures(graph))
+    assert links["ps-0", "worker"] == of_ps_0  # the bias once more, after it was written
+    assert links["ps-1", "worker"].tensors == of_ps_1  # the shift too
+
+
+def test_what_comes_together_is_the_same_to_the_bit_and_read_anew_after_a_write(monkeypatch):
+    monkeypatch.setattr(reads, "_is_server", lambda device: True)
+    x = tf.constant(X[:4] / 60)
+    seen = {}
+    for together in (False, True):
+        step = Reading()
+        run = step.traced(x, together=together)
+        for _ in range(3):
+            found = run(x)
+            np.testing.assert_array_equal(found[2], step.shift)
+        kinds = [operation.type for operation in run.graph.get_operations()]
+        assert ("SplitV" in kinds) == together
+        seen[together] = [*found, *step.trained]
+    for one, other in zip(*seen.values(), strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
 def shifted(batch, **which):

@@ -26,6 +26,7 @@ from tfdist.strategy import Job
 from tfdist.training.engines.crew import crew_of
 from tfdist.training.engines.in_flight import spans_of, steps_of_a_piece
 from tfdist.training.engines.piece import Done, Place
+from tfdist.training.engines.reads import read_together
 from tfdist.training.engines.update_clock import UpdateClock
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
@@ -190,6 +191,8 @@ class ParameterServerEngine:
             def body(
                 step: tf.Tensor, kept: Any, rows: Any, updates: Any, times: Any, *totals: Any
             ) -> Any:
+                graph = tf.compat.v1.get_default_graph()
+                before = len(graph.get_operations())
                 phases = Phases(step) if profile else None
                 part = part_of(step)
                 if recorder:
@@ -202,6 +205,8 @@ class ParameterServerEngine:
                 if profile and phases:
                     at = tf.cast(step - first, tf.int32)
                     times = [array.write(at, phases.end()) for array in times]
+                read_together(graph.get_operations()[before:])
+                if profile and phases:
                     profile.links = phases.links()
                 if program.keep_logs:
                     names[:] = sorted(outputs)
@@ -235,7 +240,9 @@ class ParameterServerEngine:
     def _output_closure(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
         def run_step(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
             part = program.feed.worker_parts(data, first, last)(first)
-            return self._step(program, first, part, ())[0]
+            outputs = self._step(program, first, part, ())[0]
+            read_together(tf.compat.v1.get_default_graph().get_operations())
+            return outputs
 
         return run_step
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from tensorflow.python.eager.record import VariableWatcher
 
+from tfdist.training.engines.handles import outermost
+
 _NO_LIMIT = 2**62
 _WRITES = ("Assign", "Resource", "If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
 _T = TypeVar("_T")
@@ -92,13 +94,4 @@ def _written(op: Any) -> list[Any]:
     """The handles of the variables that an operation may write to."""
     if not op.type.startswith(_WRITES):
         return []
-    return [_outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
-
-
-def _outermost(handle: Any) -> Any:
-    """The variable's own handle behind one, which each function has captured anew."""
-    graph = getattr(handle, "graph", None)
-    while graph is not None and hasattr(graph, "captures"):
-        handle = next((outer for outer, inner in graph.captures if inner is handle), handle)
-        graph = graph.outer_graph
-    return handle
+    return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]

@@ -18,6 +18,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     variables     statistics travel with the gradients; additions in one operation; local values
     randomness    draws come from (seed, step, replica)
     functions     `tf.function` without its warning of tracing often
+    packing       small gradients go to a parameter server together
     installing    puts all of it in place
 
 The heart is the one door for gradients: where they enter `Optimizer.apply`, and nowhere else,

@@ -25,7 +25,7 @@ def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     pairs = list(pairs)
     alike = collections.defaultdict(list)
     for place, (gradient, variable) in enumerate(pairs):
-        if _is_small(gradient) and server_of(variable) is not None:
+        if is_small(gradient) and server_of(variable) is not None:
             alike[variable.device, gradient.dtype].append(place)
     for (device, _), places in alike.items():
         if len(places) < 2:
@@ -39,7 +39,8 @@ def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _is_small(gradient: Any) -> bool:
-    if not isinstance(gradient, tf.Tensor) or not gradient.shape.is_fully_defined():
+def is_small(value: Any) -> bool:
+    """Whether a gradient, or what is read of a variable, costs less to copy than to send."""
+    if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined():
         return False
-    return bool(gradient.shape.num_elements() * gradient.dtype.size <= _SMALL_BYTES)
+    return bool(value.shape.num_elements() * value.dtype.size <= _SMALL_BYTES)

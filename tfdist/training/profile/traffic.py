@@ -138,7 +138,7 @@ def _of_captured(tensor: Any) -> str:
     for outer, inner in getattr(graph, "captures", ()):
         if inner is tensor:
             return _of_captured(outer)
-    return WORKER
+    return _of_device(tensor.device) if tensor.dtype == tf.resource else WORKER
 
 
 def _of_device(device: str) -> str:
