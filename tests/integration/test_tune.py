@@ -126,6 +126,9 @@ class Trials:
             def stop(self) -> None:
                 pass
 
+            def taken(self) -> None:
+                pass
+
         return Done()
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:

@@ -137,6 +137,9 @@ class FakeTrial:
     def stop(self) -> None:
         self.is_asked_to_stop = True
 
+    def taken(self) -> None:
+        pass
+
 
 class FakeRunner:
     def __init__(self, disk: Disk, places: int) -> None:

@@ -102,6 +102,7 @@ class Done:
 
         class Ended:
             poll = staticmethod(lambda: outcome)
+            taken = staticmethod(lambda: None)
 
         return Ended()
 

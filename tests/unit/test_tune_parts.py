@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,16 +17,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.tuning import directory, plot
 from tfdist.tuning.difference import differences
 from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.lock import FILE_NAME, ChiefLock, is_held
 from tfdist.tuning.options import Show, SweepOptions, parse
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, completed, ended
+from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.screen import SweepScreen, as_json, change_line
 from tfdist.tuning.show import show
 from tfdist.tuning.state import fold
+from tfdist.tuning.trial_job import TrialJob
 
 GOAL = Goal(objective="val_accuracy", direction="max")
 LINES = [
@@ -226,6 +231,60 @@ def begun(**changes: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("held", ["logs", "checkpoints/.lock"])
+def test_a_sweep_is_not_moved_aside_while_a_trial_of_it_runs(tmp_path: Path, held: str) -> None:
+    """A runner's trial outlives a chief that was killed, and would write among the new ones."""
+    sweep(tmp_path)
+    path = tmp_path / "trials" / "1" / held
+    path.parent.mkdir(parents=True)
+    path.mkdir() if held == "logs" else path.touch()
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(UsageError, match=r"^--overwrite: received it while .*trials/1 is written"):
+        directory.prepare(tmp_path, overwrite=True)
+    assert (tmp_path / "journal.jsonl").exists()
+    os.close(descriptor)
+    directory.prepare(tmp_path, overwrite=True)
+    assert (tmp_path / "old-1" / "journal.jsonl").exists()
+
+
+def test_a_trial_that_ends_while_its_directory_is_waited_for_is_not_run_again(
+    tmp_path: Path,
+) -> None:
+    """What a killed chief had started comes to its end under the next one."""
+    logs = tmp_path / "trials" / "0" / "logs"
+    logs.mkdir(parents=True)
+    descriptor = os.open(logs, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    runner = LauncherRunner(
+        program=("no such program",),
+        launch_flags=(),
+        gpus=(),
+        places=1,
+        environ={},
+        timeout_s=60.0,
+    )
+    trial = runner.start(TrialJob(run_dir=logs.parent, flags=(), goal=GOAL))
+    assert trial.poll() is None
+    (logs.parent / "metrics.jsonl").write_text('{"virtual_epoch": 1, "val_accuracy": 0.5}\n')
+    (logs.parent / "summary.json").write_text('{"status": "done"}')
+    assert trial.poll() is None
+    os.close(descriptor)
+    outcome = trial.poll()
+    assert isinstance(outcome, Completed)
+    assert outcome.score == 0.5
+    assert trial.pid is None
+
+
+def test_a_trial_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "trials" / "0" / "launch.log").mkdir(parents=True)
+    runner = LauncherRunner(
+        program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=1.0
+    )
+    with pytest.raises(TfdistError, match=r"trials/0: Is a directory$"):
+        runner.start(TrialJob(run_dir=tmp_path / "trials" / "0", flags=(), goal=GOAL))
+
+
 def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path: Path) -> None:
     directory.require_same(tmp_path, begun(), begun(seed=None))
     wider = json.loads(json.dumps(SPACE))
@@ -285,6 +344,36 @@ def test_the_leaderboard_of_a_directory_is_shown(
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(UsageError, match="where no sweep is"):
         show(tmp_path / "nowhere")
+
+
+def test_a_running_sweep_is_shown_as_one_also_where_nothing_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Any, flags: int, mode: int = 0o777, **where: Any) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return open_(path, flags, mode, **where)
+
+    sweep(tmp_path)
+    open_ = os.open
+    with ChiefLock(tmp_path), monkeypatch.context() as patched:
+        patched.setattr(os, "open", read_only)
+        show(tmp_path)
+    assert "not finished: its chief is running; best 0.3000" in capsys.readouterr().out
+
+
+def test_the_drawing_is_loaded_once_when_the_first_trials_have_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[bool] = []
+    monkeypatch.setattr(plot, "load", lambda: loads.append(True))
+    state = fold(sweep(tmp_path).lines)
+    with SweepScreen(tmp_path, console=Console(file=io.StringIO())) as screen:
+        screen.begin(state)
+        assert not loads
+        screen.tick(state)
+        screen.tick(state)
+        assert loads == [True]
 
 
 def test_sweep_json_has_every_trial_and_the_best(tmp_path: Path) -> None:

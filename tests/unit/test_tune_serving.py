@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import resource
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,12 +26,13 @@ from tfdist.errors import UsageError
 from tfdist.rendezvous.channel import Channel
 from tfdist.rendezvous.hub import Heard, Joined, listen
 from tfdist.rendezvous.link import Link
-from tfdist.tuning import mark, messages
+from tfdist.tuning import guard, mark, messages
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.contact import Contact
 from tfdist.tuning.early import MedianRule
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, Guard
 from tfdist.tuning.hosts import Meeting, listener_of, meeting_of, placed
+from tfdist.tuning.joined import JoinedRunner
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.leases import LEASE_S, Leases
 from tfdist.tuning.messages import Message
@@ -45,6 +48,8 @@ DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_v
 TOKEN = b"correct horse battery staple"
 TERMS = {"tfdist": "1"}
 DEADLINE_S = 60.0
+MARK = mark.Mark(sweep="s", chief="c", address="a:1")
+GREETING = {"sweep": "s", "chief": "c"}
 
 
 # --- leases
@@ -84,17 +89,17 @@ def test_an_older_lease_and_that_of_another_are_not_current() -> None:
 
 def test_the_trials_have_ended_before_the_lease_can() -> None:
     assert SAVE_AFTER_S < KILL_AFTER_S < LEASE_S
-    guard = Guard(now_s=0.0)
-    guard.renew(100.0)
-    assert guard.due({7}, 100.0 + SAVE_AFTER_S - 0.01) == []
-    assert guard.due({7}, 100.0 + SAVE_AFTER_S) == [(7, signal.SIGTERM)]
-    assert guard.due({7, 8}, 100.0 + SAVE_AFTER_S + 1) == [(8, signal.SIGTERM)]
-    assert guard.due({7}, 100.0 + KILL_AFTER_S) == [(7, signal.SIGKILL)]
-    guard.renew(50.0)  # what is heard late says nothing new
-    assert guard.due({7}, 100.0 + KILL_AFTER_S) == [(7, signal.SIGKILL)]
-    guard.renew(110.0)
-    assert guard.due({9}, 110.0) == []
-    assert guard.due({9}, 110.0 + SAVE_AFTER_S) == [(9, signal.SIGTERM)]
+    rule = Guard(0.0)
+    rule.renew(100.0)
+    assert rule.due({7}, 100.0 + SAVE_AFTER_S - 0.01) == []
+    assert rule.due({7}, 100.0 + SAVE_AFTER_S) == [(7, signal.SIGTERM)]
+    assert rule.due({7, 8}, 100.0 + SAVE_AFTER_S + 1) == [(8, signal.SIGTERM)]
+    assert rule.due({7}, 100.0 + KILL_AFTER_S) == [(7, signal.SIGKILL)]
+    rule.renew(50.0)  # what is heard late says nothing new
+    assert rule.due({7}, 100.0 + KILL_AFTER_S) == [(7, signal.SIGKILL)]
+    rule.renew(110.0)
+    assert rule.due({9}, 110.0) == []
+    assert rule.due({9}, 110.0 + SAVE_AFTER_S) == [(9, signal.SIGTERM)]
 
 
 # --- messages
@@ -163,7 +168,7 @@ class Served:
         self.now_s = 1000.0
         self.line = FakeLine()
         here = FakeRunner(Disk(), 0)
-        self.runner = ServingRunner(here, self.line, sweep="s", clock=lambda: self.now_s)
+        self.runner = ServingRunner(here, self.line, mark=MARK, clock=lambda: self.now_s)
 
     def hear(self, *news: RunnerNews) -> list[tuple[int, Message]]:
         """Takes in news; returns what is said to the runners upon it."""
@@ -190,7 +195,7 @@ class Served:
 def test_a_runner_is_given_trials_for_its_places_until_it_leaves() -> None:
     served = Served()
     assert list(served.runner.free_places(set())) == []
-    assert served.come(A, places=2) == [(A, {"sweep": "s"})]
+    assert served.come(A, places=2) == [(A, GREETING)]
     served.come(B)
     free = list(served.runner.free_places(set()))
     one_each = [Place(number=0, runner=A), Place(number=0, runner=B)]
@@ -209,6 +214,9 @@ def test_what_a_runner_reports_is_taken_once_it_is_written_down() -> None:
     assert trial.poll() is None
     assert served.ended(A, ("0", 1)) == []
     assert trial.poll() == DONE  # the chief writes it down now
+    assert served.hear() == []
+    assert served.ended(A, ("0", 1)) == [], "it is said again by a runner that has come back"
+    trial.taken()
     assert served.hear() == [(A, {"taken": ["0", 1]})]
 
 
@@ -227,7 +235,7 @@ def test_a_late_report_under_a_lost_lease_does_not_count() -> None:
     again = served.runner.start(served.job("0", 2, runner=B))
     served.hear()
     said = served.come(A, ("0", 1))
-    assert said == [(A, {"sweep": "s"}), (A, {"drop": ["0", 1]})]
+    assert said == [(A, GREETING), (A, {"drop": ["0", 1]})]
     worse = Completed(history=(), score=0.9, best_virtual_epoch=1)
     assert served.ended(A, ("0", 1), worse) == [(A, {"drop": ["0", 1]})]
     assert served.ended(A, ("0", 2), worse) == [(A, {"drop": ["0", 2]})], "not its own number"
@@ -241,12 +249,30 @@ def test_a_new_chief_waits_for_the_runners_of_the_one_before() -> None:
     kept = served.runner.take_over(served.job("0", 3))
     let_go = served.runner.take_over(served.job("1", 1))
     vanished = served.runner.take_over(served.job("2", 1, runner=B))
-    assert served.come(A, ("0", 3)) == [(A, {"sweep": "s"})]
+    assert served.come(A, ("0", 3)) == [(A, GREETING)]
     served.now_s += LEASE_S
     served.hear()
     assert kept.poll() is None
     assert let_go.poll() == Killed(reason=f"runner r{A} let it go", counts=False)
     assert isinstance(vanished.poll(), Killed)
+    served.ended(A, ("0", 3))
+    assert kept.poll() == DONE
+
+
+def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks() -> None:
+    """An answer of the search takes longer than a lease, in which nobody is asked what he holds."""
+    served = Served()
+    kept = served.runner.take_over(served.job("0", 3))
+    lost = served.runner.take_over(served.job("1", 1, runner=B))
+    served.now_s += LEASE_S + 5.0
+    assert served.hear(Joined(rank=A), Joined(rank=B)) == [(A, GREETING), (B, GREETING)]
+    assert (kept.poll(), lost.poll()) == (None, None)
+    told = {"name": "a", "places": 1, "holds": [["0", 3]]}
+    assert served.hear(Heard(rank=A, message={"runner": told})) == []
+    served.hear(Gone(rank=B, cause="reset", heard_s=served.now_s))
+    served.now_s += LEASE_S
+    served.hear()
+    assert isinstance(lost.poll(), Killed)
     served.ended(A, ("0", 3))
     assert kept.poll() == DONE
 
@@ -357,8 +383,40 @@ def test_the_mark_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path: Path) 
     moved = mark.leave(tmp_path, address="b:2")
     assert mark.read(tmp_path) == moved
     assert (moved.sweep, moved.address) == (first.sweep, "b:2")
+    assert moved.chief != first.chief, "a copy of the directory would be taken for it"
     (tmp_path / mark.FILE_NAME).write_text("{")
     assert mark.read(tmp_path) is None
+
+
+def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path: Path) -> None:
+    here, copy = tmp_path / "here", tmp_path / "copy"
+    here.mkdir()
+    mark.leave(here, address="a:1")
+    shutil.copytree(here, copy)  # as a backup has it
+    now = mark.leave(here, address="a:1")
+
+    def contact(path: Path) -> Contact:
+        meeting = Meeting(address="a:1", token=TOKEN, terms=TERMS)
+        return Contact(meeting, rank=A, sweep_dir=path, renew=lambda at_s: None)
+
+    with pytest.raises(UsageError, match="which is not that of the chief at a:1"):
+        contact(copy)._check(now.sweep, chief=now.chief)
+    runner = contact(here)
+    runner._check(now.sweep, chief=now.chief)
+    (here / mark.FILE_NAME).unlink()  # --overwrite has moved it aside
+    other = mark.leave(here, address="a:1")
+    with pytest.raises(UsageError, match="where another sweep has begun meanwhile"):
+        runner._check(other.sweep, chief=other.chief)
+
+
+def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another clock would let a runner that wakes up go on with what is another's by now."""
+    monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5.0}.__getitem__)
+    assert guard.now_s() == 5.0
+    for made in (Contact, JoinedRunner):
+        assert inspect.signature(made).parameters["clock"].default is guard.now_s
 
 
 def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_not(
@@ -464,7 +522,7 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(
     listener = listen("127.0.0.1", 0, num_hosts=COUNT)
     address = listener.getsockname()
     line = Reception(listener, token=TOKEN, terms=TERMS)
-    serving = ServingRunner(FakeRunner(Disk(), 0), line, sweep="s")
+    serving = ServingRunner(FakeRunner(Disk(), 0), line, mark=MARK)
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
     plan = Plan(

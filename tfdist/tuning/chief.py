@@ -92,7 +92,7 @@ class Chief:
             while not self._stop_signal and not self._too_many_failed():
                 self._fill()
                 self._observer.tick(self.state)
-                if not self._running and (self._no_more or not self._ask_again):
+                if self._is_done():
                     return self._finish("all trials have ended", EXIT_OK)
                 self._step()
         finally:
@@ -100,8 +100,13 @@ class Chief:
         if self._stop_signal:
             was_interrupted = self._stop_signal == signal.SIGINT
             return EXIT_INTERRUPTED if was_interrupted else EXIT_STOPPED
-        failed = self.state.num_failed
-        return self._finish(f"{failed} failed trials (--max_failed_trials)", EXIT_FAILED)
+        reason = f"{self.state.num_failed} failed trials (--max_failed_trials)"
+        return self._finish(reason, EXIT_FAILED)
+
+    def _is_done(self) -> bool:
+        """Whether no trial runs, can be asked for, or waits: for a runner, while none is there."""
+        can_ask = self._ask_again and not self._no_more
+        return not (self._running or can_ask or self._left())
 
     def _take_over(self) -> None:
         """Waits for the runners to which a chief before has given trials."""
@@ -156,8 +161,7 @@ class Chief:
         if self._no_more or not self._ask_again:
             return None
         answer = self._search.ask()
-        values = dict(answer.values or {})
-        run, until = self._part(answer.trial, values)
+        run, until = self._part(answer.trial, answer.values or {})
         line = self._journal.add(
             "asked",
             asker=answer.asker,
@@ -182,9 +186,9 @@ class Chief:
         """
         if self._plan.max_epochs is None:
             return name, None
-        past, until = values.get("tuner/trial_id"), values.get("tuner/epochs")
+        until = values.get("tuner/epochs")
         is_cut = until is not None and until < self._plan.max_epochs
-        return self.state.trials[past].run if past else name, until if is_cut else None
+        return self.state.continued(values) or name, until if is_cut else None
 
     def _job(self, trial: Trial, *, place: Place, lease: int) -> TrialJob:
         goal = Goal(
@@ -193,9 +197,8 @@ class Chief:
             until=trial.until,
             rule=self._rule(trial) if self._plan.early_stop == MEDIAN else None,
         )
-        run_dir = self._plan.sweep_dir / TRIALS / trial.run
         return TrialJob(
-            run_dir=run_dir,
+            run_dir=self._plan.sweep_dir / TRIALS / trial.run,
             flags=self._plan.flags_of(trial),
             variables=self._plan.variables_of(trial),
             goal=goal,
@@ -203,6 +206,7 @@ class Chief:
             trial=trial.id,
             lease=lease,
             runner=place.runner,
+            continues=self.state.continued(trial.values),
         )
 
     def _rule(self, trial: Trial) -> MedianRule:
@@ -218,13 +222,15 @@ class Chief:
             medians=medians_of([values_of(other.history, self._plan.objective) for other in ended]),
         )
 
-    def _step(self) -> None:
-        """Waits a moment and takes down what has ended meanwhile."""
+    def _step(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
+        """Waits a moment and takes down what has ended meanwhile, where it counts."""
         self._runner.wait([running for _, running in self._running.values()], _POLL_S)
         for name, (_, running) in list(self._running.items()):
             if outcome := running.poll():
                 del self._running[name]
-                self._took(self.state.trials[name], outcome)
+                if counts(outcome):
+                    self._took(self.state.trials[name], outcome)
+                    running.taken()
 
     def _took(self, trial: Trial, outcome: Outcome) -> None:
         if not isinstance(outcome, Killed):
@@ -274,18 +280,13 @@ class Chief:
         return most is not None and self.state.num_failed >= most
 
     def _stop_all(self) -> None:
-        """Asks all trials to save and end, and waits; one that has come to its goal counts."""
+        """Asks all trials to save and end, and waits."""
+        if self._running:
+            logger.info("stopping: %d trials save and end", len(self._running))
         for _, running in self._running.values():
             running.stop()
         while self._running:
-            self._runner.wait([running for _, running in self._running.values()], _POLL_S)
-            for name, (_, running) in list(self._running.items()):
-                outcome = running.poll()
-                if outcome is None:
-                    continue
-                del self._running[name]
-                if isinstance(outcome, Completed) or _is_given_back(outcome):
-                    self._took(self.state.trials[name], outcome)
+            self._step(_counts_in_the_end)
 
     def _finish(self, reason: str, exit_code: int) -> int:
         is_complete = exit_code == EXIT_OK
@@ -293,6 +294,6 @@ class Chief:
         return exit_code
 
 
-def _is_given_back(outcome: Outcome) -> bool:
-    """Whether a runner says that it has stopped: the next chief need not wait for it."""
-    return isinstance(outcome, Killed) and not outcome.counts
+def _counts_in_the_end(outcome: Outcome) -> bool:
+    """Whether it has come to its goal; or was given back, so that the next chief need not wait."""
+    return isinstance(outcome, Completed) or (isinstance(outcome, Killed) and not outcome.counts)

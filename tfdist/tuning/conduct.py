@@ -120,7 +120,7 @@ def _serving(sweep: Sweep) -> ServingRunner | None:
     left = mark.leave(sweep.options.sweep_dir, address=meeting.address)
     line = Reception(listener, token=meeting.token, terms=meeting.terms)
     logger.info("runners may come to %s", meeting.address)
-    return ServingRunner(sweep.runner, line, sweep=left.sweep)
+    return ServingRunner(sweep.runner, line, mark=left)
 
 
 def begin(sweep: Sweep, journal: Journal) -> None:

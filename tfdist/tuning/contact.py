@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tfdist.cluster.address import split_address
 from tfdist.errors import UsageError
 from tfdist.rendezvous.link import Violation, WrongToken
 from tfdist.rendezvous.member import Joining, Member
-from tfdist.tuning import mark
+from tfdist.tuning import guard, mark
 from tfdist.tuning.hosts import Meeting
 from tfdist.tuning.leases import LEASE_S
 from tfdist.tuning.messages import ALIVE, Message
@@ -39,7 +38,7 @@ class Contact:
         rank: int,
         sweep_dir: Path,
         renew: Callable[[float], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = guard.now_s,
     ) -> None:
         self.address = meeting.address
         self.why = ""
@@ -83,7 +82,7 @@ class Contact:
         heard = [one for one in self._member.take_messages() if not self._is_beat(one)]
         for message in heard:
             if "sweep" in message:
-                self._check(str(message["sweep"]))
+                self._check(str(message["sweep"]), chief=str(message.get("chief")))
         if self._clock() - self._said_s >= _ALIVE_EVERY_S:
             self._said_s = self._clock()
             self._member.send({ALIVE: self._said_s})
@@ -149,15 +148,22 @@ class Contact:
         self._renewed_s = max(self._renewed_s, at_s)
         self._renew(at_s)
 
-    def _check(self, sweep: str) -> None:
-        """Makes sure that the chief has the directory that we have."""
+    def _check(self, sweep: str, *, chief: str) -> None:
+        """Makes sure that the chief has the directory that we have, and our sweep."""
         found = mark.read(self._sweep_dir)
-        if found is None or found.sweep != sweep:
+        if found is None or (found.sweep, found.chief) != (sweep, chief):
             raise UsageError(
                 "--sweep_dir",
                 received=f"{self._sweep_dir}, which is not that of the chief at {self.address}",
-                expected="the same directory, which the hosts share",
+                expected="the same directory, which the hosts share; no copy",
                 fix="mount it at this path on this host too",
+            )
+        if self._sweep not in (None, sweep):
+            raise UsageError(
+                "--sweep_dir",
+                received=f"{self._sweep_dir}, where another sweep has begun meanwhile",
+                expected="the sweep that this runner had come to",
+                fix="start the runner again",
             )
         self._sweep = sweep
         self.is_there = True

@@ -25,7 +25,8 @@ def prepare(path: Path, *, overwrite: bool) -> None:
 
     With `overwrite` an earlier sweep is moved to ``old-1``, ``old-2``, ... inside it.
 
-    Raises UsageError where it holds something that is no sweep.
+    Raises UsageError where it holds something that is no sweep, or an earlier one to be moved of
+    which a trial still runs: its processes would go on writing under these names.
     """
     names = {name for name in os.listdir(path) if name != lock.FILE_NAME}
     others = {name for name in names if not name.startswith("old-")}
@@ -37,6 +38,7 @@ def prepare(path: Path, *, overwrite: bool) -> None:
             fix="give the sweep another --sweep_dir",
         )
     if overwrite and JOURNAL in names:
+        _require_at_rest(path)
         number = 1
         while f"old-{number}" in names:
             number += 1
@@ -45,6 +47,22 @@ def prepare(path: Path, *, overwrite: bool) -> None:
         # The journal goes last: until then the directory is still seen as a sweep's.
         for name in [*sorted(others - {JOURNAL}), JOURNAL]:
             os.replace(path / name, aside / name)
+
+
+def _require_at_rest(path: Path) -> None:
+    for run_dir in sorted((path / TRIALS).glob("*")):
+        if is_run_in(run_dir):
+            raise UsageError(
+                "--overwrite",
+                received=f"it while {run_dir} is written, as by a runner whose chief was killed",
+                expected="a sweep at rest",
+                fix="end the runners of the earlier sweep, wait a moment for the save, try again",
+            )
+
+
+def is_run_in(run_dir: Path) -> bool:
+    """Returns whether a job holds a trial's directory, or its checkpoints are written."""
+    return lock.is_held(run_dir / "logs") or lock.is_held(run_dir / "checkpoints" / ".lock")
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,10 +1,9 @@
 """Ends a runner's trials when its lease is about to: a process of its own, as the runner may stand.
 
 Run by its path: ``python -I -S guard.py``. The runner says on standard input, a line each,
-``watch PID`` of a trial's launcher and ``renew S``: at S of the clock that counts from the start of
-the machine the chief is known to have, or to come to have, ten more seconds of patience. Six
-seconds later the trials are asked to save and end, and killed three seconds after that: before
-the chief can give them to another runner.
+``watch PID`` of a trial's launcher and ``renew S``: at S of `now_s` the chief is known to have, or
+to come to have, ten more seconds of patience. Six seconds later the trials are asked to save and
+end, and killed three seconds after that: before the chief can give them to another runner.
 """
 
 from __future__ import annotations
@@ -18,11 +17,19 @@ import time
 SAVE_AFTER_S, KILL_AFTER_S = 6.0, 9.0
 
 
+def now_s() -> float:
+    """Returns the seconds since the machine started, those in which it was suspended too.
+
+    Nobody sets this clock; and while the machine sleeps the chief does not.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Guard:
     """What the guard knows; `due` says what to do, and is told the time."""
 
-    def __init__(self, now_s: float) -> None:
-        self._renewed_s = now_s
+    def __init__(self, begun_s: float) -> None:
+        self._renewed_s = begun_s
         self._asked: set[int] = set()
 
     def renew(self, at_s: float) -> None:
@@ -30,11 +37,11 @@ class Guard:
         self._renewed_s = max(self._renewed_s, at_s)
         self._asked.clear()
 
-    def due(self, watched: set[int], now_s: float) -> list[tuple[int, signal.Signals]]:
+    def due(self, watched: set[int], at_s: float) -> list[tuple[int, signal.Signals]]:
         """Returns whom to send what."""
-        if now_s >= self._renewed_s + KILL_AFTER_S:
+        if at_s >= self._renewed_s + KILL_AFTER_S:
             return [(one, signal.SIGKILL) for one in watched]
-        if now_s < self._renewed_s + SAVE_AFTER_S:
+        if at_s < self._renewed_s + SAVE_AFTER_S:
             return []
         asked, self._asked = self._asked, watched | self._asked
         return [(one, signal.SIGTERM) for one in watched - asked]
@@ -44,7 +51,7 @@ def main() -> None:
     """Reads what the runner says; when it is gone, goes on until its trials have ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # they are for the runner
-    guard, said = Guard(time.monotonic()), b""
+    guard, said = Guard(now_s()), b""
     pidfds: set[int] = set()
     is_over = False
     while not is_over or pidfds:
@@ -58,7 +65,7 @@ def main() -> None:
             *lines, said = (said + data).split(b"\n")
             for line in lines:
                 _obey(line, guard, pidfds)
-        for fd, signum in guard.due(pidfds, time.monotonic()):
+        for fd, signum in guard.due(pidfds, now_s()):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signum)
 

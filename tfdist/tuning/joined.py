@@ -6,20 +6,18 @@ hyperparameters and how far to go. Who may run what, and when not, is in `tfdist
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import select
 import socket
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfdist.errors import EXIT_FAILED, StartupTimeout, TfdistError, UsageError
+from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.tuning import assignment, messages
+from tfdist.tuning import assignment, guard, messages
 from tfdist.tuning.contact import Contact
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.guard import SAVE_AFTER_S
@@ -29,7 +27,7 @@ from tfdist.tuning.messages import Lease, Message
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.reception import ANY_RANK
 from tfdist.tuning.results import Failed, Killed, Outcome
-from tfdist.tuning.runner import LaunchedTrial, LauncherRunner
+from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner
 from tfdist.tuning.trial_job import TrialJob
 
 logger = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ class JoinedRunner:
         runner: LauncherRunner,
         *,
         meeting: Meeting,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = guard.now_s,
     ) -> None:
         self._options = options
         self._runner = runner
@@ -118,13 +116,21 @@ class JoinedRunner:
         came = [signum for signum in signals.read() if signum in STOP_SIGNALS]
         if came and self._asked is None:
             self._leave(came[0])
-        for message in self._contact.turn([signals.fd]):
-            with contextlib.suppress(*messages.NO_SENSE):
-                self._obey(message)
-        for lease, held in list(self._held.items()):
-            self._look(lease, held)
+        self.go_on([signals.fd])
         pidfds = [h.running.pidfd for h in self._held.values() if h.running and h.running.pidfd]
         select.select([*pidfds, *self._contact.fds, signals.fd], [], [], _LOOK_S)
+
+    def go_on(self, wake_fds: Sequence[int] = ()) -> None:
+        """Does what there is to do, without waiting."""
+        for message in self._contact.turn(wake_fds):
+            try:
+                self._obey(message)
+            except UsageError:  # a ValueError, too, but ours
+                raise
+            except messages.NO_SENSE:
+                logger.debug("not understood: %s", message)
+        for lease, held in list(self._held.items()):
+            self._look(lease, held)
 
     def _leave(self, signum: int) -> None:
         """Has all trials save and end; the chief gives them to others."""
@@ -144,7 +150,7 @@ class JoinedRunner:
                 self._held[messages.lease_of(lease)].stop()
             case {"drop": lease}:
                 self._drop(messages.lease_of(lease))
-            case {"taken": lease}:
+            case {"taken": lease} if self._held[messages.lease_of(lease)].running is None:
                 del self._held[messages.lease_of(lease)]
             case {"end": int(code)}:
                 self._end = code if 0 <= code < 256 else EXIT_FAILED
@@ -162,9 +168,12 @@ class JoinedRunner:
     def _begin(self, told: Mapping[str, Any]) -> None:
         lease, job = messages.lease_of((told["trial"], told["lease"])), self._job(told)
         held = self._held[lease] = _Held()
+        self._require_shared(lease, job)
         try:
             if self._asked is not None:
                 held.outcome = Killed(reason="its runner was asked to stop", counts=False)
+            elif self._is_stale:  # we stood still, and the trial may be another's by now
+                held.outcome = Killed(reason="its runner heard of it too late", counts=False)
             elif (outcome := self._runner.outcome(job)) is not None:
                 held.outcome = outcome
             else:
@@ -172,19 +181,35 @@ class JoinedRunner:
                 held.running = self._runner.start(job)
         except UsageError as error:
             held.outcome = Failed(reason=str(error))
-        except OSError as error:  # this host cannot run it; another one may
-            raise TfdistError(f"{job.run_dir}: {error.strerror or error}") from error
         self._report(lease, held)
+
+    def _require_shared(self, lease: Lease, job: TrialJob) -> None:
+        """Refuses to go on with a trial of which nothing is here: it would begin anew.
+
+        Raises UsageError, which ends us; the chief hears why, and gives the trial to another.
+        """
+        trials = self._options.sweep_dir / TRIALS
+        if job.continues is None or (trials / job.continues / LOG).exists():
+            return
+        error = UsageError(
+            f"{trials / job.continues} on {socket.gethostname()}",
+            received=f"nothing of the trial that trial {lease[0]} continues",
+            expected="what the runner before has written: the same directory on all hosts",
+            fix=f"mount {trials} from where the others have it",
+        )
+        self._held[lease].outcome = Killed(reason=str(error))
+        self._contact.send({"leaving": True})
+        self._report(lease, self._held[lease])
+        raise error
 
     def _job(self, told: Mapping[str, Any]) -> TrialJob:
         """Returns the trial of a message; raises ValueError for what no chief would say."""
         flags, variables = tuple(map(str, told["flags"])), dict(told["variables"])
-        run = str(told["run"])
+        run, continues = str(told["run"]), told["continues"]
         if (
             not all(flag.startswith("--config.") for flag in flags)
             or variables.keys() - {assignment.VARIABLE}
-            or run != os.path.basename(run)
-            or run.startswith(".")
+            or not all(map(_is_name, [run, "0" if continues is None else continues]))
         ):
             raise ValueError("no trial")
         return TrialJob(
@@ -193,6 +218,7 @@ class JoinedRunner:
             variables=variables,
             goal=messages.goal_of(told["goal"]),
             place=int(told["place"]),
+            continues=continues,
         )
 
     def _drop(self, lease: Lease) -> None:
@@ -209,12 +235,15 @@ class JoinedRunner:
         """Watches a trial, and takes down how it has ended."""
         if held.running is None:
             return
-        held.is_stopped |= self._contact.unrenewed_s >= SAVE_AFTER_S  # the guard has seen to it
+        if self._is_stale:
+            held.is_stopped = True  # the guard has seen to it
+            if held.running.pid is None:  # but for one that waits for its directory
+                held.running.stop()
         outcome = held.running.poll()
-        if not held.is_watched and held.running.pid is not None:
-            held.is_watched = True
-            self._guarding.watch(held.running.pid)
         if outcome is None:
+            if not held.is_watched and held.running.pid is not None:
+                held.is_watched = True
+                self._guarding.watch(held.running.pid)
             return
         held.running = None
         if held.is_lost:
@@ -225,6 +254,11 @@ class JoinedRunner:
             outcome = Killed(reason=outcome.reason, counts=False)
         held.outcome = outcome
         self._report(lease, held)
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the chief may soon give our trials to others."""
+        return self._contact.unrenewed_s >= SAVE_AFTER_S
 
     def _report(self, lease: Lease, held: _Held) -> None:
         """Says how a trial has ended; it is said again until the chief has taken it."""
@@ -244,3 +278,8 @@ class JoinedRunner:
             trial.stop()
         while running := [trial for trial in running if trial.poll() is None]:
             self._runner.wait(running, _LOOK_S)
+
+
+def _is_name(run: str) -> bool:
+    """Whether it is a directory among the trials, and nothing else."""
+    return run == os.path.basename(run) and not run.startswith(".")

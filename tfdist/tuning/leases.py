@@ -44,6 +44,11 @@ class Leases:
         """Returns the trials that a runner may run, and the numbers of the leases."""
         return {t: lease.number for t, lease in self._leases.items() if lease.runner == runner}
 
+    def connected(self, runner: int) -> None:
+        """A runner is there, and will say what it holds: until then it may hold all that it had."""
+        for trial in self.of(runner):
+            self._leases[trial].ends_s = math.inf
+
     def gone(self, runner: int, *, heard_s: float) -> None:
         """The connection to a runner has ended; it has been heard last at `heard_s`."""
         for lease in self._leases.values():
@@ -54,8 +59,7 @@ class Leases:
         """A runner is there and presents leases: those hold; returns the trials it has let go."""
         presented = set(holds)
         let_go = [pair for pair in self.of(runner).items() if pair not in presented]
-        for trial in self.of(runner):
-            self._leases[trial].ends_s = math.inf
+        self.connected(runner)
         for trial, _ in let_go:
             self.end(trial)
         return [trial for trial, _ in let_go]

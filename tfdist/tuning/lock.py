@@ -78,7 +78,7 @@ def is_held(path: Path) -> bool:
 def _opened(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except (IsADirectoryError, PermissionError):
+    except OSError:  # a directory, another user's, or a file system that is read only
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 

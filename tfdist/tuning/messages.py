@@ -35,6 +35,7 @@ def told_job(job: TrialJob) -> Message:
         "lease": job.lease,
         "place": job.place,
         "run": job.run_dir.name,
+        "continues": job.continues,
         "flags": list(job.flags),
         "variables": dict(job.variables),
         "goal": dataclasses.asdict(job.goal),

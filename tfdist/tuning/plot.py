@@ -19,6 +19,16 @@ _COLUMNS = 4
 _MOST_EFFECTS = 8
 
 
+def load() -> tuple[Any, Any] | None:
+    """Returns what figures are made of, None without matplotlib; the first time takes a moment."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    return Figure, FigureCanvasAgg
+
+
 def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
     """Draws the completed trials as a PNG; returns its path.
 
@@ -28,18 +38,17 @@ def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
     if not trials:
         logger.info("no plot: no trial was completed")
         return None
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    loaded = load()
+    if loaded is None:
         logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
         return None
+    figure_type, canvas_type = loaded
     names = _names(trials)
     places = _places(trials, names, space=state.begun.get("space", ()))
     rows = -(-len(names) // _COLUMNS)
     # The canvas is made by hand, so that neither pyplot nor a display is touched.
-    figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_type(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
+    canvas_type(figure)
     grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
     objective = str(state.begun.get("objective", "score"))
     is_max = state.begun.get("direction") == "max"

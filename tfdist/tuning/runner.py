@@ -14,14 +14,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.warm import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
-from tfdist.tuning.lock import is_held
+from tfdist.tuning.directory import is_run_in
 from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Killed, Outcome, completed, ended
 from tfdist.tuning.trial_job import RunningTrial, TrialJob
+
+LOG = "launch.log"
+"""In the directory of each trial that was ever started."""
 
 _GRACE_S = 20.0  # more than the launcher gives its tasks
 _LOCKED_AT_MOST_S = 60.0
@@ -122,8 +125,10 @@ class LaunchedTrial:
     def __init__(self, runner: LauncherRunner, job: TrialJob) -> None:
         self._runner = runner
         self._job = job
-        self._log = job.run_dir / "launch.log"
+        self._log = job.run_dir / LOG
         self._process: subprocess.Popen[bytes] | None = None
+        self._found: Outcome | None = None
+        """What who held the directory before has come to."""
         self._log_from = 0
         self._report_before: int | None = None
         self._since_s = time.monotonic()
@@ -150,6 +155,9 @@ class LaunchedTrial:
         self._is_unwanted = True
         self._end()
 
+    def taken(self) -> None:
+        """Nothing is kept."""
+
     def kill(self) -> None:
         """Ends it without the save; `poll` goes on until it has."""
         self._is_unwanted = True
@@ -173,19 +181,33 @@ class LaunchedTrial:
         return ended(status, report=self._report(), last_lines=last_lines)
 
     def _wait_for_directory(self) -> Outcome | None:
+        if self._found is None and not self._is_unwanted:
+            self._try_to_start()
+        if self._found is not None:
+            return self._found
         if self._is_unwanted:
             return Killed(reason="the sweep was asked to stop")
-        self._try_to_start()
         if self._process is None and time.monotonic() - self._since_s > _LOCKED_AT_MOST_S:
             return Killed(reason=f"another job runs in {self._job.run_dir}")
         return None
 
     def _try_to_start(self) -> None:
-        """Starts the launcher, once what an earlier chief had started has let go."""
-        run_dir = self._job.run_dir
-        if is_held(run_dir / "logs") or is_held(run_dir / "checkpoints" / ".lock"):
+        """Starts the launcher, once what an earlier chief had started has let go, and is not done.
+
+        Raises TfdistError where this machine cannot; another one may.
+        """
+        if is_run_in(self._job.run_dir):
             return
-        run_dir.mkdir(parents=True, exist_ok=True)
+        self._found = self._runner.outcome(self._job)
+        if self._found is not None:
+            return
+        try:
+            self._start()
+        except OSError as error:
+            raise TfdistError(f"{self._job.run_dir}: {error.strerror or error}") from error
+
+    def _start(self) -> None:
+        self._job.run_dir.mkdir(parents=True, exist_ok=True)
         self._report_before = self._report_time()
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open(self._log, "ab"))

@@ -39,7 +39,7 @@ class SweepScreen:
         self._live: Live | None = None
         self._shown_at_s = 0.0
         self._also = also
-        self._has_changed = False
+        self._has_changed = self._has_ticked = False
 
     def __enter__(self) -> SweepScreen:
         return self
@@ -78,6 +78,9 @@ class SweepScreen:
         is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
         if self._live is not None and (self._has_changed or is_time):
             self._refresh(state)
+        if not self._has_ticked:
+            self._has_ticked = True
+            plot.load()  # now, while the first trials begin, and not when all wait for the end
         if self._has_changed:
             self._write(state)
 
@@ -106,7 +109,9 @@ class SweepScreen:
         self._console.print(text, markup=False, emoji=False)
 
 
-def leaderboard(state: SweepState, sweep_dir: Path, *, console: Console | None = None) -> None:
+def leaderboard(
+    state: SweepState, sweep_dir: Path, *, console: Console | None = None, is_running: bool = False
+) -> None:
     """Prints the best trials, those that failed, and how the sweep ended."""
     console = console or _console()
     console.print(table(state, sweep_dir, is_final=True))
@@ -114,7 +119,8 @@ def leaderboard(state: SweepState, sweep_dir: Path, *, console: Console | None =
         if trial.status == FAILED:
             text = f"trial {trial.id} failed: {trial.reason}"
             console.print(text, markup=False, emoji=False)
-    console.print(_verdict(state, sweep_dir), markup=False, emoji=False)
+    verdict = _verdict(state, sweep_dir, is_running=is_running)
+    console.print(verdict, markup=False, emoji=False)
 
 
 def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Table:
@@ -212,11 +218,12 @@ def _counts(state: SweepState) -> str:
     return f"{state.begun.get('tuner')}: {ended}{of} trials ended, {state.num_failed} failed"
 
 
-def _verdict(state: SweepState, sweep_dir: Path) -> str:
+def _verdict(state: SweepState, sweep_dir: Path, *, is_running: bool) -> str:
     ranked = state.ranked()
     best = f"; best {ranked[0].score:.4f}, trial {ranked[0].id}" if ranked else ""
-    if state.finished is None:
-        return f"not finished: the same command goes on{best}; in {sweep_dir}"
+    if state.finished is None or is_running:
+        how = "its chief is running" if is_running else "the same command goes on"
+        return f"not finished: {how}{best}; in {sweep_dir}"
     return f"{state.finished}{best}; in {sweep_dir}"
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tfdist.rendezvous.hub import Differs, Heard, Joined
 from tfdist.tuning import messages
 from tfdist.tuning.leases import LEASE_S, Leases
+from tfdist.tuning.mark import Mark
 from tfdist.tuning.messages import Lease, Message
 from tfdist.tuning.place import HERE, Place
 from tfdist.tuning.reception import Gone, RunnerNews
@@ -51,7 +52,7 @@ class ServingRunner:
     """Runs trials here, in the places of `here`, and gives others to the runners that have come.
 
     Args:
-      sweep: of the mark in the sweep's directory.
+      mark: that in the sweep's directory.
     """
 
     def __init__(
@@ -59,18 +60,17 @@ class ServingRunner:
         here: Runner,
         line: Line,
         *,
-        sweep: str,
+        mark: Mark,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._here = here
         self._line = line
-        self._sweep = sweep
+        self._mark = mark
         self._clock = clock
         self._guests: dict[int, _Guest] = {}
         self._names: dict[int, str] = {}
         self._leases = Leases()
         self._trials: dict[str, RemoteTrial] = {}
-        self._taken: list[tuple[int, Lease]] = []
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
         return self._here.outcome(job)
@@ -101,8 +101,7 @@ class ServingRunner:
         return self._grant(job, until_s=self._clock() + LEASE_S)
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        """Waits for trials here and for the runners; what was polled before is written down now."""
-        self._say_taken()
+        """Waits for trials here and for the runners."""
         poll = select.poll()
         poll.register(self._line.fileno(), select.POLLIN)
         for trial in running:
@@ -114,20 +113,14 @@ class ServingRunner:
         for name in self._leases.take_over(self._clock()):
             trial = self._trials[name]
             said = f"{self._name_of(trial.job.runner)} was not heard of for {LEASE_S:g} s"
-            trial.outcome = Killed(reason=said)
+            trial.come_to(Killed(reason=said))
 
     def close(self, exit_code: int | None) -> None:
         """Ends all connections; says how the sweep has ended, if it has."""
-        self._say_taken()
         if exit_code is not None:
             for rank in self._guests:
                 self._line.send(rank, {"end": exit_code})
         self._line.close()
-
-    def _say_taken(self) -> None:
-        for rank, lease in self._taken:
-            self._line.send(rank, {"taken": list(lease)})
-        self._taken.clear()
 
     def _grant(self, job: TrialJob, **until_s: float) -> RemoteTrial:
         self._leases.grant(job.trial, job.lease, runner=job.runner, **until_s)
@@ -141,7 +134,9 @@ class ServingRunner:
     def _hear(self, news: RunnerNews) -> None:
         match news:
             case Joined():
-                self._line.send(news.rank, {"sweep": self._sweep})
+                self._leases.connected(news.rank)
+                told = {"sweep": self._mark.sweep, "chief": self._mark.chief}
+                self._line.send(news.rank, told)
             case Differs():
                 logger.warning("a runner was sent away: %s", "; ".join(news.what))
             case Gone():
@@ -170,7 +165,7 @@ class ServingRunner:
         self._names[rank] = name
         logger.info("runner %s is there, with %d places", name, places)
         for trial in self._leases.back(rank, holds):
-            self._trials[trial].outcome = Killed(reason=f"runner {name} let it go", counts=False)
+            self._trials[trial].come_to(Killed(reason=f"runner {name} let it go", counts=False))
         for lease in holds:
             if not self._leases.is_current(*lease, runner=rank):
                 logger.info("runner %s comes too late with trial %s: it is stopped", name, lease[0])
@@ -179,21 +174,22 @@ class ServingRunner:
                 self._line.send(rank, {"stop": list(lease)})
 
     def _ended(self, rank: int, lease: Lease, outcome: Outcome) -> None:
-        """Takes in what a runner reports, if it still may."""
-        if not self._leases.is_current(*lease, runner=rank):
+        """Takes in what a runner reports, if it still may; it may say so twice."""
+        if self._leases.is_current(*lease, runner=rank):
+            self._trials[lease[0]].come_to(outcome)
+        else:
             self._line.send(rank, {"drop": list(lease)})
-            return
-        self._leases.end(lease[0])
-        self._trials[lease[0]].outcome = outcome
 
     def stop(self, job: TrialJob) -> None:
         """Has a trial stopped, where its runner is there; else when it comes back."""
         self._line.send(job.runner, {"stop": [job.trial, job.lease]})
 
-    def polled(self, job: TrialJob) -> None:
-        """The chief has heard of the outcome, and writes it down before it waits again."""
+    def taken(self, job: TrialJob) -> None:
+        """The outcome is written down: who has reported it may forget it."""
+        if self._leases.is_current(job.trial, job.lease, runner=job.runner):
+            self._leases.end(job.trial)
+            self._line.send(job.runner, {"taken": [job.trial, job.lease]})
         self._trials.pop(job.trial, None)
-        self._taken.append((job.runner, (job.trial, job.lease)))
 
 
 class RemoteTrial:
@@ -207,11 +203,16 @@ class RemoteTrial:
         self.outcome: Outcome | None = None
         self.is_unwanted = False
 
+    def come_to(self, outcome: Outcome) -> None:
+        """The first outcome counts, as it may be written down already."""
+        self.outcome = self.outcome or outcome
+
     def poll(self) -> Outcome | None:
-        if self.outcome is not None:
-            self._serving.polled(self.job)
         return self.outcome
 
     def stop(self) -> None:
         self.is_unwanted = True
         self._serving.stop(self.job)
+
+    def taken(self) -> None:
+        self._serving.taken(self.job)

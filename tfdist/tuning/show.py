@@ -20,6 +20,4 @@ def show(path: Path) -> None:
             expected=f"a sweep directory, with {directory.JOURNAL}",
             fix="give the --sweep_dir of the sweep",
         )
-    leaderboard(fold(lines), path)
-    if lock.is_held(path / lock.FILE_NAME):
-        print("its chief is running")
+    leaderboard(fold(lines), path, is_running=lock.is_held(path / lock.FILE_NAME))

@@ -95,6 +95,11 @@ class SweepState:
         )
         self.finished, self.is_complete = None, False
 
+    def continued(self, values: Mapping[str, Any]) -> str | None:
+        """Returns where the trial ran that one with these values goes on with, if it does."""
+        past = self.trials.get(values.get("tuner/trial_id") or "")
+        return past.run if past else None
+
     @property
     def completed(self) -> tuple[str, ...]:
         """Returns the names of the completed trials."""

@@ -28,6 +28,8 @@ class TrialJob:
     """Which start of the trial it is."""
     runner: int = HERE
     """Who is to run it."""
+    continues: str | None = None
+    """The run directory in which the trial began that this one goes on with."""
 
 
 class RunningTrial(Protocol):
@@ -38,6 +40,9 @@ class RunningTrial(Protocol):
 
     def stop(self) -> None:
         """Asks it to save and end; `poll` goes on until it has."""
+
+    def taken(self) -> None:
+        """What `poll` has returned is written down: nobody needs to keep it any more."""
 
 
 class Runner(Protocol):

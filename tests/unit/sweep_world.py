@@ -1,0 +1,476 @@
+"""A world in which a sweep's chief, its runners, their guards and trials live, by a turned clock.
+
+The chief, the journal, the leases, the runners and the rule of the guard are the project's own.
+Simulated are the network, the trials' processes and the time. No lock of a file system keeps two
+trials from one directory: the leases have to.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.unit.test_tune_chief import BEGUN, Crash, CrashingJournal, FakeRunner, FakeSearch, Nobody
+from tfdist.errors import UsageError
+from tfdist.rendezvous.hub import Heard, Joined
+from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.guard import Guard
+from tfdist.tuning.hosts import Meeting
+from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.leases import LEASE_S
+from tfdist.tuning.mark import Mark
+from tfdist.tuning.messages import ALIVE, Message
+from tfdist.tuning.options import RunOptions
+from tfdist.tuning.reception import Gone, RunnerNews
+from tfdist.tuning.results import Completed, Failed, Killed, Outcome
+from tfdist.tuning.runner import LOG
+from tfdist.tuning.serving import ServingRunner
+from tfdist.tuning.state import Trial
+from tfdist.tuning.trial_job import TrialJob
+
+TICK_S = 0.5
+TRIALS = 5
+LONGEST_S = 9000.0
+EPOCHS = 9
+LENGTH = 27
+"""Ticks that a trial needs for all of them: longer than a lease."""
+FAILS = "3"
+"""A trial that raises when it has done half of that."""
+MARK = Mark(sweep="s", chief="c", address="a:1")
+TOKEN = b"correct horse battery staple"
+
+
+class Process:
+    """A trial's launcher and its tasks: a step at each tick, saved, so that none is done twice."""
+
+    def __init__(self, world: World, job: TrialJob, *, host: Host | None) -> None:
+        self.world, self.job, self.host = world, job, host
+        self.pid = next(world.pids)
+        self.pidfd = None
+        self.outcome: Outcome | None = None
+        self.is_asked = False
+        self.run = job.run_dir.name
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        (job.run_dir / LOG).touch()
+        world.started[self.run] += 1
+        world.processes[self.pid] = self
+
+    def work(self) -> None:
+        done = self.world.done
+        if self.outcome is None and self.is_asked:
+            self.outcome = Killed(reason="asked to stop")
+        elif self.outcome is None:
+            done[self.run] += 1
+            if self.run == FAILS and done[self.run] >= LENGTH // 2:
+                self.world.failures += 1
+                self.outcome = Failed(reason="ValueError")
+            self.outcome = self.outcome or self.world.outcome(self.job)
+
+    def poll(self) -> Outcome | None:
+        return self.outcome
+
+    def stop(self) -> None:
+        self.is_asked = True
+
+    def kill(self) -> None:
+        self.outcome = self.outcome or Killed(reason="SIGKILL")
+
+    def taken(self) -> None:
+        pass
+
+
+class Here(FakeRunner):
+    """The chief's own machine, with no place for trials."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def outcome(self, job: TrialJob) -> Completed | Failed | None:
+        return self.world.outcome(job)
+
+    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
+        return [{}] * self.world.done[run_dir.name]
+
+    def free_places(self, taken: Any) -> list[Any]:
+        return []
+
+
+@dataclass
+class Host:
+    """A host with a runner on it, its guard, and the network's view of it."""
+
+    world: World
+    rank: int
+    sweep_dir: Path
+    held_up: int = 0
+    """Ticks for which the runner's process stands still."""
+    asleep: int = 0
+    """Ticks for which the whole machine does."""
+    cut: int = 0
+    """Ticks for which nothing that is said arrives, either way."""
+    is_gone: bool = False
+    refused: str = ""
+    """Why it has left by itself."""
+    watched: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.world.now_s)
+        self.contact = SimContact(self)
+        options = RunOptions(sweep_dir=self.sweep_dir, join="a:1", parallel_trials=1)
+        meeting = Meeting(address="a:1", token=TOKEN, terms={})
+        runner: Any = JoinedRunner(
+            options, HostRunner(self), meeting=meeting, clock=lambda: self.world.now_s
+        )
+        runner._contact, runner._guarding = self.contact, self
+        self.runner = runner
+
+    def watch(self, pid: int) -> None:
+        self.watched.add(pid)
+
+    def processes(self) -> list[Process]:
+        mine = self.world.processes.values()
+        return [one for one in mine if one.host is self and one.outcome is None]
+
+    def kill_runner(self) -> None:
+        """The kernel asks its trials to stop; the guard is there until they have ended."""
+        self.is_gone = True
+        self.contact.close()
+        for process in self.processes():
+            process.stop()
+
+    def power_off(self) -> None:
+        """Nobody is told: the chief hears nothing any more."""
+        self.is_gone = True
+        for process in self.processes():
+            process.kill()
+
+    def turn(self) -> None:
+        if self.asleep:
+            self.asleep -= 1
+            if self.asleep:
+                return
+        living = {one.pid for one in self.processes()}
+        for pid, signum in self.guard.due(self.watched & living, self.world.now_s):
+            process = self.world.processes[pid]
+            process.stop() if signum.name == "SIGTERM" else process.kill()
+        for process in self.processes():
+            process.work()
+        if self.held_up:
+            self.held_up -= 1
+        elif not self.is_gone:
+            try:
+                self.runner.go_on()
+            except UsageError as error:
+                self.refused = str(error)
+            if self.refused or self.runner._end is not None:
+                self.kill_runner()
+        self.cut = max(0, self.cut - 1)
+
+
+class HostRunner:
+    """Starts trials on a host, as `LauncherRunner` does."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def outcome(self, job: TrialJob) -> Completed | Failed | None:
+        return self._host.world.outcome(job)
+
+    def start(self, job: TrialJob) -> Process:
+        return Process(self._host.world, job, host=self._host)
+
+
+class SimContact:
+    """A runner's connection, by the rules of `Contact` and `Reception`."""
+
+    address, why = "a:1", ""
+    fds: Sequence[int] = ()
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._inbox: list[Message] = []
+        self._under_way: list[tuple[bool, Message]] = []
+        """What a cut holds up: whether to the chief, and what; a connection loses nothing."""
+        self._renewed_s = self._said_s = self._heard_s = host.world.now_s
+        self.is_there = self.is_connected = False
+
+    @property
+    def unrenewed_s(self) -> float:
+        return self._host.world.now_s - self._renewed_s
+
+    def turn(self, wake_fds: Sequence[int]) -> list[Message]:
+        world = self._host.world
+        if not self.is_connected:
+            self._come()
+            return []
+        if not self._host.cut:
+            self._arrive()
+        heard, self._inbox = self._inbox, []
+        for message in heard:
+            self._heard_s = world.now_s
+            if ALIVE in message:
+                self._renew(message[ALIVE])
+            self.is_there |= "sweep" in message
+        if world.now_s - self._said_s >= 1.0:
+            self._said_s = world.now_s
+            self.send({ALIVE: world.now_s})
+        if world.now_s - self._heard_s >= LEASE_S:
+            self.close()
+        return [one for one in heard if ALIVE not in one]
+
+    def send(self, message: Message) -> None:
+        self._pass(True, message)
+
+    def deliver(self, message: Message) -> None:
+        self._pass(False, message)
+
+    def _pass(self, is_said: bool, message: Message) -> None:
+        if not self.is_connected:
+            return
+        if self._host.cut:
+            self._under_way.append((is_said, message))
+        elif not is_said:
+            self._inbox.append(message)
+        elif not self._host.world.said(self._host.rank, message):
+            self.close()  # the chief has given us up: it answers with a reset
+
+    def _arrive(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        for is_said, message in under_way:
+            self._pass(is_said, message)
+
+    def close(self) -> None:
+        if self.is_connected and not self._host.cut:
+            self._host.world.lose(self._host.rank, "reset")
+        self.is_connected = self.is_there = False
+        self._inbox.clear()
+        self._under_way.clear()
+
+    def _come(self) -> None:
+        world = self._host.world
+        if self._host.cut:
+            return
+        if world.chief is None:  # refused
+            self._renew(world.now_s)
+        elif world.join(self._host.rank):
+            self.is_connected = True
+            self._heard_s = self._said_s = world.now_s
+            self._renew(world.now_s)
+
+    def _renew(self, at_s: float) -> None:
+        self._renewed_s = max(self._renewed_s, at_s)
+        self._host.guard.renew(at_s)
+
+
+class WorldJournal(CrashingJournal):
+    """A journal whose chief is dead when it has died there."""
+
+    world: World
+
+    def add(self, event: str, **fields: Any) -> dict[str, Any]:
+        try:
+            return super().add(event, **fields)
+        except Crash:
+            self.world.is_dead = True
+            raise
+
+
+class World:
+    """All there is; `run` starts a chief again and again until the sweep has ended."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        seed: int = 0,
+        trials: int = TRIALS,
+        search_of: Callable[[Sequence[Mapping[str, Any]]], Any] | None = None,
+    ) -> None:
+        self.path = path
+        self.random = random.Random(seed)
+        self.trials = trials
+        self._search_of = search_of or (lambda lines: FakeSearch(lines, count=trials))
+        self.now_s = 1000.0
+        self.pids = iter(range(1, 1 << 30))
+        self.done: Counter[str] = Counter()
+        self.started: Counter[str] = Counter()
+        self.failures = 0
+        self.processes: dict[int, Process] = {}
+        self.hosts: dict[int, Host] = {}
+        self.chief: Chief | None = None
+        self.is_dead = False
+        """Whether the chief was killed just now: what it does on its way out does not happen."""
+        self.chiefs = 0
+        self.events: Callable[[], None] = lambda: None
+        self._heard_s: dict[int, float] = {}
+        self._news: list[RunnerNews] = []
+        self._eventfd = os.eventfd(1)  # readable for ever: the chief never waits
+
+    # what the chief sees of the line
+
+    def fileno(self) -> int:
+        return self._eventfd
+
+    def take_news(self) -> list[RunnerNews]:
+        if self.is_dead:
+            raise Crash
+        self.tick()
+        news, self._news = self._news, []
+        return news
+
+    def send(self, rank: int, message: Message) -> None:
+        if rank in self._heard_s and not self.is_dead:
+            self.hosts[rank].contact.deliver(message)
+
+    def close(self) -> None:
+        pass
+
+    # what the runners' side does
+
+    def join(self, rank: int) -> bool:
+        if rank in self._heard_s:  # its connection before this one is not known to have ended
+            return False
+        self._heard_s[rank] = self.now_s
+        self._news.append(Joined(rank=rank))
+        return True
+
+    def said(self, rank: int, message: Message) -> bool:
+        if rank not in self._heard_s:
+            return False
+        self._heard_s[rank] = self.now_s
+        if ALIVE in message:
+            self.hosts[rank].contact.deliver(message)
+        else:
+            self._news.append(Heard(rank=rank, message=message))
+        return True
+
+    def lose(self, rank: int, cause: str) -> None:
+        if rank in self._heard_s:
+            self._news.append(Gone(rank=rank, cause=cause, heard_s=self._heard_s.pop(rank)))
+
+    # the time
+
+    def outcome(self, job: TrialJob) -> Completed | None:
+        run, epochs = job.run_dir.name, job.goal.until or EPOCHS
+        if self.done[run] * EPOCHS < LENGTH * epochs:
+            return None
+        top = 1 / (1 + int(run))
+        history = tuple(
+            {"virtual_epoch": epoch, "val_accuracy": top * epoch / EPOCHS}
+            for epoch in range(1, epochs + 1)
+        )
+        score = top * epochs / EPOCHS
+        return Completed(history=history, score=score, best_virtual_epoch=epochs)
+
+    def tick(self) -> None:
+        self.now_s += TICK_S
+        assert self.now_s < LONGEST_S, "the sweep does not end"
+        self.events()
+        for host in list(self.hosts.values()):
+            host.turn()
+        awake = [one for host in self.hosts.values() if not host.asleep for one in host.processes()]
+        writers = Counter(one.run for one in awake)
+        assert all(count == 1 for count in writers.values()), f"two write at once: {writers}"
+        for rank, heard_s in list(self._heard_s.items()):
+            if self.now_s - heard_s >= LEASE_S:
+                self.lose(rank, "no word")
+
+    def add_host(self, sweep_dir: Path | None = None) -> Host:
+        host = Host(self, len(self.hosts) + 1, sweep_dir or self.path)
+        self.hosts[host.rank] = host
+        return host
+
+    def kill_chief(self) -> None:
+        self.is_dead = True
+        raise Crash
+
+    def run(self, *, at: int | None = None, how: str = "before", pause: int = 4) -> Chief:
+        """Returns the last chief; the first one dies at its write `at`."""
+        while True:
+            try:
+                chief = self._begin(at=at, how=how)
+                assert chief.run() == 0
+                os.close(self._eventfd)
+                return chief
+            except Crash:
+                at = None
+                self._chief_has_died()
+                for _ in range(self.random.randrange(pause) if pause else 0):
+                    self.tick()
+
+    def _chief_has_died(self) -> None:
+        self.chief, self.is_dead = None, False
+        self._heard_s.clear()
+        self._news.clear()
+        for host in self.hosts.values():
+            host.contact.close()
+
+    def _begin(self, *, at: int | None, how: str) -> Chief:
+        self.chiefs += 1
+        journal = WorldJournal(self.path / "journal.jsonl", at=None, how=how)
+        journal.world = self
+        journal._time_of_day = self._time_of_day
+        if not journal.lines:
+            journal.add("begun", **BEGUN)
+        journal._left = at
+        plan = Plan(
+            sweep_dir=self.path,
+            objective="val_accuracy",
+            direction="max",
+            max_epochs=EPOCHS,
+            max_failed_trials=None,
+            flags_of=_flags_of,
+        )
+        serving = ServingRunner(Here(self), self, mark=MARK, clock=lambda: self.now_s)
+        search = self._search_of(list(journal.lines))
+        self.chief = Chief(plan, search=search, journal=journal, runner=serving, observer=Nobody())
+        return self.chief
+
+    def _time_of_day(self) -> float:
+        """A clock that somebody sets, again and again."""
+        return self.random.choice([0.0, 1e9, 2e9, -5.0])
+
+
+class Mishaps:
+    """What happens to a world at any tick, so often; there is always a runner, sooner or later."""
+
+    def __init__(self, world: World, *, count: int) -> None:
+        self._world = world
+        self._left = count
+
+    def __call__(self) -> None:
+        world = self._world
+        living = [host for host in world.hosts.values() if not host.is_gone]
+        if not living:
+            living = [world.add_host()]
+        if self._left and world.random.random() < 0.12:
+            self._left -= 1
+            self._happen(world.random.choice(living), ticks=world.random.randrange(1, 45))
+
+    def _happen(self, host: Host, *, ticks: int) -> None:
+        match self._world.random.randrange(8):
+            case 0 if self._world.chief is not None:
+                self._world.kill_chief()
+            case 1:
+                host.kill_runner()
+            case 2:
+                host.power_off()
+            case 3:
+                host.held_up = ticks
+            case 4:
+                host.asleep = ticks
+            case 5:
+                host.cut = ticks
+            case 6:
+                host.contact.close()
+            case _:
+                self._world.add_host()
+
+
+def _flags_of(trial: Trial) -> tuple[str, ...]:
+    return tuple(f"--config.{name}={value}" for name, value in trial.hyperparameters.items())

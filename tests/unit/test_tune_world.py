@@ -1,0 +1,228 @@
+"""No trial is lost, run twice or counted twice, whoever dies, stands still or is cut off."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, TRIALS, Host, Mishaps, World
+from tests.unit.test_tune_chief import FakeSearch
+from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Answer
+from tfdist.tuning.chief import Chief
+from tfdist.tuning.journal import read
+
+SEEDS = range(40)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def require_all_once(world: World, chief: Chief) -> None:
+    """Each trial has ended once, as it was to, and no step of any was done twice."""
+    lines = read(world.path / "journal.jsonl")
+    names = [str(number) for number in range(world.trials)]
+    for event in ("asked", "ended"):
+        told = Counter(one["trial"] for one in lines if one["event"] == event and one["trial"])
+        assert told == Counter(names), event
+    for name in names:
+        trial = chief.state.trials[name]
+        if name == FAILS:
+            assert (trial.status, trial.reason) == ("failed", "ValueError")
+        else:
+            assert (trial.status, trial.score) == ("completed", 1 / (1 + int(name))), trial.reason
+            assert world.done[name] == LENGTH, f"trial {name} was trained on after its end"
+
+
+def test_runners_do_all_trials_and_each_is_started_once(tmp_path: Path) -> None:
+    world = World(tmp_path, seed=0)
+    world.add_host()
+    world.add_host()
+    chief = world.run()
+    require_all_once(world, chief)
+    assert world.started == Counter(map(str, range(TRIALS)))
+
+
+@pytest.mark.parametrize("how", ["before", "within", "after"])
+def test_a_chief_that_dies_at_any_write_costs_its_runners_nothing(tmp_path: Path, how: str) -> None:
+    """The runners go on, and what ended meanwhile they keep: a failed trial fails once, too."""
+    for at in range(3 * TRIALS):
+        path = tmp_path / str(at)
+        path.mkdir()
+        world = World(path, seed=at)
+        world.add_host()
+        world.add_host()
+        require_all_once(world, world.run(at=at, how=how))
+        assert world.chiefs == 2
+        assert world.failures == 1, f"write {at}"
+        assert world.started == Counter(map(str, range(TRIALS))), f"write {at}"
+
+
+def stands_still(host: Host) -> None:
+    host.held_up = 40
+
+
+def is_cut_off(host: Host) -> None:
+    host.cut = 40
+
+
+def is_suspended(host: Host) -> None:
+    host.asleep = 40
+
+
+@pytest.mark.parametrize("happens", [stands_still, is_cut_off, is_suspended])
+@pytest.mark.parametrize("ticks", [18, 19, 20, 21, 22, 30])
+def test_a_runner_that_lives_on_and_reports_after_its_lease_is_not_heard(
+    tmp_path: Path, happens: Callable[[Host], None], ticks: int
+) -> None:
+    """Around the lease's end, and long after it."""
+    world = World(tmp_path, seed=0, trials=2)
+    late = world.add_host()
+    world.add_host()
+
+    def events() -> None:
+        if world.done["0"] == 5 and world.started["0"] == 1 and not had:
+            had.append(world.now_s)
+            happens(late)
+            for name in ("held_up", "cut", "asleep"):
+                setattr(late, name, min(getattr(late, name), ticks))
+
+    had: list[float] = []
+    world.events = events
+    require_all_once(world, world.run())
+    assert had
+    if ticks == 30:
+        assert world.started["0"] == 2, "the lease was not given to another"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_happens_no_trial_is_lost_run_twice_or_counted_twice(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfdist.tuning.chief._KILLS_AT_MOST", 99)  # which is another test's
+    world = World(tmp_path, seed=seed)
+    world.add_host()
+    world.add_host()
+    world.events = Mishaps(world, count=30)
+    require_all_once(world, world.run(pause=60))
+
+
+def test_the_ends_of_a_trial_that_fails_are_counted_once(tmp_path: Path) -> None:
+    """The connection is lost with the report in it; the runner says it again."""
+    world = World(tmp_path, seed=1)
+    host = world.add_host()
+
+    def events() -> None:
+        if world.failures and not had:
+            had.append(True)
+            host.contact.close()
+
+    had: list[bool] = []
+    world.events = events
+    require_all_once(world, world.run())
+    assert had
+    assert world.failures == 1
+
+
+def test_a_sweep_whose_last_runner_has_gone_waits_for_another(tmp_path: Path) -> None:
+    """And does not call itself finished with a trial that waits."""
+    world = World(tmp_path, seed=0, trials=2)
+    world.add_host()
+    had: list[float] = []
+
+    def events() -> None:
+        if world.done["1"] == 5 and not had:
+            had.append(world.now_s)
+            world.hosts[1].power_off()
+        if had and world.now_s == had[0] + 60:
+            world.add_host()
+
+    world.events = events
+    require_all_once(world, world.run())
+    assert world.started["1"] == 2
+
+
+def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path: Path) -> None:
+    """It stood still with the message in its socket; the trial is with another when it reads it."""
+    world = World(tmp_path, seed=0, trials=1)
+    late = world.add_host()
+    had: list[bool] = []
+
+    def events() -> None:
+        assert world.chief is not None
+        trial = world.chief.state.trials.get("0")
+        if trial is not None and trial.starts and not had:
+            had.append(True)
+            late.held_up = 26
+            world.add_host()
+
+    world.events = events
+    require_all_once(world, world.run())
+    assert world.started["0"] == 1
+    assert world.processes[1].host is world.hosts[2]
+
+
+def test_what_goes_on_elsewhere_is_refused_where_nothing_of_it_is(tmp_path: Path) -> None:
+    """A runner that has not the chief's directory would begin anew; the next one goes on."""
+    world = World(tmp_path / "shared", trials=2, search_of=lambda lines: Continuing(lines))
+    world.path.mkdir()
+    first = world.add_host()
+
+    def events() -> None:
+        if world.done["0"] == LENGTH // 3 and len(world.hosts) == 1:
+            first.power_off()
+            world.add_host(tmp_path / "alone")
+        if world.hosts.get(2) and world.hosts[2].refused and len(world.hosts) == 2:
+            world.add_host()
+
+    world.events = events
+    chief = world.run()
+    assert "received nothing of the trial that trial 1 continues" in world.hosts[2].refused
+    assert str(tmp_path / "alone" / "trials" / "0") in world.hosts[2].refused
+    trials = chief.state.trials.values()
+    assert [(t.status, t.run, t.until) for t in trials] == [
+        ("completed", "0", 3),
+        ("completed", "0", None),
+    ]
+    assert world.done == Counter({"0": LENGTH})
+    killed = [line for line in read(world.path / "journal.jsonl") if line["event"] == "killed"]
+    assert any("continues" in line["reason"] for line in killed), "the chief was not told why"
+
+
+class Continuing(FakeSearch):
+    """Asks for a third of a trial, and for the rest of it."""
+
+    def ask(self) -> Answer:
+        if len(self.asked) == 2:
+            return Answer(status=STOPPED, asker="r")
+        if self.asked and "0" not in self.told:
+            return Answer(status=IDLE, asker="r")
+        name = str(len(self.asked))
+        self.asked.append(name)
+        part: dict[str, Any] = {"tuner/epochs": 3}
+        if name == "1":
+            part = {"tuner/epochs": EPOCHS, "tuner/trial_id": "0"}
+        return Answer(status=RUNNING, asker="r", trial=name, values={"x": 1, **part})
+
+
+def test_two_runners_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers: the same host name and the same process id."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    world = World(tmp_path, seed=0)
+    hosts = world.add_host(), world.add_host()
+    had: list[bool] = []
+
+    def events() -> None:
+        if world.done["0"] == 3 and not had:
+            had.append(True)
+            hosts[0].power_off()
+
+    world.events = events
+    require_all_once(world, world.run())
+    assert had
