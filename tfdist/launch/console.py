@@ -68,12 +68,6 @@ class Console:
         self._progress = self._prefix(name, hue) + cut
         self._add(_ERASE + self._progress)
 
-    def end_progress(self) -> None:
-        """Leaves the progress line behind as an ordinary one."""
-        if self._progress:
-            self._progress = b""
-            self._add(b"\n")
-
     def drop_progress(self) -> None:
         """Takes the progress line away."""
         if self._progress:
