@@ -27,6 +27,13 @@ def unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
     return whole
 
 
+def _scaled(value: tf.Tensor, *, by: tf.Tensor | float, trace: StepTrace) -> tf.Tensor:
+    """A replica's part of the loss of the step: the sum over the replicas is that of one device."""
+    part = value * tf.cast(by, value.dtype)
+    trace.scaled.add(part.op.name)
+    return part
+
+
 def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
     """True when `value` was computed from a loss that is scaled by the share."""
     seen: set[str] = set()
@@ -61,11 +68,7 @@ def _scale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
         if trace is None:
             return original(value)
         trace.loss_scaled = True
-        if not trace.training or trace.num_replicas == 1:
-            return value
-        scaled = value * tf.cast(trace.share, value.dtype)
-        trace.scaled.add(scaled.op.name)
-        return scaled
+        return value if trace.num_replicas == 1 else _scaled(value, by=trace.share, trace=trace)
 
     return scale
 
@@ -75,9 +78,7 @@ def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
         trace = current()
         if trace is None:
             return original(value)
-        if not trace.training or trace.num_replicas == 1:
-            return value
-        return unscaled(value, trace)
+        return value if trace.num_replicas == 1 else unscaled(value, trace)
 
     return unscale
 
@@ -94,16 +95,22 @@ def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _scaling_scalars(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Scales what a loss function returned as one number, and not one for each example.
+def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Scales what Keras never does: one number of a loss function, and sums.
 
-    Keras never does: with n replicas its gradient counts n times. It is taken for a mean over the
-    batch.
+    What a loss function returned as one number, and not one for each example, is taken for a mean
+    over the batch; its gradient would count once for each replica. A sum is a replica's part as it
+    is, but that of an empty share is of an example which does not count.
     """
 
     def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = _MEAN) -> Any:
         reduced = original(values, sample_weight, reduction)
-        if current() is None or tuple(values.shape) != () or reduction in ("sum", "none", None):
+        trace = current()
+        if trace is None or reduction in ("none", None):
+            return reduced
+        if reduction == "sum" and trace.num_replicas > 1:
+            return _scaled(reduced, by=tf.sign(trace.share), trace=trace)
+        if reduction == "sum" or tuple(values.shape) != ():
             return reduced
         return keras_loss.scale_loss_for_distribution(reduced)
 
@@ -125,6 +132,6 @@ REPLACEMENTS = (
     ),
     Replacement(owner=keras_loss.Loss, name="__call__", make=_noting_loss, issue=f"{_SOURCE}#L56"),
     Replacement(
-        owner=keras_loss, name="reduce_values", make=_scaling_scalars, issue=f"{_SOURCE}#L140"
+        owner=keras_loss, name="reduce_values", make=_scaling_the_rest, issue=f"{_SOURCE}#L140"
     ),
 )

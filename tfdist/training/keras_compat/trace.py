@@ -21,7 +21,7 @@ class StepTrace:
       share: this replica's part of the global batch, scalar float32 or a float.
       examples: how many of this replica's examples count, scalar integer.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
-      training: False leaves losses as they are.
+      training: False leaves the statistics of layers to each replica.
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_door: called with the gradients where they enter an optimizer.
     """
