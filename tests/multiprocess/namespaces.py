@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 NAMES = ("a", "b")
 
 
@@ -57,7 +57,7 @@ class TwoHosts:
 
     def _holder(self, command, parent):
         """Starts what keeps a host's namespaces, and waits until it has them."""
-        holder = subprocess.Popen([*command, "sleep", "300"])
+        holder = subprocess.Popen([*command, "sleep", "900"])
         others = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", parent or "self")}
         end_s = time.monotonic() + DEADLINE_S
         while os.readlink(f"/proc/{holder.pid}/ns/net") in others or not _sleeps(holder.pid):

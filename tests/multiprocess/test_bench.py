@@ -11,7 +11,7 @@ import pytest
 
 from tests.multiprocess.jobs import ROOT
 
-DEADLINE_S = 220
+DEADLINE_S = 500
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
@@ -20,7 +20,7 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(out)),
-            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "100", "--"),
+            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "200", "--"),
             f"--config={ROOT / 'configs' / 'digits_ps.py'}",
             *("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1"),
             *("--config.model=dense", "--config.validation_split="),

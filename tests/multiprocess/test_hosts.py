@@ -204,8 +204,8 @@ HOLDS = "import ctypes; [ctypes.PyDLL(None).sleep(600) for _ in range(9)]"  # wi
     ("what", "cause"), [(STOPS, "SIGSTOP"), (HOLDS, "does not answer")], ids=["stopped", "silent"]
 )
 def test_a_task_that_stands_still_on_another_host_is_found(both, what, cause):
-    source = INDEX + f"import signal, time\ntime.sleep(2)\nif index: {what}\nelse: {PAUSE}"
-    jobs = both(source, "--hang_timeout_s", "2", "--startup_timeout_s", "3", "--grace_s", "1")
+    source = INDEX + f"import signal, time\ntime.sleep(5)\nif index: {what}\nelse: {PAUSE}"
+    jobs = both(source, "--hang_timeout_s", "3", "--startup_timeout_s", "10", "--grace_s", "1")
     assert codes(jobs) == [1, 1]
     failure = report("run")["attempts"][0]["first_failure"]
     assert (failure["task"], failure["host"]) == ("worker-1", HOSTS[1])
@@ -221,17 +221,17 @@ def test_a_task_that_stands_still_on_another_host_is_found(both, what, cause):
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("signum", "why"),
-    [(signal.SIGKILL, "it has closed the connection"), (signal.SIGSTOP, "no word for 2 s")],
+    [(signal.SIGKILL, "it has closed the connection"), (signal.SIGSTOP, "no word for 4 s")],
     ids=["killed", "silent"],
 )
 def test_a_host_that_vanishes_is_a_failure_that_names_it(both, signum, why):
-    other, first = both(PAUSE, "--host_timeout_s", "2")
+    other, first = both(PAUSE, "--host_timeout_s", "4")
     other.ready(1)
     first.ready(1)
     began_s = time.monotonic()
     other.signal(signum)
     assert first.end() == EXIT_PEER_MISSING
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 30  # long before its task would be missed
     assert f"worker-1 on 127.0.0.2 failed first: host 127.0.0.2 is gone: {why}" in first.text
     assert report("run")["attempts"][0]["first_failure"]["host"] == HOSTS[1]
     other.signal(signal.SIGCONT)
@@ -281,7 +281,7 @@ def test_host_0_may_come_back_too(host, both):
 
 
 def test_the_others_go_on_where_that_was_asked_for(both):
-    flags = ("--max_restarts", "1", "--min_workers", "1", "--startup_timeout_s", "3")
+    flags = ("--max_restarts", "1", "--min_workers", "1", "--startup_timeout_s", "10")
     other, first = both(RESUMES, *flags)
     other.ready(1)
     first.ready(1)
@@ -293,12 +293,12 @@ def test_the_others_go_on_where_that_was_asked_for(both):
 
 
 def test_a_host_that_does_not_come_back_ends_the_job(both):
-    other, first = both(RESUMES, "--max_restarts", "1", "--startup_timeout_s", "2")
+    other, first = both(RESUMES, "--max_restarts", "1", "--startup_timeout_s", "10")
     other.ready(1)
     first.ready(1)
     other.process.kill()
     assert first.end() == EXIT_PEER_MISSING
-    assert "not started again: 1 of 2 hosts are there: waited 2 s for 127.0.0.2" in first.text
+    assert "not started again: 1 of 2 hosts are there: waited 10 s for 127.0.0.2" in first.text
 
 
 # hosts that never meet
@@ -321,7 +321,7 @@ def test_where_host_0_was_looked_for_is_said(host, port):
     other = host(1, PAUSE, "--startup_timeout_s", "1")
     assert other.end() == EXIT_PEER_MISSING
     (line,) = lines(other)
-    assert re.match(rf"127\.0\.0\.1:{port}: .* not reached in 1 s: Connection refused", line)
+    assert re.match(rf"127\.0\.0\.1:{port}: .* not reached in \d+ s: Connection refused", line)
 
 
 def test_hosts_that_differ_are_told_in_what_and_start_nothing(host, tmp_path):
@@ -341,7 +341,7 @@ def test_hosts_that_differ_are_told_in_what_and_start_nothing(host, tmp_path):
 
 
 def test_a_wrong_token_is_told_to_both(host):
-    first = host(0, PAUSE, "--startup_timeout_s", "3", env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN})
+    first = host(0, PAUSE, "--startup_timeout_s", "10", env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN})
     other = host(1, PAUSE, env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN + "!"})
     assert codes([other, first]) == [EXIT_USAGE, EXIT_PEER_MISSING]
     assert other.text.startswith("token: received one that 127.0.0.1:")

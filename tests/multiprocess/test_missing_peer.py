@@ -11,7 +11,7 @@ import pytest
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
-DEADLINE_S = 60
+DEADLINE_S = 180
 CASES = {
     "chief of a ps job": (Task("chief", 0), "worker-1"),
     "worker of a ps job": (Task("worker", 0), "chief-0"),
@@ -46,7 +46,7 @@ def test_a_task_names_whom_it_waits_for_and_gives_up(case, monkeypatch):
 def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
     program = (
         "import ctypes; from tfdist.strategy.rendezvous import last_resort\n"
-        "with last_resort(timeout_s=0.5):\n"
+        "with last_resort(timeout_s=2.0):\n"
         "    ctypes.PyDLL(None).sleep(600)  # holds Python's lock, as TensorFlow does\n"
     )
     done = subprocess.run(

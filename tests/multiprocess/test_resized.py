@@ -15,7 +15,7 @@ import pytest
 from tests.multiprocess.warm import QUIET, forked
 
 PROGRAM = Path(__file__).parent / "programs" / "resized.py"
-DEADLINE_S = 120
+DEADLINE_S = 200
 KILLED = 128 + 9
 # Workers, and the step at which the chief is killed; the others go on two or three steps before
 # it, in the middle of an epoch.

@@ -15,6 +15,9 @@ import pytest
 from tests.multiprocess.jobs import DEADLINE_S, FORK, GONE_S, STARTS, children, report
 from tfdist.launch import guardian
 
+# On any machine: it takes milliseconds, and what else there is to wait for takes a minute or more.
+NAMED_S, STARTED_S = 5, 20
+
 PRELUDE = """
 import json, os, signal, sys
 config = json.loads(os.environ["TF_CONFIG"])
@@ -74,8 +77,8 @@ def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command
     failed, done = report("run")["attempts"]
     assert (failed["exit_code"], done["exit_code"], report("run")["exit_code"]) == (137, 0, 0)
     assert failed["first_failure"]["task"] == "worker-1"
-    assert failed["detect_s"] < 0.5
-    assert failed["detect_s"] < failed["restart_s"] < 3
+    assert failed["detect_s"] < NAMED_S
+    assert failed["detect_s"] < failed["restart_s"] < STARTED_S
     assert done["first_failure"] is None
     assert done["restart_s"] is None
     assert done["first_step_s"] is None
@@ -108,7 +111,7 @@ def test_the_fork_server_serves_every_attempt(launch):
     assert not guardian.occupied(set(servers))
     entries = report("run")["attempts"]
     assert len(entries) == 3
-    assert all(entry["restart_s"] < 3 for entry in entries[:2])
+    assert all(entry["restart_s"] < STARTED_S for entry in entries[:2])
     assert [path.parent.name for path in Path("run").rglob("fork-server.log")] == ["attempt-1"]
 
 
@@ -302,8 +305,8 @@ def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
     ]
     (restart,) = entry["restarts"]
     assert restart["task"] == "worker-1"
-    assert restart["detect_s"] < 0.5
-    assert 0 < restart["restart_s"] < 2
+    assert restart["detect_s"] < NAMED_S
+    assert 0 < restart["restart_s"] < STARTED_S
 
 
 def test_a_ps_job_that_tells_no_step_ends_with_a_worker_that_does_not_return(launch):
@@ -366,7 +369,7 @@ def test_a_task_that_lost_its_peer_is_not_blamed_for_it(launch):
     failure = report("run")["attempts"][0]["first_failure"]
     assert failure["task"] == "worker-1"
     assert failure["cause"] == "killed by SIGKILL, not by the launcher"
-    assert failure["detect_s"] < 1
+    assert failure["detect_s"] < NAMED_S
 
 
 @pytest.mark.alone
@@ -381,7 +384,7 @@ def test_a_lost_connection_that_nothing_explains_is_the_failure(launch):
     assert job.end() == 1
     failure = report("run")["attempts"][0]["first_failure"]
     assert failure["task"] == "worker-1"
-    assert failure["detect_s"] < 1
+    assert failure["detect_s"] < NAMED_S
 
 
 # standing still
@@ -394,7 +397,7 @@ def test_a_stopped_task_is_found_and_the_job_started_again(launch):
     if attempt == 1:
         signal.pause()
     """
-    flags = ("--workers=2", "--max_restarts=1", "--hang_timeout_s=1.5", "--run_dir=run")
+    flags = ("--workers=2", "--max_restarts=1", "--hang_timeout_s=4", "--run_dir=run")
     job = launch(program(source), *flags, "--grace_s=600")
     os.kill(ready(job, 1, 2)["worker-0"], signal.SIGSTOP)
     assert job.end() == 0
@@ -402,7 +405,7 @@ def test_a_stopped_task_is_found_and_the_job_started_again(launch):
     failure = failed["first_failure"]
     assert failure["task"] == "worker-0"
     assert "stopped (SIGSTOP)" in failure["cause"]
-    assert 1.5 <= failed["detect_s"] < 5
+    assert 4 <= failed["detect_s"] < 30
     assert any("program.py" in line for line in failure["stacks"]["worker-1"])
     assert done["exit_code"] == 0
     job.assert_gone(0)
@@ -410,7 +413,7 @@ def test_a_stopped_task_is_found_and_the_job_started_again(launch):
 
 def test_a_stopped_worker_of_a_ps_job_is_started_again_alone(launch):
     os.mkfifo("fifo")
-    flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--hang_timeout_s=1.5")
+    flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--hang_timeout_s=4")
     job = launch(program(PS_JOB), *flags)
     os.kill(ready(job, 1, 4)["worker-1"], signal.SIGSTOP)
     ready(job, 1, 5)

@@ -15,7 +15,7 @@ from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING
 
 PROGRAM = PROGRAMS / "ring.py"
-DEADLINE_S = 120
+DEADLINE_S = 250
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 
 

@@ -12,7 +12,7 @@ import time
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_STOPPED
 
-DEADLINE_S = 60
+DEADLINE_S = 180
 PROGRAM = "import logging; logging.basicConfig(level='INFO'); import tfdist; tfdist.make_strategy()"
 
 

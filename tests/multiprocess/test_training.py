@@ -52,7 +52,7 @@ def synchronous(request, tmp_path_factory):
     out = tmp_path_factory.mktemp(f"workers {request.param}")
     launch(
         out / "run", "--strategy", "multiworker", "--workers", str(request.param),
-        str(PROGRAMS / "synchronous.py"), str(out), timeout_s=240,
+        str(PROGRAMS / "synchronous.py"), str(out), timeout_s=400,
     )  # fmt: skip
     tasks = [json.loads((out / f"seen-{i}.json").read_text()) for i in range(request.param)]
     return out, tasks
@@ -130,7 +130,7 @@ def parameter_server(request, tmp_path_factory):
     out = tmp_path_factory.mktemp(f"ps {request.param}")
     launch(
         out / "run", "--strategy", "ps", "--workers", str(request.param), "--ps", "1",
-        str(PROGRAMS / "parameter_server.py"), str(out), timeout_s=240,
+        str(PROGRAMS / "parameter_server.py"), str(out), timeout_s=400,
     )  # fmt: skip
     return request.param, out, json.loads((out / "seen.json").read_text())
 

@@ -100,6 +100,8 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
     finally:
         chief.kill()
         chief.wait()
+    launcher = torn / "sweep" / "trials" / "0" / "launch.log"
+    until(lambda: "ending the task" in launcher.read_text(), deadline_s=DEADLINE_S)
     (torn / "hold").unlink()
     run(torn, "single", "1")
     trials = fold(read(torn / "sweep" / "journal.jsonl")).trials

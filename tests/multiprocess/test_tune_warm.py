@@ -76,7 +76,7 @@ def test_what_cannot_be_shared_is_left_to_the_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "with_a_thread.py").write_text(
-        "import threading, time; threading.Thread(target=time.sleep, args=[9], daemon=True).start()"
+        "import threading, time; threading.Thread(target=time.sleep, args=[99], daemon=1).start()"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     source = "print(*sorted({'colorsys', 'with_a_thread'} & set(sys.modules))); done(1); finish()"

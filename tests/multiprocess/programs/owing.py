@@ -26,4 +26,4 @@ for step in range(100):
     pieces.append(crew.submit(piece))
     if step >= 2:  # worker 0 goes on meanwhile
         time.sleep(0.1)
-print("pieces done:", sum(piece.result(timeout=60).value for piece in pieces))
+print("pieces done:", sum(piece.result(timeout=300).value for piece in pieces))

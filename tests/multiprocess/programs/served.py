@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument("--program", default="served")
     parser.add_argument("--parallel_trials", type=int)
-    parser.add_argument("--reconnect_s", type=float, default=60.0)
+    parser.add_argument("--reconnect_s", type=float, default=300.0)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     places = given.parallel_trials
@@ -86,11 +86,11 @@ def main() -> int:
     )
     runner = LauncherRunner(
         program=(str(STEPPING),),
-        launch_flags=("--strategy", "single", "--grace_s", "5"),
+        launch_flags=("--strategy", "single", "--grace_s", "15"),
         gpus=(),
         places=options.parallel_trials,
         environ=environment_of_tasks(os.environ),
-        timeout_s=60.0,
+        timeout_s=600.0,
     )
     try:
         meeting = meeting_of(
