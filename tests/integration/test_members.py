@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +27,7 @@ def listeners():
 @pytest.fixture
 def members(listeners, monkeypatch):
     monkeypatch.setattr(members_module, "_STEADY_S", 0.3)
-    monkeypatch.setattr(members_module, "_UPDATE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(members_module, "_UPDATE_TIMEOUT_S", 4.0)
     definition = tf.train.ServerDef(protocol="grpc", job_name="chief")
     monkeypatch.setattr(members_module.tf_context, "get_server_def", lambda: definition)
     chief, ps, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
@@ -57,20 +56,29 @@ def test_nobody_waits_for_a_worker_that_dies_while_another_is_connected_to(membe
     thread = threading.Thread(target=lambda: answered.append(members.admit(0)))
     thread.start()
     assert runtime.begun.wait(DEADLINE_S)
-    start_s = time.monotonic()
     members.lost(1)
     assert members.connected == frozenset()
-    assert time.monotonic() - start_s < 0.4  # it is told without a wait for the runtime
+    assert thread.is_alive()  # it is told without a wait for the runtime
     thread.join(DEADLINE_S)
     assert answered == [False]
     assert members.admit(1) is False  # the runtime cannot be told of anybody any more
     assert len(runtime.told) == 1
 
 
-def test_a_worker_that_is_being_killed_is_not_connected_to(members, runtime, listeners):
+def test_a_worker_that_is_being_killed_is_not_connected_to(
+    members, runtime, listeners, monkeypatch
+):
     runtime.may_end.set()
-    threading.Timer(0.1, listeners[2].close).start()
-    assert members.admit(0) is False
+    answers = members_module.answers
+
+    def answers_once_more(address):
+        is_there = answers(address)
+        listeners[2].close()  # worker 0's
+        return is_there
+
+    with monkeypatch.context() as patched:
+        patched.setattr(members_module, "answers", answers_once_more)
+        assert members.admit(0) is False
     assert runtime.told == []
     assert members.admit(1) is True
     assert members.connected == {1}

@@ -153,16 +153,21 @@ class Run:
         )
         plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.7)
         best = tfdist.ModelCheckpoint(self.directory / "best.keras", save_best_only=True)
-        history = tfdist.fit(
-            model, X, Y, batch_size=8, epochs=EPOCHS, seed=5, verbose=0, validation_data=(X, Y),
-            callbacks=[
-                stopping, plateau, best, counts,
-                keras.callbacks.LearningRateScheduler(lambda _, rate: rate * 0.9),
-                keras.callbacks.CSVLogger(self.directory / "log.csv"),
-                *more,
-                tfdist.BackupAndRestore(self.directory / "backup", **backup),
-            ],
-        )  # fmt: skip
+        log = keras.callbacks.CSVLogger(self.directory / "log.csv")
+        try:
+            history = tfdist.fit(
+                model, X, Y, batch_size=8, epochs=EPOCHS, seed=5, verbose=0,
+                validation_data=(X, Y),
+                callbacks=[
+                    stopping, plateau, best, counts,
+                    keras.callbacks.LearningRateScheduler(lambda _, rate: rate * 0.9),
+                    log,
+                    *more,
+                    tfdist.BackupAndRestore(self.directory / "backup", **backup),
+                ],
+            )  # fmt: skip
+        finally:  # as the end of the program does where it is stopped
+            log.on_train_end()
         variables = [*model.variables, *model.optimizer.variables]
         return {
             "bits": [np.asarray(v).tobytes() for v in variables],

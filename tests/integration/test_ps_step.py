@@ -177,6 +177,7 @@ import ctypes, os, resource, sys
 from tfdist.strategy.memory import keep_freed_memory
 assert keep_freed_memory(os.environ) == (sys.argv[1] == "kept")
 libc = ctypes.CDLL(None)
+assert libc.prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE: on any machine, pages are small
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 for turn in range(20):
