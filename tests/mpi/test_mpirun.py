@@ -11,7 +11,7 @@ from pathlib import Path
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 from tfdist.outputs.run_directory import RunDirectory
 
-DEADLINE_S = 120
+DEADLINE_S = 240
 # Open MPI wants to be told so, where root or a machine with one core starts it.
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 LAUNCH = (sys.executable, "-m", "tfdist.launch", "--workers=2", "--threads_per_task=1")

@@ -18,9 +18,8 @@ def network():
 
 
 @pytest.fixture
-def on(launch, network, monkeypatch):
+def on(launch, network):
     """Starts the launcher of a host."""
-    monkeypatch.setattr(jobs, "DEADLINE_S", 150.0)
 
     def start(host, source, *flags, **more):
         rank = ["alpha", "beta"].index(host)

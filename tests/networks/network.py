@@ -11,7 +11,7 @@ from pathlib import Path
 
 ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
 NOBODY = "10.77.0.9"
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 
 class Network:

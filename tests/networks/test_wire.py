@@ -8,7 +8,8 @@ from tfdist.bench import cost_model, jobs, scaling, wire
 from tfdist.bench.cost_model import Costs, Place, Work
 from tfdist.bench.shapes import Shape
 
-DEADLINE_S = 150
+DEADLINE_S = 200
+ROUNDS = 3
 RATE_MBIT = 40.0
 FLAGS = (
     *("--config.total_examples=2560", "--config.checkpoints=1", "--config.validation_split="),
@@ -16,13 +17,23 @@ FLAGS = (
 )
 
 
-@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.alone
+@pytest.mark.timeout(ROUNDS * (DEADLINE_S + 60))
 def test_the_bytes_of_a_step_take_what_the_cost_model_says(tmp_path):
     """A wire so slow that an exchange is nothing but its bytes, whatever else the machine does."""
     assert wire.possible(RATE_MBIT)
+    for number in range(ROUNDS):  # other work on the machine only ever makes it longer
+        ratio = measured(tmp_path / str(number))
+        if ratio < 1.2:
+            break
+    assert 0.85 < ratio < 1.2
+
+
+def measured(out):
+    """How long the bytes of a step took, by how long the cost model has them take."""
     shape = Shape(workers=1, ps=1, rate_mbit=RATE_MBIT)
-    found = jobs.run(shape, tmp_path, arguments=FLAGS, timeout_s=DEADLINE_S, profile_ps=True)
-    table = scaling.measure([shape], repeats=1, loss=None, out=tmp_path, run=lambda *_: found)
+    found = jobs.run(shape, out, arguments=FLAGS, timeout_s=DEADLINE_S, profile_ps=True)
+    table = scaling.measure([shape], repeats=1, loss=None, out=out, run=lambda *_: found)
     (row,) = table["shapes"]
     read_bytes, write_bytes = row["sent_bytes"]["read"], row["sent_bytes"]["write"]
     assert 1e6 < read_bytes + write_bytes < 2e6
@@ -30,4 +41,5 @@ def test_the_bytes_of_a_step_take_what_the_cost_model_says(tmp_path):
     nothing = Costs(compute_s=1e-6, serve_s=1e-6, trip_s=1e-6, cores=2, hand=0, idle=0)
     _, exchange_s, _ = cost_model.expected(nothing, work, Place(cores=2, mbit=RATE_MBIT))
     measured_s = (row["step_ms"]["read"] + row["step_ms"]["write"]) / 1e3
-    assert 0.85 * exchange_s < measured_s < 1.2 * exchange_s, (measured_s, exchange_s, row)
+    print(measured_s, exchange_s, row)
+    return measured_s / exchange_s

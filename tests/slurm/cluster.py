@@ -23,7 +23,7 @@ NODES = ("127.0.0.2", "127.0.0.3")
 
 _CPUS = 4  # of each node, however many there are
 _GPUS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")  # no task opens them
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 _PAUSE_S = 0.05
 _NODE = "TFDIST_TEST_NODE"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
@@ -55,7 +55,8 @@ GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=1,bf_interval=1,sched_interval=1
 JobRequeue=0
-KillWait=20
+KillWait=60
+MessageTimeout=60
 ReturnToService=0
 SlurmdTimeout=300
 SlurmdParameters=config_overrides

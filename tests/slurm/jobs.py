@@ -14,7 +14,7 @@ from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests" / "slurm" / "programs" / "train.py")
-DEADLINE_S = 240.0  # of a wait: a job takes seconds where nothing else runs
+DEADLINE_S = 300.0  # of a wait: a job takes seconds where nothing else runs
 
 # Eight virtual epochs of eight steps; a checkpoint inside each, too.
 CONFIG = (
@@ -38,6 +38,11 @@ class Job:
         """What `scontrol` says of the job: JobState, Restarts, NodeList, ExitCode."""
         shown = self.cluster.ask("scontrol", "show", "job", "--oneliner", self.id)
         return dict(PATTERN.findall(shown.stdout))[name]
+
+    def ran_s(self) -> int:
+        """How long the job has run since it was last started."""
+        hours, minutes, seconds = map(int, self.fact("RunTime").split(":"))
+        return 3600 * hours + 60 * minutes + seconds
 
     def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.is_file() else ""

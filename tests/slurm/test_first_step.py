@@ -10,7 +10,7 @@ import pytest
 
 from tests.slurm.jobs import DEADLINE_S, PROGRAM, Slurm
 
-ROUNDS = 4
+ROUNDS = 6
 MORE_S = 1.0
 CONFIG = ("--config.total_examples=64", "--config.checkpoints=1")
 

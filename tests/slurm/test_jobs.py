@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -57,8 +58,11 @@ def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone
     slurm: Slurm, undisturbed: dict
 ) -> None:
     slurm.hold.touch()
-    # The limit ends nothing: 75 s before it, give or take 30, Slurm sends the warning.
-    job = slurm.submit(*TWO_NODES, "--time", "2m", "--grace_s", "75", program=TRAIN)
+    job = slurm.submit(*TWO_NODES, "--time", "60m", "--grace_s", "75", program=TRAIN)
+    job.said("held after")
+    # The limit ends nothing: 75 s before it, or up to 30 earlier, Slurm sends the warning.
+    minutes = math.ceil((job.ran_s() + 75) / 60)
+    slurm.cluster.ask("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
     job.said("stopped by SIGUSR1")
     # What comes next is not to be warned of it too, however long it takes.
     slurm.cluster.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")

@@ -19,7 +19,7 @@ from tfdist.strategy import is_chief
 from tfdist.training import run
 
 HOLD = Path(os.environ.get("HOLD", "/none"))
-LONGEST_S = 120
+LONGEST_S = 600
 PAUSE_S = 0.02
 
 
