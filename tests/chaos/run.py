@@ -24,8 +24,8 @@ from tests.chaos.record import Record
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("job.py")
-HANG_TIMEOUT_S = 10.0
-QUIET_S = 90.0  # without a mark or a line: the job hangs
+HANG_TIMEOUT_S = 20.0
+QUIET_S = 180.0  # without a mark or a line: the job hangs
 GONE_S = 20.0  # for the tasks of a launcher that was killed
 ORPHANED_S = 3.0  # for those of one that does not end them
 _POLL_S = 0.01
