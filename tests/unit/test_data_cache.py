@@ -19,7 +19,7 @@ import pathlib, sys
 from tfdist.data.cache import SpillDirectory, exclusive
 folder = pathlib.Path(sys.argv[1])
 spill = SpillDirectory(folder / "spill")
-with exclusive(folder / "lock", purpose="held", timeout_s=5):
+with exclusive(folder / "lock", purpose="held", timeout_s=60):
     print(spill.path, flush=True)
     sys.stdin.read()
 assert "tensorflow" not in sys.modules and "numpy" not in sys.modules
@@ -38,7 +38,7 @@ def holder(tmp_path):
     assert process.spill
     yield process
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=60)
     process.stdin.close()
     process.stdout.close()
 
@@ -47,7 +47,7 @@ def test_a_wait_names_the_owner_and_ends_at_its_deadline(tmp_path, holder, caplo
     with (
         caplog.at_level(logging.INFO),
         pytest.raises(StartupTimeout, match=f"preparing x: process {holder.pid} has held"),
-        exclusive(tmp_path / "lock", purpose="preparing x", timeout_s=0.05),
+        exclusive(tmp_path / "lock", purpose="preparing x", timeout_s=0.5),
     ):
         pass
     assert f"preparing x: waiting for process {holder.pid}" in caplog.text
@@ -56,16 +56,16 @@ def test_a_wait_names_the_owner_and_ends_at_its_deadline(tmp_path, holder, caplo
 def test_a_lock_is_passed_on_when_its_owner_is_done(tmp_path, holder):
     closing = threading.Timer(0.1, holder.stdin.close)
     closing.start()
-    with exclusive(tmp_path / "lock", purpose="x", timeout_s=30):
+    with exclusive(tmp_path / "lock", purpose="x", timeout_s=60):
         pass
-    assert holder.wait(timeout=30) == 0
+    assert holder.wait(timeout=60) == 0
 
 
 def test_a_lock_and_a_folder_of_a_killed_process_are_free(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
-    holder.wait(timeout=30)
+    holder.wait(timeout=60)
     assert os.path.isdir(holder.spill)
-    with exclusive(tmp_path / "lock", purpose="x", timeout_s=5):
+    with exclusive(tmp_path / "lock", purpose="x", timeout_s=60):
         pass
     spill = SpillDirectory(tmp_path / "spill")
     assert not os.path.exists(holder.spill)
@@ -78,7 +78,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path, holder):
     spill.close()
     assert not spill.path.exists()
     holder.stdin.close()
-    assert holder.wait(timeout=30) == 0
+    assert holder.wait(timeout=60) == 0
     assert not os.path.exists(holder.spill)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -201,15 +202,16 @@ LARGE = {
 @pytest.mark.parametrize("form", LARGE)
 def test_a_list_of_the_nodes_of_the_largest_machine_takes_less_than_50_ms(form: str) -> None:
     text, count = LARGE[form]  # Fugaku has 158,976 nodes, the most of the TOP500
-    assert any(timed(text, count) < 0.05 for _ in range(20))
+    names = min(timed(lambda: [f"n{number:06}" for number in range(count)]) for _ in range(20))
+    limit_s = max(0.05, 2 * names)  # on a slow machine: what it takes to write them, twice
+    assert any(timed(lambda: expand(text, where="X")) < limit_s for _ in range(20))
+    assert len(expand(text, where="X")) == count
 
 
-def timed(text: str, count: int) -> float:
+def timed(work: Callable[[], object]) -> float:
     start_s = time.process_time()  # of this process alone, however busy the machine is
-    names = expand(text, where="X")
-    elapsed_s = time.process_time() - start_s
-    assert len(names) == count
-    return elapsed_s
+    work()
+    return time.process_time() - start_s
 
 
 def test_counts_are_repeated_as_often_as_they_say() -> None:

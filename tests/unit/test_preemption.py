@@ -18,7 +18,7 @@ import pytest
 from tfdist.checkpoint.preemption import SIGNALS, StopRequests, signal_of
 from tfdist.errors import Stopped
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Ends:

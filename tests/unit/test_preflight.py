@@ -590,8 +590,8 @@ def test_a_list_of_rules_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         (
             "import sys, time; print('in the push', file=sys.stderr, flush=True)\n"
-            "print('E0000 1 cuda.cc:5] failed call to cuInit', file=sys.stderr); time.sleep(60)",
-            "no result after 3 s: in the push",
+            "print('E0000 1 cuda.cc:5] failed call to cuInit', file=sys.stderr); time.sleep(600)",
+            "no result after 8 s: in the push",
         ),
     ],
     ids=["fails", "is killed", "hangs"],
@@ -604,7 +604,7 @@ def test_servers_that_come_to_no_result_are_a_finding(
     for directory in (package.parent, package):
         (directory / "__init__.py").touch()
     (package / "servers.py").write_text(program)
-    deadline_s = 3.0 if "no result" in error else 60.0
+    deadline_s = 8.0 if "no result" in error else 60.0
     monkeypatch.setattr("tfdist.preflight.serving.DEADLINE_S", deadline_s)
     monkeypatch.chdir(tmp_path)
     with Servers(["a:1", "b:1"], environ={"PYTHONPATH": str(tmp_path)}) as servers:

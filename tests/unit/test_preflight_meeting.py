@@ -22,7 +22,7 @@ from tfdist.preflight.wire import Conversation, Violation
 from tfdist.rendezvous.link import MAX_FRAME_BYTES
 
 SOON_S = 0.3
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 @pytest.fixture
@@ -158,6 +158,8 @@ def test_whoever_says_nothing_of_sense_is_turned_away(
     with opened(job(held, 0)) as meeting, connected("127.0.0.1", held[0].port) as (sock, _):
         talk = greeted(sock)
         talk.send(hello, within_s=LONG_S)
+        came = meeting._door.guests
+        came.put(came.get(timeout=LONG_S))
         meeting.gather(within_s=SOON_S)
         assert talk.receive(within_s=LONG_S)["refused"] == "is none of the hosts of this job"
         assert meeting.present == [0]
@@ -247,7 +249,8 @@ def test_a_host_waits_for_the_first_word_while_the_others_are_waited_for(
     monkeypatch.setattr(meeting, "SILENCE_S", 0.1)
     for gathering_s in (LONG_S, 0.0):
         first, second = pair()
-        later = threading.Timer(0.5, first.send, [{"do": "end", "exit_code": 1}], {"within_s": 1.0})
+        after_s, word = 0.5 if gathering_s else LONG_S, {"do": "end", "exit_code": 1}
+        later = threading.Timer(after_s, first.send, [word], {"within_s": LONG_S})
         with contextlib.closing(first), contextlib.closing(second):
             later.start()
             if gathering_s:
@@ -255,6 +258,7 @@ def test_a_host_waits_for_the_first_word_while_the_others_are_waited_for(
             else:
                 with pytest.raises(NoMeeting):
                     attend(second, {}, hosts=2)
+                later.cancel()
             later.join()
 
 

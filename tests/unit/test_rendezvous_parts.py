@@ -119,9 +119,9 @@ def test_own_addresses_are_bound_to_and_others_refused() -> None:
 def test_it_listens_at_one_address_alone() -> None:
     with listen("127.0.0.2", 0, num_hosts=2) as listener:
         port = listener.getsockname()[1]
-        socket.create_connection(("127.0.0.2", port), timeout=5).close()
+        socket.create_connection(("127.0.0.2", port), timeout=60).close()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5)
+            socket.create_connection(("127.0.0.1", port), timeout=60)
         with pytest.raises(OSError, match="in use") as error:
             listen("127.0.0.2", port, num_hosts=2)
         assert error.value.filename == f"127.0.0.2:{port}"

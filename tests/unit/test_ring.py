@@ -21,7 +21,7 @@ from tfdist.strategy import neighbours
 from tfdist.strategy.group import naming_who_is_gone
 from tfdist.strategy.ring import Ring
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def ring_of(size):
@@ -211,7 +211,7 @@ def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
         raise kind(None, None, text)
 
 
-def joined(size, *, hosts=("127.0.0.1",), timeout_s=10.0, replace=None):
+def joined(size, *, hosts=("127.0.0.1",), timeout_s=30.0, replace=None):
     """The rings of `size` threads, whose collective is a barrier and an array."""
     barrier, lock = threading.Barrier(size), threading.Lock()
     sums: list[np.ndarray] = []
@@ -276,7 +276,7 @@ def test_it_listens_at_the_jobs_interface_alone():
 
 def test_a_name_that_is_no_address_of_this_machine_is_listened_for_everywhere():
     listener = neighbours._for_other_machines("192.0.2.1", None)  # of a documentation's network
-    with listener, socket.create_connection(listener.getsockname()[:2], timeout=5):
+    with listener, socket.create_connection(listener.getsockname()[:2], timeout=60):
         pass
 
 
@@ -300,7 +300,7 @@ def test_a_stranger_is_not_let_in(apart):
     def knock(table):
         ports = table.reshape(2, -1)[:, 0]
         for port in ports:
-            stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=5)
+            stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=60)
             stranger.sendall(b"\0" * 20)
             knocked.append(stranger)
         return table
@@ -308,7 +308,7 @@ def test_a_stranger_is_not_let_in(apart):
     rings = joined(2, replace=knock)
     at_once([lambda r=r: r.sum(np.ones(3)) for r in rings])
     for stranger in knocked:
-        stranger.settimeout(5)
+        stranger.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
         stranger.close()
@@ -324,7 +324,7 @@ def test_where_one_cannot_be_reached_all_do_without(apart, caplog):
         return table.reshape(-1)
 
     start = time.monotonic()
-    assert joined(3, replace=firewall, timeout_s=1.0) == [None] * 3
+    assert joined(3, replace=firewall, timeout_s=3.0) == [None] * 3
     assert time.monotonic() - start < DEADLINE_S
     assert f"worker-1 cannot be reached from worker-0 at 127.0.0.1:{port}" in caplog.text
     assert "gradients go by TensorFlow's collectives" in caplog.text

@@ -141,7 +141,7 @@ def run_batch(
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
 
 
@@ -162,7 +162,7 @@ def run_container(
     """Runs the container's command, by a shell as in an image."""
     words = [text.replace("$$", "$") for text in (*container["command"], *container["args"])]
     env = {**fakes(folder), **environ}
-    return subprocess.run(words, env=env, timeout=30, capture_output=True, text=True)
+    return subprocess.run(words, env=env, timeout=120, capture_output=True, text=True)
 
 
 def run_pod(folder: Path, container: Mapping[str, Any], **environ: str) -> int:

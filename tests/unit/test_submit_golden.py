@@ -91,5 +91,5 @@ def test_every_example_is_rendered_by_a_command_of_its_page() -> None:
     "path", [*GOLDEN.glob("*.sbatch"), *(ROOT / "launch" / "slurm").glob("*.sbatch")], ids=str
 )
 def test_bash_can_read_the_scripts(path: Path) -> None:
-    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -80,7 +80,7 @@ def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path: Path) -> Non
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
         cwd=tmp_path,
         capture_output=True,
-        timeout=30,
+        timeout=120,
     )
     words = done.stdout.decode().split("\0")[:-1]
     assert words[0] == "".join(NASTY)

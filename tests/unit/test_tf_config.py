@@ -134,9 +134,9 @@ def test_ten_thousand_tasks_take_less_than_a_tenth_of_a_second() -> None:
     text = config_text(cluster=cluster, task={"type": "worker", "index": 9_999})
     durations_s = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         encode(decode(text))
-        durations_s.append(time.perf_counter() - start)
+        durations_s.append(time.process_time() - start)
     assert min(durations_s) < 0.1
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import re
 import resource
 import selectors
 import shutil
@@ -47,7 +48,7 @@ A, B = 11, 22
 DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_virtual_epoch=1)
 TOKEN = b"correct horse battery staple"
 TERMS = {"tfdist": "1"}
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 MARK = mark.Mark(sweep="s", chief="c", address="a:1")
 GREETING = {"sweep": "s", "chief": "c"}
 
@@ -462,7 +463,8 @@ def test_a_runner_loads_neither_tensorflow_nor_keras_tuner_and_gives_up_in_one_l
         env={**os.environ, "TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode()},
     )
     assert done.returncode == 75, done.stderr
-    assert "127.0.0.1:1: no chief of the sweep was there for 1 s: Connection" in done.stderr
+    said = r"127\.0\.0\.1:1: no chief of the sweep was there for \d+ s: Connection"
+    assert re.search(said, done.stderr), done.stderr
     assert done.stderr.count("\n") == 1
 
 
