@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -364,6 +365,56 @@ def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
     assert list(one) == list(many)
     for name, values in one.items():
         np.testing.assert_allclose(many[name], values, rtol=1e-5)
+
+
+class Halves(keras.Model):
+    """Steps of its own and no `call`, as the autoencoders of Keras' guides."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def loss_of(self, data):
+        x, y = data
+        return tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.test_step(data, loss)
+
+    def test_step(self, data, loss=None):
+        self.tracker.update_state(self.loss_of(data) if loss is None else loss)
+        return {"loss": self.tracker.result()}
+
+
+def test_a_model_without_call_trains_by_its_own_step(strategies):
+    def train(scope, fit, built=True):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = Halves(keras.layers.Dense(3, name="first"), keras.layers.Dense(1))
+            model.compile(keras.optimizers.SGD(0.05))
+            if built:
+                model.first.build((None, 6))
+                model.second.build((None, 3))
+        data = {"validation_data": (ROWS[:32], TARGETS[:32]), "shuffle": False, "verbose": 0}
+        return fit(model, ROWS[:48], TARGETS[:48], batch_size=BATCH_SIZE, epochs=2, **data).history
+
+    expected = train(contextlib.nullcontext(), keras.Model.fit)
+    for replicas in (1, 2):
+        logs = train(strategies[replicas].scope(), tfdist.fit)
+        assert set(logs) == {"loss", "val_loss"}
+        for name, values in expected.items():
+            np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+    with pytest.raises(tfdist.UsageError, match="first, which is not built"):
+        train(strategies[1].scope(), tfdist.fit, built=False)
 
 
 def scalar_loss(y, predicted):

@@ -72,10 +72,14 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
     """
     batch = tf.nest.map_structure(_symbolic, batch_spec)
     _require_optimizer_of_scope(model, job)
+    has_call = type(model).call is not keras.Model.call
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
     with job.strategy.scope():
-        model._symbolic_build(data_batch=batch)
+        if has_call:
+            model._symbolic_build(data_batch=batch)
+        else:
+            _require_built_parts(model)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
     model._post_build()
@@ -128,6 +132,18 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
                 received=f"{variable.path}, which was made outside the strategy's scope",
                 expected="every layer and metric of the model made in one scope",
                 fix="make layers and metrics inside `with strategy.scope():`",
+            )
+
+
+def _require_built_parts(model: keras.Model) -> None:
+    """Raises UsageError for a model that has steps of its own, no `call`, and an unbuilt layer."""
+    for layer in model._flatten_layers(include_self=False):
+        if not layer.built:
+            raise UsageError(
+                "model",
+                received=f"{layer.name}, which is not built, in a model without `call`",
+                expected="layers that have their variables before the first step",
+                fix="build it inside `with strategy.scope():`, by build(shape) or a first call",
             )
 
 
