@@ -64,9 +64,7 @@ def make_step(generator: keras.Model, critic: keras.Model, noise: keras.random.S
         ):
             gradients = tape.gradient(value, model.trainable_variables)
             model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        # Losses are scaled by the replica's share: their sum over replicas is the mean.
-        replicas = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
-        return {"critic": critic_loss * replicas, "generator": generator_loss * replicas}
+        return {"critic": critic_loss, "generator": generator_loss}
 
     return step
 

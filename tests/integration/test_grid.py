@@ -327,9 +327,12 @@ class Tracked(keras.Sequential):
             predicted = self(x, training=True)
             loss = self.loss_of(y, predicted)
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
-        self.tracker.update_state(loss)
+        self.track(loss, x)
         self.error.update_state(y, predicted)
         return self.logs_of(loss)
+
+    def track(self, loss, x):
+        self.tracker.update_state(loss)
 
     def logs_of(self, loss):
         return {metric.name: metric.result() for metric in self.metrics}
@@ -351,7 +354,37 @@ class ReturnedByHand(TrackedByHand, Returned):
     pass
 
 
-@pytest.mark.parametrize("kind", [Tracked, TrackedByHand, Returned, ReturnedByHand])
+class TrackedByExamples(Tracked):
+    def track(self, loss, x):
+        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+
+
+class ReturnedSum(Returned):
+    def loss_of(self, y, predicted):
+        return 0.05 * keras.losses.MeanSquaredError(reduction="sum")(y, predicted)
+
+
+class TrackedAndMore(Tracked):
+    def compile(self, optimizer):
+        super().compile(optimizer)
+        self.untouched = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.untouched]
+
+    def logs_of(self, loss):
+        figures = {metric.name: metric.result() for metric in super().metrics}
+        return {**figures, "loss": loss, "rate": self.optimizer.learning_rate}
+
+
+CUSTOM = [
+    *(Tracked, TrackedByHand, TrackedByExamples, TrackedAndMore),
+    *(Returned, ReturnedByHand, ReturnedSum),
+]
+
+
+@pytest.mark.parametrize("kind", CUSTOM)
 def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
     def train(strategy):
         keras.utils.set_random_seed(1)
@@ -365,6 +398,31 @@ def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
     assert list(one) == list(many)
     for name, values in one.items():
         np.testing.assert_allclose(many[name], values, rtol=1e-5)
+
+
+class MoreFigures(keras.Sequential):
+    """With a figure that is no metric's, as Keras' guide has it."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        figures = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**figures, "error": tf.reduce_mean(tf.abs(y - y_pred))}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_figures_that_a_model_adds_to_its_metrics_are_in_the_logs(strategies, replicas):
+    def train(scope, fit):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = MoreFigures([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+        data = {"validation_data": (ROWS[:40], TARGETS[:40]), "shuffle": False, "verbose": 0}
+        return fit(model, ROWS, TARGETS, batch_size=BATCH_SIZE, epochs=2, **data).history
+
+    ours = train(strategies[replicas].scope(), tfdist.fit)
+    keras_own = train(contextlib.nullcontext(), keras.Model.fit)
+    assert set(ours) == set(keras_own) == {"loss", "error", "val_loss", "val_error"}
+    for name, values in keras_own.items():
+        np.testing.assert_allclose(ours[name], values, rtol=1e-5)
 
 
 class Halves(keras.Model):

@@ -29,6 +29,7 @@ class Session:
         self.job = job
         self.engine = engine_for(job)
         self._read_metrics: Any = None
+        self._read_updated: Any = None
         self._has_run: weakref.WeakSet[StepProgram] = weakref.WeakSet()
 
     def program(
@@ -41,7 +42,8 @@ class Session:
         max_staleness: int | None = None,
     ) -> StepProgram:
         """The program of ``train_step``, ``test_step`` or ``predict_step`` over a feed."""
-        own = getattr(type(self.model), step) is not getattr(TensorFlowTrainer, step)
+        kind, deciding = type(self.model), (step, "compute_metrics")
+        own = any(getattr(kind, n) is not getattr(TensorFlowTrainer, n) for n in deciding)
         return StepProgram(
             function=getattr(self.model, step),
             feed=feed,
@@ -81,9 +83,12 @@ class Session:
         the model's metrics.
         """
         result = self._metrics_result(program)
-        if logs and set(logs) != set(result):
-            return dict(logs)
-        return result
+        if not logs or set(logs) == set(result):
+            return result
+        # What a step says of a metric is what its replica, or one worker's last range, has seen.
+        metrics = logs.keys() & result.keys()
+        seen = self._updated() if metrics else set()
+        return {**logs, **{name: result[name] for name in metrics if name in seen}}
 
     def reset_metrics(self) -> None:
         """Sets every metric to zero, on every replica."""
@@ -110,6 +115,23 @@ class Session:
                 self._read_metrics = compiled(self._result_in_graph)
         result = self._read_metrics()
         return {name: _python(value) for name, value in result.items()}
+
+    def _updated(self) -> set[str]:
+        """The names under which metrics that a step has updated give their results."""
+        if self._read_updated is None:
+            with self.job.strategy.scope():
+                self._read_updated = compiled(self._updated_in_graph)
+        return {name for name, moved in self._read_updated().items() if moved.numpy()}
+
+    def _updated_in_graph(self) -> dict[str, tf.Tensor]:
+        found: dict[str, tf.Tensor] = {}
+        for metric in self.model.metrics:
+            result = metric.result()
+            moved = tf.constant(False)
+            for variable in metric.variables:
+                moved |= keras.ops.any(keras.ops.not_equal(variable, 0))
+            found |= dict.fromkeys(result if isinstance(result, dict) else [metric.name], moved)
+        return found
 
     def _result_in_graph(self) -> dict[str, Any]:
         return {n: tf.convert_to_tensor(v) for n, v in self.model.get_metrics_result().items()}

@@ -40,16 +40,18 @@ def _noting_losses(original: Callable[..., Any]) -> Callable[..., Any]:
 def _mean_of_examples(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         trace = current()
-        if trace is None or sample_weight is not None:
+        if trace is None:
             return original(self, values, sample_weight)
-        if trace.in_losses:
+        if trace.in_losses and sample_weight is None:
             return original(self, values, trace.examples)
+        if trace.num_replicas == 1:
+            return original(self, values, sample_weight)
         values = tf.convert_to_tensor(values)
-        if trace.num_replicas == 1 or values.shape.rank != 0:
-            return original(self, values)
+        if values.shape.rank != 0:
+            return original(self, values, sample_weight)
         if comes_of_scaled(values, trace):
             values = unscaled(values, trace)
-        return original(self, values, trace.share)
+        return original(self, values, trace.share if sample_weight is None else sample_weight)
 
     return update_state
 
