@@ -193,6 +193,24 @@ def test_a_layer_or_metric_made_outside_the_scope_is_refused(strategies):
         assert "outside the strategy's scope" in line
 
 
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
+def test_a_stateful_layer_on_several_replicas_is_refused(strategies, act):
+    """Its state would be the mean of those of other sequences."""
+    rows = np.zeros((4, 3, 2), "float32")
+
+    def line(strategy, per_replica):
+        with strategy.scope():
+            layers = [keras.layers.SimpleRNN(1, stateful=True, name="remembers")]
+            model = keras.Sequential([keras.Input(batch_shape=(per_replica, 3, 2)), *layers])
+            model.compile("sgd", "mse")
+        data = (rows,) if act == "predict" else (rows, rows[:, 0, :1])
+        return getattr(tfdist, act)(model, *data, batch_size=4, verbose=0)
+
+    found = refusal(lambda: line(strategies[2], 2))
+    assert "remembers, which is stateful, under strategy mirrored" in found
+    line(strategies[1], 4)
+
+
 EMPTY = {
     "arrays": (X[:0], Y[:0]),
     "dataset": (PAIRS.take(0).batch(4),),

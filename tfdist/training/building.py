@@ -72,6 +72,7 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
     """
     batch = tf.nest.map_structure(_symbolic, batch_spec)
     _require_optimizer_of_scope(model, job)
+    _require_one_state(model, job)
     has_call = type(model).call is not keras.Model.call
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
@@ -103,6 +104,7 @@ def _num_ps(job: Job) -> int:
 def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:
     """Makes every variable of the model inside the scope; it need not be compiled."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
+    _require_one_state(model, job)
     with job.strategy.scope():
         if not all(layer.built for layer in model._flatten_layers()):
             compute_output_spec(model, x, training=False)
@@ -144,6 +146,20 @@ def _require_built_parts(model: keras.Model) -> None:
                 received=f"{layer.name}, which is not built, in a model without `call`",
                 expected="layers that have their variables before the first step",
                 fix="build it inside `with strategy.scope():`, by build(shape) or a first call",
+            )
+
+
+def _require_one_state(model: keras.Model, job: Job) -> None:
+    """Raises UsageError for layers whose state goes from batch to batch, where several go on."""
+    if job.num_replicas == 1 and job.kind != "ps":
+        return
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise UsageError(
+                "model",
+                received=f"{layer.name}, which is stateful, under strategy {job.kind}",
+                expected="one replica, which sees batch after batch in their order",
+                fix="use strategy single, or make the layer with stateful=False",
             )
 
 
