@@ -211,6 +211,31 @@ def test_a_stateful_layer_on_several_replicas_is_refused(strategies, act):
     line(strategies[1], 4)
 
 
+class Decorated(keras.Sequential):
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        return {"mine": loss}
+
+
+def test_a_step_that_is_a_tf_function_is_refused_on_several_replicas(strategies):
+    """What is returned from inside cannot be told to be scaled or not."""
+    for replicas in (1, 2):
+        with strategies[replicas].scope():
+            model = Decorated([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        if replicas == 1:
+            assert list(fit(model, X, Y).history) == ["mine"]
+        else:
+            assert "leave @tf.function out" in refusal(lambda model=model: fit(model, X, Y))
+    with strategies[2].scope():
+        line = refusal(lambda: tfdist.StepLoop(tf.function(lambda x: {}), X, global_batch_size=4))
+    assert "StepLoop: received a tf.function" in line
+
+
 EMPTY = {
     "arrays": (X[:0], Y[:0]),
     "dataset": (PAIRS.take(0).batch(4),),

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.errors import UsageError
+from tfdist.strategy import Job
 from tfdist.training import keras_compat
 from tfdist.training.feed import Part
 from tfdist.training.ledger import Recorder
@@ -38,6 +40,22 @@ class StepProgram:
     recorder: Recorder | None = None
     exact: bool = False
     max_staleness: int | None = None
+
+
+def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[Any], Any]:
+    """Returns a step function; raises UsageError for a `tf.function` where it would be wrong.
+
+    What a replica notes of its step, such as which of its logs are scaled, would stay inside.
+    """
+    several = job.num_replicas > 1 or job.kind == "ps"
+    if several and isinstance(function, tf.types.experimental.PolymorphicFunction):
+        raise UsageError(
+            where,
+            received=f"a tf.function, under strategy {job.kind}",
+            expected="a plain method or function, which is compiled with the steps around it",
+            fix="leave @tf.function out",
+        )
+    return function
 
 
 def run_replica(

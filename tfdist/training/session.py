@@ -16,7 +16,7 @@ from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.engines import engine_for
 from tfdist.training.keras_compat import compiled
-from tfdist.training.program import StepProgram
+from tfdist.training.program import StepProgram, plain
 
 _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
@@ -45,7 +45,7 @@ class Session:
         kind, deciding = type(self.model), (step, "compute_metrics")
         own = any(getattr(kind, n) is not getattr(TensorFlowTrainer, n) for n in deciding)
         return StepProgram(
-            function=getattr(self.model, step),
+            function=plain(getattr(self.model, step), self.job, where=step),
             feed=feed,
             seed=seed,
             training=step == "train_step",

@@ -14,7 +14,7 @@ from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import inputs
 from tfdist.training.engines import engine_for
 from tfdist.training.inputs import Length
-from tfdist.training.program import StepProgram
+from tfdist.training.program import StepProgram, plain
 
 _ENDLESS_STEPS = 2**40
 
@@ -62,7 +62,7 @@ class StepLoop:
         )
         self._engine = engine_for(self._job)
         self._program = StepProgram(
-            function=step,
+            function=plain(step, self._job, where="StepLoop"),
             feed=prepared.feed,
             seed=seed,
             training=True,
