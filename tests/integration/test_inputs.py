@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.data import ArraySource, PythonSource
+from tfdist.data import ArraySource, InputFunctionSource, PythonSource, StreamSource
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(50, 4).astype("float32")
@@ -126,6 +126,38 @@ def test_a_function_of_input_context_trains_alike(strategies):
     assert difference(one, function) < 1e-6
     many, _ = train(strategies[2], input_function, epochs=2)
     assert many.optimizer.iterations.numpy() == 16
+
+
+def test_a_function_of_input_context_keeps_its_transform_where_it_is_read_whole(strategies):
+    def doubled(batch, *, example_ids, epoch, seed):
+        return batch[0] * 2, batch[1]
+
+    model, _ = train(strategies[2], X, Y, batch_size=8)
+    source = InputFunctionSource(lambda context: dataset(), transform=doubled)
+    predicted = tfdist.predict(model, source, verbose=0)
+    np.testing.assert_allclose(predicted, model(X * 2).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies, replicas):
+    """Else what stands at one place of a batch is augmented alike in every step."""
+    seen = []
+
+    def note(ids):
+        seen.extend(ids.numpy().tolist())
+        return ids
+
+    def noted(batch, *, example_ids, epoch, seed):
+        with tf.control_dependencies([tf.py_function(note, [example_ids], tf.int64)]):
+            return tf.identity(batch[0]), batch[1]
+
+    for source in (
+        StreamSource(dataset(6).take(8), transform=noted),
+        InputFunctionSource(input_function, transform=noted),
+    ):
+        seen.clear()
+        train(strategies[replicas], source, epochs=2, steps_per_epoch=4)
+        assert len(seen) == len(set(seen)) >= 48
 
 
 @pytest.mark.parametrize("kind", ["arrays", "examples", "pydataset", "dataset", "unknown_length"])

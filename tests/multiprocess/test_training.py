@@ -163,6 +163,9 @@ def test_ps_takes_streams_and_refuses_python(parameter_server):
     for name in ("dataset", "function"):
         assert seen[f"iterations {name}"] == 10
         assert seen[f"predicted {name}"] == 60
+        # Each of 10 batches is transformed by numbers of its own, whichever worker has it.
+        examples = 10 * {"dataset": 8, "function": 6}[name]
+        assert seen[f"numbers {name}"] == sum(range(examples))
         np.testing.assert_allclose(seen[f"evaluated {name}"], seen[f"expected {name}"], rtol=1e-5)
     assert "Python" in seen["python source"]
 

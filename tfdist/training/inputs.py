@@ -85,7 +85,8 @@ def prepare(
     source = as_source(x, y, sample_weight=sample_weight)
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
-        source = StreamSource(source.dataset_for())  # once each: not by tasks that may overlap
+        # Each once: not by tasks that may overlap.
+        source = StreamSource(source.dataset_for(), transform=source.transform)
     layout = _layout(job)
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     batch_size, steps, whole = length.batch_size, length.steps_per_epoch, source.num_examples

@@ -68,7 +68,7 @@ class StreamFeed(Feed):
         if self._in_order:
             whole = self._endless(_from_graph(given.get_next(), self.source))
             batches = iter(whole.skip(first).take(last - first))
-        return lambda _: Part(*self._whole(batches.get_next())[0])
+        return lambda step: Part(*self._whole(step, batches.get_next())[0])
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset if self._is_endless else dataset.take(self._take).repeat()
@@ -87,13 +87,14 @@ class StreamFeed(Feed):
         share = tf.cast((high - low) / size, tf.float32)
         return tf.nest.map_structure(lambda leaf: leaf[start:stop], data), share, high - low
 
-    def _whole(self, data: Any) -> tuple[Any, ...]:
-        data = self._finished(tf.constant(0, tf.int64), data)
+    def _whole(self, number: tf.Tensor, data: Any) -> tuple[Any, ...]:
+        """One part of a whole batch; `number` is that of no other batch of the run."""
+        data = self._finished(number, data)
         return ((data, tf.constant(1.0), tf.cast(tf.shape(_first(data))[0], tf.int64)),)
 
-    def _finished(self, step: tf.Tensor, data: Any) -> Any:
+    def _finished(self, number: tf.Tensor, data: Any) -> Any:
         size = tf.cast(tf.shape(_first(data))[0], tf.int64)
-        ids = step * self.plan.global_batch_size + tf.range(size)
+        ids = number * self.plan.global_batch_size + tf.range(size)
         data = self.source.transformed(data, example_ids=ids, epoch=0, seed=self._seed)
         return self._after(data) if self._after else data
 
@@ -121,8 +122,13 @@ class InputFunctionFeed(StreamFeed):
         local = len(layout.replica_ids)
         shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
         steps = tf.data.Dataset.zip(shards).skip(first).take(last - first)
-        parts = _plain(lambda *each: tuple(self._whole(d)[0] for d in each))
-        return steps.map(parts).prefetch(AHEAD_STEPS)
+
+        def parts(step: tf.Tensor, each: Any) -> tuple[Any, ...]:
+            numbers = [step * layout.num_replicas + replica for replica in layout.replica_ids]
+            return tuple(self._whole(n, d)[0] for n, d in zip(numbers, each, strict=True))
+
+        numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), steps))
+        return numbered.map(_plain(parts)).prefetch(AHEAD_STEPS)
 
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the function's dataset for this worker."""

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tfdist.data import InputFunctionSource, StreamSource
 from tfdist.training.engines.crew import crew_of
 
 strategy = tfdist.make_strategy()
@@ -20,6 +21,20 @@ import zoo  # noqa: E402
 
 OUT = pathlib.Path(sys.argv[1])
 SEEN = {}
+
+
+class Targets(keras.metrics.Metric):
+    """Adds the targets up."""
+
+    def __init__(self):
+        super().__init__(name="targets")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(y_true))
+
+    def result(self):
+        return self.total
 
 
 class Examples(keras.metrics.Metric):
@@ -87,7 +102,7 @@ def sources():
     def function(context):
         data = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y))
         data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
-        return data.batch(context.get_per_replica_batch_size(6))
+        return data.batch(context.get_per_replica_batch_size(6), drop_remainder=True)
 
     dataset = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y)).batch(8)
     for name, data in {"dataset": dataset, "function": function}.items():
@@ -98,6 +113,19 @@ def sources():
         SEEN[f"evaluated {name}"] = tfdist.evaluate(model, dataset, verbose=0)
         SEEN[f"expected {name}"] = float(((model(zoo.X).numpy() - zoo.Y) ** 2).mean())
         SEEN[f"predicted {name}"] = tfdist.predict(model, dataset, verbose=0).shape[0]
+
+    def numbered(batch, *, example_ids, epoch, seed):
+        return batch[0], tf.cast(example_ids, tf.float32)[:, None]
+
+    for name, data in {
+        "dataset": StreamSource(dataset.take(7), transform=numbered),
+        "function": InputFunctionSource(function, transform=numbered),
+    }.items():
+        with strategy.scope():
+            model = zoo.dense()
+            model.compile(keras.optimizers.SGD(1e-6), "mse", metrics=[Targets()])
+        history = tfdist.fit(model, data, epochs=2, steps_per_epoch=5, verbose=0).history
+        SEEN[f"numbers {name}"] = sum(history["targets"])
 
     class Batches(keras.utils.PyDataset):
         def __len__(self):
