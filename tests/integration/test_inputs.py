@@ -160,6 +160,31 @@ def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies,
         assert len(seen) == len(set(seen)) >= 48
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind, replicas):
+    tokens = tf.ragged.constant([[1, 2], [3], [4, 5, 1], [2, 2]] * 5, dtype=tf.int32)
+    rows = tf.sparse.from_dense(X[:20] * (X[:20] > 0))
+    data = tf.data.Dataset.from_tensor_slices((tokens if kind == "ragged" else rows, Y[:20]))
+
+    def model():
+        keras.utils.set_random_seed(1)
+        first = [keras.Input((4,), sparse=True)]
+        if kind == "ragged":
+            first = [keras.Input((None,), dtype="int32", ragged=True), keras.layers.Embedding(6, 4)]
+            first += [keras.layers.GlobalAveragePooling1D()]
+        made = keras.Sequential([*first, keras.layers.Dense(1)])
+        made.compile(keras.optimizers.SGD(0.05), "mse")
+        return made
+
+    with strategies[replicas].scope():
+        ours = model()
+    tfdist.fit(ours, data.batch(8), epochs=2, verbose=0)
+    theirs = model()
+    theirs.fit(data.batch(8), epochs=2, verbose=0)
+    assert difference(ours, theirs) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["arrays", "examples", "pydataset", "dataset", "unknown_length"])
 def test_evaluate_and_predict_see_every_example_once(kind, strategies):
     make, arguments = KINDS[kind]

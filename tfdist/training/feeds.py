@@ -100,5 +100,5 @@ def _size_of_first(source: Any) -> int:
         if fixed is not None:
             return int(fixed)
         batch = next(iter(dataset), None)
-    sizes = [len(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None]
+    sizes = [int(leaf.shape[0]) for leaf in tf.nest.flatten(batch) if leaf is not None]
     return max(*sizes, 1) if sizes else 1

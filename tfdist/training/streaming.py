@@ -85,7 +85,7 @@ class StreamFeed(Feed):
         start = tf.minimum(low, size - 1)
         stop = tf.maximum(high, start + 1)
         share = tf.cast((high - low) / size, tf.float32)
-        return tf.nest.map_structure(lambda leaf: leaf[start:stop], data), share, high - low
+        return tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop), data), share, high - low
 
     def _whole(self, number: tf.Tensor, data: Any) -> tuple[Any, ...]:
         """One part of a whole batch; `number` is that of no other batch of the run."""
@@ -143,6 +143,14 @@ class InputFunctionFeed(StreamFeed):
 def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
     return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
+
+
+def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    rest = tf.shape(leaf, tf.int64)[1:]
+    first = tf.concat([[start], tf.zeros_like(rest)], 0)
+    return tf.sparse.slice(leaf, first, tf.concat([[stop - start], rest], 0))
 
 
 def _first(data: Any) -> tf.Tensor:
