@@ -298,6 +298,34 @@ def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_pa
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "loss_scaled"])
+@pytest.mark.parametrize("source", ["m.keras", "m.weights.h5", "checkpoint"])
+def test_the_optimizer_stays_as_it_is_when_weights_are_loaded(
+    strategies, tmp_path, source, optimizer
+):
+    """Else the chief alone would go on with the moments of another run."""
+
+    def build():
+        with strategies[1].scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="only")])
+            adam = keras.optimizers.Adam(0.5)
+            scaled = keras.optimizers.LossScaleOptimizer(adam)
+            model.compile(adam if optimizer == "adam" else scaled, "mse")
+            model.optimizer.build(model.trainable_variables)
+        return model
+
+    trained, other = build(), build()
+    x, backup = np.ones((8, 3), "float32"), tfdist.BackupAndRestore(tmp_path / "checkpoint")
+    tfdist.fit(trained, x, x, verbose=0, callbacks=[backup])
+    trained.save(tmp_path / "m.keras")
+    trained.save_weights(tmp_path / "m.weights.h5")
+    before = [v.numpy() for v in other.optimizer.variables]
+    tfdist.load_weights(other, tmp_path / source)
+    np.testing.assert_array_equal(other.layers[0].kernel, trained.layers[0].kernel)
+    for variable, value in zip(other.optimizer.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
 def test_weights_are_not_loaded_into_a_model_without_any(strategies, tmp_path):
     with strategies[1].scope():
         unbuilt = keras.Sequential([keras.layers.Dense(3)])

@@ -132,10 +132,14 @@ def _values(model: keras.Model) -> dict[str, Any]:
 
 
 def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
-    """Reads into the model, and puts back what it had: only what is wanted is set later."""
+    """Reads into the model, and puts back what it had: only what is wanted is set later.
+
+    Keras would set the optimizer too, here in the chief alone.
+    """
     before = model.get_weights()
+    optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     try:
-        model.load_weights(path)
+        model.load_weights(path, objects_to_skip=optimizers)
         return _values(model)
     except ValueError as error:
         first = str(error).strip().splitlines()[0]
