@@ -513,9 +513,12 @@ def test_steps_never_make_an_example_count_twice(strategies):
     """`steps` is often the ceiling of examples / batch_size."""
     model = make_model(strategies[2])
     whole = tfdist.evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0)
+    stream = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH_SIZE)
+    untold = stream.filter(lambda *_: True)  # which does not tell its length
     for steps in (STEPS, STEPS + 3):
         options = {"batch_size": BATCH_SIZE, "verbose": 0, "steps": steps}
-        assert tfdist.evaluate(model, X, Y, **options) == pytest.approx(whole, rel=1e-6)
-        assert len(tfdist.predict(model, X, **options)) == len(X)
+        for data in ((X, Y), (stream,), (untold,)):
+            assert tfdist.evaluate(model, *data, **options) == pytest.approx(whole, rel=1e-6)
+            assert len(tfdist.predict(model, data[0], **options)) == len(X)
     few = tfdist.evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0, steps=2)
     assert few == pytest.approx(tfdist.evaluate(model, X[:20], Y[:20], verbose=0), rel=1e-5)

@@ -41,12 +41,10 @@ class Sizes:
     ready: bool = False
 
 
-def sizes_of(
-    source: Source, *, batch_size: int | None, layout: Layout, count: bool = True
-) -> Sizes:
+def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: int = -1) -> Sizes:
     """Returns the sizes of a source: of one by index as asked, of batches as they come.
 
-    With `count`, a stream of unknown length is read through once to count its batches.
+    A stream of unknown length is read once to count its batches: up to `count` of them, -1 for all.
     """
     spec = batch_spec(source.element_spec)
     if isinstance(source, GraphSource | PythonSource):
@@ -57,7 +55,7 @@ def sizes_of(
     batches = getattr(source, "num_batches", None)
     if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
         _LOG.info("counting the batches of a dataset that does not tell its length")
-        batches = int(source.dataset_for().reduce(np.int64(0), lambda n, *_: n + 1))
+        batches = int(source.dataset_for().take(count).reduce(np.int64(0), lambda n, *_: n + 1))
     if batches == 0:
         raise UsageError(
             "data",

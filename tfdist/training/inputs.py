@@ -92,7 +92,9 @@ def prepare(
     batch_size, steps, whole = length.batch_size, length.steps_per_epoch, source.num_examples
     if batch_size is None and steps and whole and steps <= whole:
         batch_size = -(-whole // steps)  # as Keras has it
-    sizes = feeds.sizes_of(source, batch_size=batch_size, layout=layout, count=not known)
+    all_or_none = 0 if known else -1
+    count = steps or -1 if length.once else all_or_none
+    sizes = feeds.sizes_of(source, batch_size=batch_size, layout=layout, count=count)
     _require_enough(sizes.batch, job)
     examples, few = sizes.examples, length.overfit_batches
     if few:
