@@ -204,6 +204,20 @@ def test_pydataset_hooks_are_called_between_passes(strategies):
     assert data.passes == ["end", "end"]
 
 
+def test_steps_of_an_epoch_are_whole_batches_that_go_on_from_pass_to_pass(strategies):
+    # The seventh step has the last two examples and the first six of the next pass.
+    steps, _ = train(strategies[1], X, Y, batch_size=8, steps_per_epoch=7, shuffle=False)
+    again = [np.concatenate([part, part])[:56] for part in (X, Y)]
+    passes, _ = train(strategies[1], *again, batch_size=8, shuffle=False)
+    assert difference(steps, passes) < 1e-6
+
+
+def test_shuffling_batches_shuffles_examples(strategies):
+    batches, _ = train(strategies[1], X, Y, batch_size=8, shuffle="batch")
+    examples, _ = train(strategies[1], X, Y, batch_size=8, shuffle=True)
+    assert difference(batches, examples) == 0
+
+
 @pytest.mark.parametrize("kind", ["arrays", "pydataset", "dataset", "endless"])
 def test_overfitting_sees_the_first_batches_only(kind, strategies):
     make, arguments = KINDS[kind]

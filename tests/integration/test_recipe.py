@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ from tfdist.errors import UsageError
 from tfdist.training import recipe
 from tfdist.training.datasets import load_datasets
 from tfdist.training.models import MODELS, build_model
-from tfdist.training.schedule import WarmupThenDecay
+from tfdist.training.schedule import InExamples, WarmupThenDecay
 
 
 def config_with(**changes: Any) -> Any:
@@ -152,3 +153,17 @@ def test_data_that_are_not_images_are_one_line(tmp_path: Any) -> None:
         pytest.raises(UsageError, match="'iris': received examples of"),
     ):
         load_datasets(config_with(**changes))
+
+
+def test_a_schedule_in_examples_does_not_change_with_the_batch_size(tmp_path: Path) -> None:
+    decay = keras.optimizers.schedules.CosineDecay(0.1, decay_steps=1000)
+    for size in (1, 10, 250):
+        schedule = InExamples(decay, global_batch_size=size)
+        for examples in (0, 250, 500, 1000):
+            np.testing.assert_allclose(schedule(examples // size), decay(examples), rtol=1e-6)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(InExamples(decay, global_batch_size=250)), "mse")
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras").optimizer
+    loaded.iterations.assign(2)
+    np.testing.assert_allclose(loaded.learning_rate, decay(500), rtol=1e-6)
