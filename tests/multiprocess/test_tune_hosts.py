@@ -32,7 +32,7 @@ from tfdist.tuning.state import SweepState, fold
 
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
 TOKEN = "a secret that nobody must see"
-GIVEN_BACK_S = 25.0  # 10 of them pass by design
+GIVEN_BACK_S = 15.0  # 10 of them pass by design
 
 
 def free_address() -> str:
