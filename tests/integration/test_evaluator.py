@@ -204,7 +204,7 @@ def test_a_resumed_run_that_is_asked_to_stop_keeps_its_weights(
         if by == "its file":
             Evaluations(folder).ask_to_stop({})
         else:  # whose hook has found the file, as this one's has not
-            patched.setattr(attempt, "sum_over_tasks", lambda job, values: values + 1)
+            patched.setattr(attempt, "sum_over_tasks", lambda job, values, of: values + 1)
             patched.setattr(attempt, "signal_of", lambda slots: None)
         made, looking, epochs = train_as_chief(folder)
     assert epochs == 1

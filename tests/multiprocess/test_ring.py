@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import sys
 import pytest
 
 from tests.multiprocess.test_training import PROGRAMS, launch
+from tests.multiprocess.warm import forked
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
-from tfdist.errors import EXIT_PEER_MISSING
+from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
 PROGRAM = PROGRAMS / "ring.py"
 DEADLINE_S = 250
@@ -29,6 +31,31 @@ def test_two_workers_get_the_bits_that_tensorflows_ring_gives_them(tmp_path):
     assert [task["by ring"] for task in seen["ring"]] == [True, True]
     assert [task["by ring"] for task in seen["collectives"]] == [False, False]
     assert len({task["sha"] for tasks in seen.values() for task in tasks}) == 1
+
+
+def test_workers_that_take_different_branches_end_with_what_each_of_them_sums(tmp_path):
+    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(tmp_path / "run")]
+    with forked() as (flags, fds):
+        job = subprocess.run(
+            [
+                *(*command, "--strategy=multiworker", "--workers=2", "--max_restarts=3", *flags),
+                *(str(PROGRAM), str(tmp_path), "differs"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=fds,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    assert job.returncode == EXIT_USAGE, job.stdout
+    place = r"sum (\d+) of the run, place (\d) of a step \[\('float32', \(3,\)\)\]"
+    told = rf"sums over the workers: received {place}, of worker-\d .*; expected {place}, as of w"
+    found = re.search(told, job.stdout)
+    assert found, job.stdout
+    assert found[1] == found[3]
+    assert sorted((found[2], found[4])) == ["1", "2"]
+    assert "not started again: exit code 2 is a mistake" in job.stdout
 
 
 def test_a_worker_that_dies_is_named_by_its_neighbour_without_a_launcher_too(tmp_path):

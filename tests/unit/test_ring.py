@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.errors import PeerLost
+from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import neighbours
 from tfdist.strategy.group import naming_who_is_gone
 from tfdist.strategy.ring import Ring
@@ -102,12 +102,41 @@ def test_what_is_not_the_same_sum_is_refused():
     for message in at_once(
         [lambda: failure_of(one, arrays[0]), lambda: failure_of(other, arrays[1])]
     ):
-        assert "the programs differ" in message
+        assert " makes another sum: sum 0 of the run," in message
 
 
-def failure_of(ring, *arrays):
+def test_sums_of_one_shape_in_two_places_are_not_mixed():
+    one, other = ring_of(2)
+    message, _ = at_once(
+        [
+            lambda: failure_of(one, np.ones(3), of="place 1 of a step"),
+            lambda: failure_of(other, np.ones(3), of="place 2 of a step"),
+        ]
+    )
+    mine = "sum 0 of the run, place 1 of a step [('float64', (3,))]"
+    theirs = "sum 0 of the run, place 2 of a step [('float64', (3,))]"
+    assert message == f"worker-1 makes another sum: {theirs}, where this worker is at {mine}"
+    assert (one.differs, other.differs) == ((theirs, mine), (mine, theirs))
+    job = types.SimpleNamespace(ring=one, name="worker-0")
+    with pytest.raises(UsageError) as told, naming_who_is_gone(job):
+        raise ConnectionError(message)
+    assert f"received {theirs}, of worker-1; expected {mine}, as of worker-0. Fix: " in str(
+        told.value
+    )
+
+
+def test_two_sums_of_many_arrays_are_told_apart_though_only_the_first_are_named():
+    one, other = ring_of(2)
+    alike = [np.ones(1)] * 100
+    messages = at_once(
+        [lambda: failure_of(one, *alike), lambda: failure_of(other, *alike, np.ones(2))]
+    )
+    assert all("('float64', (1,))" in message and "..." in message for message in messages)
+
+
+def failure_of(ring, *arrays, of=""):
     with pytest.raises(ConnectionError) as raised:
-        ring.sum(*arrays)
+        ring.sum(*arrays, of=of)
     return str(raised.value)
 
 
@@ -125,7 +154,7 @@ def test_a_worker_that_ends_within_a_sum_is_named():
     arrays = [np.ones(10**6)]
 
     def ends_in_it():
-        other._agree(arrays)
+        other._agree(arrays, "")
         other.close()
 
     message, _ = at_once([lambda: failure_of(one, *arrays), ends_in_it])
@@ -206,7 +235,7 @@ def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
     ],
 )
 def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
-    ring = types.SimpleNamespace(lost="worker-1 has gone: reset")
+    ring = types.SimpleNamespace(lost="worker-1 has gone: reset", differs=None)
     with pytest.raises(raised), naming_who_is_gone(types.SimpleNamespace(ring=ring, name="w")):
         raise kind(None, None, text)
 
@@ -311,6 +340,26 @@ def test_a_stranger_is_not_let_in(apart):
         stranger.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def test_strangers_who_do_not_say_who_they_are_hold_up_nobody(apart):
+    strangers, calls = [], itertools.count()
+
+    def knock(table):
+        if next(calls):
+            return table
+        for port in table.reshape(2, -1)[:, 0]:
+            for _ in range(neighbours._MAX_GUESTS + 6):
+                stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=5)
+                stranger.sendall(b"\0")
+                strangers.append(stranger)
+        return table
+
+    rings = joined(2, replace=knock)
+    assert all(rings)
+    at_once([lambda r=r: r.sum(np.ones(3)) for r in rings])
+    for stranger in strangers:
         stranger.close()
 
 

@@ -62,7 +62,7 @@ def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
     """Returns the chief's array, of the shape and type of `like`, in every task. A collective."""
     dtype = _numpy_dtype(like)
     mine = np.asarray(value, dtype) if job.is_chief else np.zeros(tuple(like.shape), dtype)
-    return sum_bytes(job, mine)
+    return sum_bytes(job, mine, of="the chief's value of a variable")
 
 
 def names_of(model: keras.Model) -> dict[str, list[Any]]:
@@ -122,7 +122,7 @@ def _rows_of_all(job: Job, rows: Arrays) -> Arrays:
     if not rows:
         return rows
     packed = np.concatenate([a.reshape(-1).view(np.uint8) for a in rows.values()])
-    data, start = sum_bytes(job, packed).tobytes(), 0
+    data, start = sum_bytes(job, packed, of="the replicas' own values").tobytes(), 0
     whole = {}
     for name, array in rows.items():
         part = data[start : start + array.nbytes]
@@ -133,12 +133,13 @@ def _rows_of_all(job: Job, rows: Arrays) -> Arrays:
 
 def _restore_replicas(variable: Any, job: Job, rows: Any) -> None:
     """Gives each replica its row; with another number of replicas, the first one the sum."""
-    saved = int(sum_over_tasks(job, np.array([0.0 if rows is None else float(len(rows))]))[0])
+    count = np.array([0.0 if rows is None else float(len(rows))])
+    saved = int(sum_over_tasks(job, count, of="the number of replicas in a checkpoint")[0])
     shape, dtype = tuple(variable.shape), _numpy_dtype(variable)
     whole = np.zeros((saved, *shape), dtype)
     if rows is not None:
         whole[:] = rows
-    whole = sum_bytes(job, whole)
+    whole = sum_bytes(job, whole, of="a variable of each replica")
     if saved != job.num_replicas:
         first = whole.sum(axis=0, dtype=dtype)
         whole = np.zeros((job.num_replicas, *shape), dtype)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import read_environment
-from tfdist.errors import PeerLost
+from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
@@ -41,7 +41,7 @@ def barrier() -> None:
     """Returns once every training task has called it. A collective under multiworker."""
     job = current_job()
     if job is not None:
-        sum_over_tasks(job, np.zeros(1))
+        sum_over_tasks(job, np.zeros(1), of="a barrier")
 
 
 def broadcast(value: Any = None) -> Any:
@@ -68,6 +68,7 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 def naming_who_is_gone(job: Job) -> Iterator[None]:
     """Raises PeerLost for the worker that has gone, where TensorFlow says that something failed.
 
+    And UsageError where it has not gone but makes another sum: its program is at another place.
     What failed by itself is raised as it is: whoever made the same mistake earlier has gone, too.
     """
     try:
@@ -76,23 +77,26 @@ def naming_who_is_gone(job: Job) -> Iterator[None]:
         lost = "" if job.ring is None else job.ring.lost
         if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
             raise
+        if job.ring is not None and job.ring.differs:
+            raise _another_sum(job.name, lost, *job.ring.differs) from error
         raise PeerLost(f"{job.name}: {lost}") from error
 
 
-def sum_over_tasks(job: Job, values: np.ndarray) -> np.ndarray:
+def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
     """Sums a float64 or int32 vector of the same length over the tasks. A collective.
 
+    `of` says what is summed, in the same words in every task: it tells this sum from others.
     Under every other strategy than multiworker this is `values`.
     """
     if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
         return values
     if job.ring is not None:
         with naming_who_is_gone(job):
-            return job.ring.sum(values)[0]
+            return job.ring.sum(values, of=of)[0]
     return _summer(job.strategy)(tf.constant(values)).numpy()
 
 
-def sum_bytes(job: Job, array: np.ndarray) -> np.ndarray:
+def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
     """Sums arrays in which each element is zero in all tasks but one, bit for bit. A collective.
 
     Of any type and one shape in all tasks; a copy in pieces, so that large arrays can be sent.
@@ -102,7 +106,7 @@ def sum_bytes(job: Job, array: np.ndarray) -> np.ndarray:
     data = array.tobytes()
     words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)
     pieces = [
-        sum_over_tasks(job, words[start : start + _PIECE_WORDS])
+        sum_over_tasks(job, words[start : start + _PIECE_WORDS], of=of)
         for start in range(0, len(words), _PIECE_WORDS)
     ]
     total = b"".join(piece.tobytes() for piece in pieces)[: len(data)]
@@ -127,9 +131,21 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
 
 def _broadcast(job: Job, value: Any) -> Any:
     payload = json.dumps(value, default=_encode).encode() if job.is_chief else b""
-    length = int(sum_over_tasks(job, np.array([float(len(payload))]))[0])
+    size = np.array([float(len(payload))])
+    length = int(sum_over_tasks(job, size, of="the size of what the chief tells")[0])
     mine = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
-    return json.loads(sum_bytes(job, mine).tobytes(), object_hook=_decode)
+    told = sum_bytes(job, mine, of="what the chief tells")
+    return json.loads(told.tobytes(), object_hook=_decode)
+
+
+def _another_sum(name: str, lost: str, theirs: str, mine: str) -> UsageError:
+    return UsageError(
+        "sums over the workers",
+        received=f"{theirs}, of {lost.partition(' makes ')[0]}",
+        expected=f"{mine}, as of {name}",
+        fix="every worker makes the same sums in the same order: look for a tf.cond, an if or a"
+        " callback that only some of them take",
+    )
 
 
 def _encode(value: Any) -> Any:

@@ -197,7 +197,7 @@ def _in_ring(job: Job) -> Job:
         job.replica_ids[0],
         [config.cluster.address(task) for task in tasks],
         [f"{task} ({config.cluster.address(task)})" for task in tasks],
-        total=functools.partial(sum_over_tasks, job),
+        total=functools.partial(sum_over_tasks, job, of="where the workers listen"),
         timeout_s=_NEIGHBOURS_S,
         ports=wishes.from_environ(os.environ).ports,
     )

@@ -17,6 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
 _WORDS = 1 + _SECRET_BYTES // 4
+_MAX_GUESTS = 64  # who have not said yet who they are
 _BUFFER_BYTES = 4 * 2**20
 # A machine that has vanished is noticed after about half a minute by who waits for its part. No
 # limit for what is sent (TCP_USER_TIMEOUT): it would end with a worker that is only slow to read.
@@ -72,9 +74,9 @@ def join(
         to_next = _connect(hosts[after], int(table[after, 0]), hello, deadline_s)
         expected = _HELLO.pack(secret, (rank - 1) % size)
         from_previous = _accept(listeners, expected, deadline_s)
-    reached = np.zeros((size, 2), np.int32)
-    reached[rank] = to_next is not None, from_previous is not None
-    reached = total(reached.reshape(-1)).reshape(size, 2)
+    reached = np.zeros_like(table)  # of the same shape, for which the collective is traced
+    reached[rank] = to_next is not None and from_previous is not None
+    reached = total(reached.reshape(-1)).reshape(size, _WORDS)
     if reached.all() and to_next is not None and from_previous is not None:
         return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
     if to_next is None:
@@ -142,31 +144,57 @@ def _connect(host: str, port: int, hello: bytes, deadline_s: float) -> socket.so
 def _accept(
     listeners: Sequence[socket.socket], expected: bytes, deadline_s: float
 ) -> socket.socket | None:
-    """The first connection that says `expected`; all others are closed."""
-    with selectors.DefaultSelector() as selector:
+    """The first connection that says `expected`; all others are closed.
+
+    All are heard at once: who says nothing, or a byte now and then, holds up nobody.
+    """
+    heard: dict[socket.socket, bytes] = {}
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_ends:
         for listener in listeners:
+            listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
         while (remaining_s := deadline_s - time.monotonic()) > 0:
             for key, _ in selector.select(remaining_s):
-                end, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                if hmac.compare_digest(_heard(end, deadline_s), expected):
-                    return _prepared(end)
-                end.close()
+                end: Any = key.fileobj
+                if end in listeners:
+                    end = _guest(end)
+                    if end is not None:
+                        heard[open_ends.enter_context(end)] = b""
+                        selector.register(end, selectors.EVENT_READ)
+                elif end in heard:
+                    data = _received(end, _HELLO.size - len(heard[end]))
+                    heard[end] += data
+                    if hmac.compare_digest(heard[end], expected):
+                        return _prepared(end.dup())  # what is open here is closed now
+                    if not data or len(heard[end]) == _HELLO.size:
+                        _dismiss(end, heard, selector)
+            while len(heard) > _MAX_GUESTS:
+                _dismiss(next(iter(heard)), heard, selector)
     return None
 
 
-def _heard(end: socket.socket, deadline_s: float) -> bytes:
-    heard = b""
+def _guest(listener: socket.socket) -> socket.socket | None:
     try:
-        while len(heard) < _HELLO.size:
-            end.settimeout(min(max(deadline_s - time.monotonic(), 0.1), 1.0))
-            data = end.recv(_HELLO.size - len(heard))
-            if not data:
-                break
-            heard += data
+        guest, _ = listener.accept()
+    except OSError:  # it has gone already
+        return None
+    guest.setblocking(False)
+    return guest
+
+
+def _received(end: socket.socket, count: int) -> bytes:
+    try:
+        return end.recv(count)
     except OSError:
-        pass
-    return heard
+        return b""
+
+
+def _dismiss(
+    guest: socket.socket, heard: dict[socket.socket, bytes], selector: selectors.BaseSelector
+) -> None:
+    del heard[guest]
+    selector.unregister(guest)
+    guest.close()
 
 
 def _prepared(end: socket.socket) -> socket.socket:

@@ -23,7 +23,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_HEADER = struct.Struct("<QI")  # how many sums before this one, and what it is of
+_OF_BYTES = 120
+# How many sums before this one, a checksum of what it is of, and that in words.
+_HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
 _BUFFERS_A_CALL = 64
 _Piece = tuple[int, int, int]  # of which array, from and up to which element
 
@@ -55,13 +57,18 @@ class Ring:
         self._scratch = bytearray()
         self.lost = ""
         """What went wrong with a neighbour, once something has; no sum can be made any more."""
+        self.differs: tuple[str, str] | None = None
+        """The neighbour's sum and this worker's where the neighbour makes another one."""
         for end in (to_next, from_previous):
             end.setblocking(False)
         _close_in_children()
         _rings.add(self)
 
-    def sum(self, *arrays: np.ndarray) -> list[np.ndarray]:
+    def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
         """Returns the sum over the workers of each array: new ones, of the same shapes and types.
+
+        `of` says what is summed, in the same words in every worker: two sums of equal shapes are
+        told from each other by it.
 
         Raises ConnectionError when a neighbour has gone, or makes another sum, and RuntimeError
         in a thread while another one of this worker is at a sum: they would have no order.
@@ -74,7 +81,7 @@ class Ring:
                 " called in one thread"
             )
         try:
-            return self._sum(arrays)
+            return self._sum(arrays, of)
         except OSError as error:
             self._leave(str(error))
             raise ConnectionError(self.lost) from error
@@ -93,11 +100,11 @@ class Ring:
         self._to_next.close()
         self._from_previous.close()
 
-    def _sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _sum(self, arrays: Sequence[np.ndarray], of: str) -> list[np.ndarray]:
         mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
         sums = [np.empty_like(array) for array in mine]
         chunks = _chunks(tuple(array.size for array in mine), self._size)
-        self._agree(arrays)
+        self._agree(arrays, of)
         for hop in range(self._size - 1):
             out = _views(sums if hop else mine, chunks[(self._rank - hop) % self._size])
             self._add(out, mine, sums, chunks[(self._rank - hop - 1) % self._size])
@@ -106,17 +113,18 @@ class Ring:
             self._exchange(out, _views(sums, chunks[(self._rank - hop) % self._size]))
         return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
 
-    def _agree(self, arrays: Sequence[np.ndarray]) -> None:
+    def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
         """Refuses to add what does not belong together."""
-        kind = repr([(array.dtype.str, array.shape) for array in arrays]).encode()
-        header = _HEADER.pack(self._sums, zlib.crc32(kind))
+        what = f"{of} {[(array.dtype.name, array.shape) for array in arrays]}".encode()
+        header = _HEADER.pack(self._sums, zlib.crc32(what), what[:_OF_BYTES])
         self._sums += 1
         theirs = bytearray(_HEADER.size)
         self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]))
         if theirs != header:
+            self.differs = _in_words(theirs), _in_words(header)
             raise ConnectionError(
-                f"{self._previous} is at another sum of gradients, number {_HEADER.unpack(theirs)}"
-                f" where this worker is at {_HEADER.unpack(header)}: the programs differ"
+                f"{self._previous} makes another sum: {self.differs[0]}, where this worker is at"
+                f" {self.differs[1]}"
             )
 
     def _add(
@@ -204,6 +212,12 @@ def _chunks(sizes: tuple[int, ...], count: int) -> list[list[_Piece]]:
         ]
         for low, high in itertools.pairwise(bounds)
     ]
+
+
+def _in_words(header: bytes | bytearray) -> str:
+    number, _, what = _HEADER.unpack(header)
+    cut = "" if what.endswith(b"\0") else "..."
+    return f"sum {number} of the run, {what.rstrip(bytes(1)).decode(errors='replace')}{cut}"
 
 
 def _views(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:

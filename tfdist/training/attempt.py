@@ -186,7 +186,7 @@ class Attempt:
         """Ends the training in every task when a callback of some task has. A collective."""
         model = self._session.model
         asked = np.array([float(model.stop_training)])
-        model.stop_training = bool(sum_over_tasks(self._session.job, asked)[0])
+        model.stop_training = bool(sum_over_tasks(self._session.job, asked, of="wishes to stop")[0])
         return bool(model.stop_training)
 
     def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
@@ -259,7 +259,8 @@ class Attempt:
         with phases.entered("save"):
             for backup in self._backups:
                 backup.wait()
-            slots = sum_over_tasks(self._session.job, np.array(self._requests.slots()))
+            mine = np.array(self._requests.slots())
+            slots = sum_over_tasks(self._session.job, mine, of="signals at the end")
         signum = signal_of(slots.tolist())
         if signum is not None:
             self._say_and_stop(signum, loop.step)
@@ -292,7 +293,7 @@ class Attempt:
         )
         with phases.entered("save"):
             # Whoever ended now would take down the others, and with them the chief's last write.
-            sum_over_tasks(self._session.job, np.zeros(1))
+            sum_over_tasks(self._session.job, np.zeros(1), of="the end of a stopped run")
         if self._session.job.is_chief:
             _LOG.warning("%s", line)
         phases.enter("done")

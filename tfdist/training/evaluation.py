@@ -95,7 +95,7 @@ def _some_task_looks(callbacks: Any, *, mode: str) -> bool:
 
 def _asked(job: Job, stop: bool) -> bool:
     """True in every task when some task has asked to stop. A collective."""
-    return bool(sum_over_tasks(job, np.array([float(stop)]))[0])
+    return bool(sum_over_tasks(job, np.array([float(stop)]), of="wishes to stop evaluating")[0])
 
 
 class Evaluation:
@@ -155,7 +155,7 @@ class Evaluation:
         told[1] = looks and first > 0 and model.stop_evaluating
         if requests is not None:
             told[2:] = requests.slots()
-        last, stop, *asked = sum_over_tasks(job, told)
+        last, stop, *asked = sum_over_tasks(job, told, of="the next range of an evaluation")
         signum = signal_of(asked)
         if signum is not None:
             raise Asked(signum)

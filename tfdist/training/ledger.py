@@ -118,7 +118,7 @@ def _of_all_tasks(attempt: int, job: Job) -> int:
     """The highest of the tasks' own numbers: each has a directory that may be its machine's own."""
     mine = np.zeros(job.num_replicas)
     mine[job.replica_ids[0]] = attempt
-    return int(sum_over_tasks(job, mine).max())
+    return int(sum_over_tasks(job, mine, of="the ledgers' attempts").max())
 
 
 def _writes(job: Job) -> bool:

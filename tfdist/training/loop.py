@@ -123,7 +123,9 @@ class Loop:
             act = any(backup.due() for backup in self._backups)
             told[:3] = last, act, session.learning_rate
         told[3:] = session.model.stop_training, *self._requests.slots()
-        last_, act_, rate, stop, *asked = sum_over_tasks(session.job, told)
+        last_, act_, rate, stop, *asked = sum_over_tasks(
+            session.job, told, of="the next range of steps"
+        )
         return Decision(
             last=int(last_),
             stop=stop > 0,

@@ -195,11 +195,11 @@ class SynchronousEngine:
         ids, replicas = self._job.replica_ids, self._job.num_replicas
         counts = np.zeros(replicas, np.int32)
         counts[ids[0]] = len(rows)
-        counts = sum_over_tasks(self._job, counts)
+        counts = sum_over_tasks(self._job, counts, of="the sizes of a step's outputs")
         whole = np.zeros((int(counts.sum()), *rows.shape[1:]), rows.dtype)
         start = int(counts[: ids[0]].sum())
         whole[start : start + len(rows)] = rows
-        return sum_bytes(self._job, whole)
+        return sum_bytes(self._job, whole, of="a step's outputs")
 
 
 def _arguments(program: StepProgram, first: int, last: int) -> list[Any]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.strategy.job import current_job
-from tfdist.training.keras_compat.trace import StepTrace
+from tfdist.training.keras_compat.trace import StepTrace, current
 from tfdist.training.keras_compat.updates import own_copy
 
 _PACK_BYTES = 2**20
@@ -64,7 +64,8 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for bucket in _buckets(tensors):
         types = [tensors[i].dtype for i in bucket]
         with tf.control_dependencies([turn.read_value()]):
-            sums = tf.numpy_function(job.ring.sum, [tensors[i] for i in bucket], types)
+            total = functools.partial(job.ring.sum, of=_place())
+            sums = tf.numpy_function(total, [tensors[i] for i in bucket], types)
         with tf.control_dependencies(sums):
             turn.assign_add(1, read_value=False)
         for i, total in zip(bucket, sums, strict=True):
@@ -82,6 +83,18 @@ def _turn() -> Any:
     """
     with tf.init_scope(), tf.device("/CPU:0"):
         return ResourceVariable(0, trainable=False, dtype=tf.int64)
+
+
+def _place() -> str:
+    """Says which sum of the step is being traced: one in a branch is no other's.
+
+    By its number, as names of tensors and layers may differ between workers of one program.
+    """
+    trace = current()
+    if trace is None:
+        return "examples of a step"
+    trace.sums += 1
+    return f"place {trace.sums} of a step"
 
 
 def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:

@@ -34,6 +34,7 @@ class StepTrace:
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_door: Callable[[Sequence[Any]], None] | None = None
     draws: int = 0
+    sums: int = 0
     in_door: bool = False
     in_losses: bool = False
     loss_scaled: bool = False
