@@ -31,6 +31,8 @@ def test_two_workers_get_the_bits_that_tensorflows_ring_gives_them(tmp_path):
     assert [task["by ring"] for task in seen["ring"]] == [True, True]
     assert [task["by ring"] for task in seen["collectives"]] == [False, False]
     assert len({task["sha"] for tasks in seen.values() for task in tasks}) == 1
+    assert [task["broadcasts"] for task in seen["ring"]] == [0, 0]
+    assert all(task["broadcasts"] for task in seen["collectives"])
 
 
 def test_workers_that_take_different_branches_end_with_what_each_of_them_sums(tmp_path):

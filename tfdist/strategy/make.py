@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_strategy, wishes
 from tfdist.errors import UsageError, near
-from tfdist.strategy import devices, neighbours, rendezvous
+from tfdist.strategy import devices, initial_values, neighbours, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.job import KINDS, Job, current_job, remember
@@ -201,7 +201,10 @@ def _in_ring(job: Job) -> Job:
         timeout_s=_NEIGHBOURS_S,
         ports=wishes.from_environ(os.environ).ports,
     )
-    return dataclasses.replace(job, ring=ring)
+    job = dataclasses.replace(job, ring=ring)
+    if ring is not None:
+        initial_values.go_by_ring(job)
+    return job
 
 
 def _parameter_server(
