@@ -40,8 +40,9 @@ TASK = """
 import json, os, signal, sys, threading, time
 from tfdist.cluster import phases
 
-config = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{config['type']}-{config['index']}"
+config = json.loads(os.environ["TF_CONFIG"])
+attempt = config["tfdist"]["attempt"]
+name = f"{config['task']['type']}-{config['task']['index']}"
 
 def ready():
     print("ready", name, os.getpid(), flush=True)
@@ -185,6 +186,62 @@ def test_a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(launch, tmp_path
         assert "in waits_for_the_others" in log(tmp_path, task)
 
 
+def test_a_deadlock_before_the_training_is_found_though_others_wait_for_it(launch, tmp_path):
+    job = launch(
+        """
+        def loads_the_data():
+            lock = threading.Lock()
+            lock.acquire()
+            ready()
+            lock.acquire()
+        def waits_to_begin():
+            phases.enter("rendezvous")
+            ready()
+            threading.Event().wait()
+        loads_the_data() if name == "worker-1" else waits_to_begin()
+        """,
+        "--strategy=multiworker",
+        "--workers=2",
+        "--startup_timeout_s=600",
+    )
+    job.pids(2)
+    assert job.end() == 1
+    failure = first_failure(tmp_path)
+    assert failure["task"] == "worker-1"
+    assert failure["cause"].startswith(
+        "hangs: not in its training yet, and all its threads wait for each other for "
+    )
+    assert failure["cause"].endswith("; worker-0 waits for it")
+    assert "in loads_the_data" in log(tmp_path, "worker-1")
+    assert "in waits_to_begin" in log(tmp_path, "worker-0")
+
+
+@STARTS
+def test_a_program_that_cannot_end_after_its_training_is_found(launch, tmp_path, command):
+    job = launch(
+        """
+        def reports():
+            ready()
+            threading.Event().wait()
+        works(1)
+        phases.enter("done", step=30)
+        if name == "worker-0":
+            threading.Thread(target=reports).start()
+        """,
+        "--strategy=multiworker",
+        "--workers=2",
+        command=command,
+    )
+    job.pids(1)
+    assert job.end() == 1
+    failure = first_failure(tmp_path)
+    assert failure["task"] == "worker-0"
+    assert failure["cause"].startswith(
+        "hangs: done with its training after 30 steps, and all its threads wait for each other for "
+    )
+    assert "in reports" in log(tmp_path, "worker-0")
+
+
 def test_a_task_that_never_speaks_is_named_and_still_shows_its_stack(launch, tmp_path):
     # Before all else: the first word of a task is due a second after its start.
     loads = """
@@ -273,6 +330,17 @@ def test_a_job_that_goes_on_is_left_alone(launch):
 
 def test_a_script_that_trains_by_itself_may_take_its_time(launch):
     job = launch(f"time.sleep({2 * HANG_S + 1})", "--startup_timeout_s=0.5")
+    assert job.end() == 0
+
+
+def test_who_waits_for_another_process_may_take_its_time(launch):
+    source = """
+    import subprocess
+    waiting = threading.Thread(target=subprocess.run, args=(["sleep", "{seconds}"],))
+    waiting.start()
+    waiting.join()
+    """
+    job = launch(source.format(seconds=2 * HANG_S + 1), "--startup_timeout_s=0.5")
     assert job.end() == 0
 
 

@@ -89,7 +89,7 @@ def test_before_its_training_a_task_says_only_that_it_lives(pipe, run):
     run(FAST + "sys.stdin.read()")
     first, second = pipe.beats(2)
     assert first["task"] == "worker-0"
-    beat = {"phase": "import", "step": None, "first_step": None, "awaited": None}
+    beat = {"phase": "import", "step": None, "first_step": None, "awaited": None, "rest": None}
     assert first["beat"] == beat | {"since": first["beat"]["since"]}
     assert before_s <= first["beat"]["since"] <= first["at"] < second["at"] <= time.monotonic()
 
@@ -111,8 +111,42 @@ def test_a_task_says_what_it_is_doing(pipe, run):
         "step": 8,
         "since": pytest.approx(since_s, abs=0.001),
         "first_step": pytest.approx(first_step_s, abs=0.001),
+        "rest": None,
         "awaited": {"task": "worker-1", "since": 2.5, "first": True},
     }
+
+
+def test_a_task_that_can_never_go_on_says_so_before_and_after_its_training(pipe, run):
+    source = """
+    import threading
+    from tfdist.cluster import phases
+    phases.enter(sys.argv[2], step=4)
+    lock = threading.Lock()
+    lock.acquire()
+    print("on", time.monotonic(), flush=True)
+    lock.acquire()
+    """
+    process = run(FAST + textwrap.dedent(source), "done")
+    locked_s = float(process.stdout.readline().split()[1])
+    deadline_s = time.monotonic() + DEADLINE_S
+    while (told := pipe.beats(1)[0])["beat"]["rest"] in (None, told["at"]):
+        assert time.monotonic() < deadline_s, "it does not say that it rests"
+    assert locked_s - 0.001 <= told["beat"]["rest"] < told["at"]
+
+
+def test_what_a_task_waits_for_in_its_training_is_for_its_deadlines(pipe, run):
+    source = """
+    import threading
+    from tfdist.cluster import phases
+    phases.enter("step", step=4)
+    print("on", flush=True)
+    threading.Event().wait()
+    """
+    process = run(FAST + textwrap.dedent(source))
+    assert process.stdout.readline() == "on\n"
+    while (beat := pipe.beats(1)[0]["beat"])["phase"] == "import":
+        pass
+    assert [beat["rest"], *(told["beat"]["rest"] for told in pipe.beats(9))] == [None] * 10
 
 
 def test_a_phase_of_any_name_is_one_note(pipe, run):

@@ -156,7 +156,7 @@ def test_a_start_that_was_not_begun_is_taken_back_when_the_task_is_to_end(proces
 
 
 def test_a_sign_of_life_is_an_event(processes):
-    beat = {"phase": "step", "step": 7, "since": 4.0, "first_step": None}
+    beat = {"phase": "step", "step": 7, "since": 4.0, "first_step": None, "rest": 4.25}
     beat["awaited"] = {"task": "worker-0", "since": 3.0, "first": False}
     note = {"task": "worker-0", "beat": beat, "at": 4.5}
     stray = {**note, "task": "worker-9"}
@@ -164,7 +164,7 @@ def test_a_sign_of_life_is_an_event(processes):
     write_note(processes, *[json.dumps(one) for one in (stray, bad, note)])
     (event,) = processes.wait(1)
     awaited = Awaited(task=W0, since_s=3.0, is_first=False)
-    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None}
+    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 

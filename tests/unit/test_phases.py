@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
+
 import pytest
 
 from tfdist.cluster import phases
@@ -41,6 +44,40 @@ def test_the_first_step_is_one_that_this_process_did(clock):
     phases.enter("step", step=510)
     phases.enter("step", step=520)
     assert phases.current().first_step_s == 102.0
+
+
+def test_a_thread_beside_says_that_a_phase_goes_on_and_changes_nothing_else(clock):
+    phases.enter("trace", step=10)
+    phases.go_on()
+    assert phases.current() == phases.PhaseState(phase="trace", step=10, since_s=101.0)
+
+
+def test_to_wait_for_all_is_a_phase_of_its_own_where_a_program_may_take_its_time(clock):
+    for phase in phases.PHASES:
+        phases.enter(phase)
+        with phases.waiting_for_all():
+            now = phases.current().phase
+        assert now == ("barrier" if phase in ("import", "done") else phase)
+        assert phases.current().phase == phase
+
+
+def test_the_threads_that_a_runtime_starts_are_known_but_for_those_of_python(monkeypatch):
+    monkeypatch.setattr(phases, "_of_runtime", frozenset())
+    begun, ended, ids = threading.Event(), threading.Event(), []
+
+    def of_runtime():
+        ids.append(_thread.get_native_id())
+        begun.set()
+        ended.wait()
+
+    with phases.starting_runtime():
+        thread = threading.Thread(target=ended.wait)
+        thread.start()
+        _thread.start_new_thread(of_runtime, ())  # of which `threading` does not know
+        begun.wait()
+    ended.set()
+    thread.join()
+    assert phases.of_runtime() == set(ids)
 
 
 def test_after_a_phase_within_another_the_other_goes_on(clock):

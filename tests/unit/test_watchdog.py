@@ -33,6 +33,7 @@ class Job:
         self.held_up = False
         self.doing = {task: ("import", None, self.now_s) for task in tasks}
         self.silent = set()
+        self.resting = {}
         self.awaited = None
         self.watchdog = Watchdog(
             hang_timeout_s=hang_timeout_s,
@@ -50,6 +51,10 @@ class Job:
         for task in tasks or self.doing:
             self.doing[task] = (phase, step, self.now_s)
 
+    def rest(self, *tasks):
+        """Has them wait in themselves, for nothing that could still come."""
+        self.resting |= dict.fromkeys(tasks, self.now_s)
+
     def stop(self, task):
         self.silent.add(task)
         self.states[task] = "T"
@@ -66,6 +71,7 @@ class Job:
                     first_step_s=None,
                     at_s=self.now_s,
                     awaited=self.awaited if task == CHIEF else None,
+                    rest_s=self.resting.get(task),
                 )
             )
 
@@ -470,3 +476,87 @@ def test_who_holds_a_pipe_is_seen_from_outside():
             process.kill()
     for fd in (read_fd, write_fd, other_fd, rest_fd):
         os.close(fd)
+
+
+# before and after the training, where a program may take its time
+
+
+@pytest.mark.parametrize(("phase", "step"), [("import", None), ("done", 30)])
+def test_a_task_that_can_never_go_on_is_found_where_it_has_no_deadline(phase, step):
+    job = Job((W0,))
+    job.enter(phase, step=step)
+    assert job.run(3 * HANG_S) is None  # it works, sleeps, or waits for a connection
+    job.rest(W0)
+    assert job.run(HANG_S - 2) is None
+    hang = job.run(4)
+    doing = "not in its training yet" if step is None else "done with its training after 30 steps"
+    assert re.fullmatch(
+        f"hangs: {doing}, and all its threads wait for each other for 2[01] s", hang.cause
+    )
+    assert (hang.task, hang.stuck) == (W0, (W0,))
+
+
+def test_a_task_that_goes_on_after_a_rest_has_all_its_time_again():
+    job = Job((W0,))
+    job.rest(W0)
+    assert job.run(HANG_S - 2) is None
+    job.rest(W0)
+    assert job.run(HANG_S - 2) is None
+    job.resting.clear()
+    assert job.run(3 * HANG_S) is None
+
+
+def test_who_rests_while_another_works_may_wait_for_it():
+    job = Job()
+    job.rest(W0, W2)
+    assert job.run(3 * HANG_S) is None
+    job.rest(W1)
+    hang = job.run(HANG_S + 3)
+    assert hang.task == W0
+    assert hang.stuck == WORKERS
+
+
+def test_who_rests_is_blamed_by_those_who_wait_for_it_to_come():
+    job = Job()
+    job.enter("rendezvous", W0, W2)
+    job.rest(W1)
+    hang = job.run(HANG_S + 3)
+    assert hang.task == W1
+    assert hang.cause.endswith("; worker-0, worker-2 wait for it")
+
+
+def test_who_waits_for_others_who_take_their_time_waits_with_them():
+    job = Job()
+    job.enter("barrier", W0, W1)
+    assert job.run(9 * HANG_S) is None
+    job.rest(W2)
+    hang = job.run(HANG_S + 3)
+    assert hang.task == W2
+    assert hang.cause.endswith("; worker-0, worker-1 wait for it")
+
+
+def test_who_rests_before_its_training_is_blamed_before_those_after_theirs():
+    job = Job()
+    job.enter("done", W0, step=30)
+    job.rest(W0, W1)
+    job.watchdog.ended(W2)
+    del job.doing[W2]
+    assert job.run(HANG_S + 3).task == W1
+
+
+def test_who_serves_rests_as_long_as_it_likes():
+    job = Job((CHIEF, W0, PS), is_ps=True)
+    job.enter("serve", W0, PS)
+    job.rest(W0, PS)
+    assert job.run(3 * HANG_S) is None
+    job.rest(CHIEF)
+    assert job.run(HANG_S + 3).task == CHIEF
+
+
+def test_a_rest_while_the_launcher_was_stopped_does_not_count():
+    job = Job((W0,))
+    job.rest(W0)
+    job.run(HANG_S / 2)
+    job.now_s += 10 * HANG_S
+    assert job.run(HANG_S - 2) is None
+    assert job.run(4).task == W0

@@ -6,21 +6,38 @@ it, and entering a phase costs a microsecond.
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-PHASES = ("import", "rendezvous", "serve", "trace", "step", "save", "validate", "callback", "done")
+PHASES = (
+    "import",
+    "rendezvous",
+    "barrier",
+    "serve",
+    "trace",
+    "step",
+    "save",
+    "validate",
+    "callback",
+    "done",
+)
 """What a task does, in the order in which it first does it.
 
 In ``rendezvous``, ``step``, ``save`` and ``validate`` it may wait for other tasks; ``callback`` is
 code of the user's own between two ranges of steps. In ``import`` and ``done``, before and after the
-training, and in ``serve``, as a worker or ps that a chief gives work to, it may take its time.
+training, and in ``serve``, as a worker or ps that a chief gives work to, it may take its time; in
+``barrier`` it waits there for others, who may.
 """
 
+UNTIMED = ("import", "done")
+"""Phases that are a program's own code, which takes as long as it takes."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseState:
     """Where a task stands.
 
@@ -37,7 +54,7 @@ class PhaseState:
     first_step_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Awaited:
     """The oldest piece of work that this process has given to another and that is not done.
 
@@ -53,7 +70,9 @@ class Awaited:
 
 
 _state = PhaseState(since_s=time.monotonic())
+_lock = threading.Lock()
 _awaited: Awaited | None = None
+_of_runtime: frozenset[int] = frozenset()
 
 
 def current() -> PhaseState:
@@ -72,6 +91,32 @@ def say_awaited(oldest: Awaited | None) -> None:
     _awaited = oldest
 
 
+def of_runtime() -> frozenset[int]:
+    """Returns the ids of the threads that `starting_runtime` noted; safe in any thread."""
+    return _of_runtime
+
+
+@contextmanager
+def starting_runtime() -> Iterator[None]:
+    """Notes the threads that a runtime starts meanwhile, but for those that run Python.
+
+    They wake up for ever, to hear peers or by the clock: whether this process gets on is not to be
+    told from that.
+    """
+    global _of_runtime
+    before = _threads()
+    yield
+    python = {thread.native_id for thread in threading.enumerate()}
+    _of_runtime |= _threads() - before - python
+
+
+def _threads() -> frozenset[int]:
+    try:
+        return frozenset(map(int, os.listdir("/proc/self/task")))
+    except OSError:  # then nothing is known of its threads anyway
+        return frozenset()
+
+
 def enter(phase: str, *, step: int | None = None) -> None:
     """Says that this process has begun a phase, and how many steps are done if that is known.
 
@@ -79,16 +124,34 @@ def enter(phase: str, *, step: int | None = None) -> None:
     Entering the phase that it is in says that work goes on.
     """
     global _state
-    now_s, before = time.monotonic(), _state
-    first = before.first_step_s
-    if first is None and step is not None and before.step is not None and step > before.step:
-        first = now_s
-    _state = PhaseState(
-        phase=phase,
-        step=before.step if step is None else step,
-        since_s=now_s,
-        first_step_s=first,
-    )
+    with _lock:
+        now_s, before = time.monotonic(), _state
+        first = before.first_step_s
+        if first is None and step is not None and before.step is not None and step > before.step:
+            first = now_s
+        _state = PhaseState(
+            phase=phase,
+            step=before.step if step is None else step,
+            since_s=now_s,
+            first_step_s=first,
+        )
+
+
+def go_on() -> None:
+    """Says that what this process is in goes on; for a thread beside the one that entered it."""
+    global _state
+    with _lock:
+        _state = dataclasses.replace(_state, since_s=time.monotonic())
+
+
+@contextmanager
+def waiting_for_all() -> Iterator[None]:
+    """Enters ``barrier`` where nothing else says that this process may wait for the others."""
+    if _state.phase not in UNTIMED:
+        yield
+        return
+    with entered("barrier"):
+        yield
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from tfdist.cluster import Task
 from tfdist.launch.events import Awaited
 
-WAITING = ("save", "validate", "step", "rendezvous")
+WAITING = ("save", "validate", "step", "rendezvous", "barrier")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
 
 _DOING = {
+    "barrier": "waiting for its peers",
     "callback": "in a callback",
     "done": "done with its training",
     "import": "not in its training yet",
@@ -40,6 +41,7 @@ class Watched:
       heard_s: when it last spoke; until it has, when it was started.
       state: the state letter of its process; None when that is gone.
       awaited: the oldest piece of work that it has given to another.
+      rest_s: since when its threads wait for each other; None while it can go on.
       started_s: when its present process was started.
     """
 
@@ -51,6 +53,7 @@ class Watched:
     has_spoken: bool = False
     state: str | None = "R"
     awaited: Awaited | None = None
+    rest_s: float | None = None
     started_s: float = -math.inf
 
     @property
@@ -74,6 +77,7 @@ def find(
     *,
     silent: Sequence[Watched],
     owing: Sequence[tuple[Watched, float]],
+    resting: Sequence[Watched],
     busy: Sequence[Watched],
     waiting: Sequence[Watched],
     chief: Task,
@@ -82,8 +86,8 @@ def find(
     """Returns whom to blame and why, None if there is nobody.
 
     First a silent task: a stopped one before others. Then one that owes work, given with the
-    moment since when. Then one that is busy while others wait for it. Then, of those that wait, the
-    one with the fewest steps. Where all are alike, the chief.
+    moment since when. Then one that can never go on. Then one that is busy while others wait for
+    it. Then, of those that wait, the one with the fewest steps. Where all are alike, the chief.
     """
     if silent:
         blamed = min(silent, key=lambda task: (not task.is_stopped, task.heard_s))
@@ -91,6 +95,11 @@ def find(
     if owing:
         blamed, since_s = min(owing, key=lambda owed: owed[1])
         return blamed, f"its piece of work is not done after {now_s - since_s:.0f} s"
+    if resting:
+        blamed = min(resting, key=lambda task: (task.steps, task.task != chief, task.task))
+        for_ = f"for {now_s - (blamed.rest_s or now_s):.0f} s"
+        cause = f"{blamed.doing}, and all its threads wait for each other {for_}"
+        return blamed, cause + _waits(waiting, but=blamed)
     if busy:
         blamed = min(busy, key=lambda task: (task.steps, task.since_s))
         return blamed, f"{blamed.doing} for {_age(blamed, now_s)}" + _waits(waiting, but=blamed)

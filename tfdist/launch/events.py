@@ -52,6 +52,8 @@ class Beat:
     """When this process had done its first steps."""
     at_s: float
     awaited: Awaited | None = None
+    rest_s: float | None = None
+    """Since when each of its threads waits for another of them; None where one does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

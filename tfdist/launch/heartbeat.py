@@ -13,6 +13,8 @@ import os
 import sys
 import time
 
+from tfdist.launch.rest import Rest
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
@@ -67,7 +69,7 @@ def _phases() -> ModuleType | None:
 
 
 def _beat(fd: int, pipe: tuple[int, int] | None, task: str, every_s: float) -> None:
-    started_s = time.monotonic()
+    started_s, rest = time.monotonic(), Rest()
     due_s = started_s + every_s
     while True:
         # Tasks of one machine beat together: the launcher wakes up once for all, and a step that
@@ -78,7 +80,7 @@ def _beat(fd: int, pipe: tuple[int, int] | None, task: str, every_s: float) -> N
             if _identity(fd) != pipe:  # closed by the program: the number may be another file's
                 return
             try:
-                os.write(fd, _line(task, started_s))
+                os.write(fd, _line(task, started_s, rest))
                 break
             except BlockingIOError:
                 time.sleep(_RETRY_S)
@@ -95,23 +97,32 @@ def _identity(fd: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _line(task: str, started_s: float) -> bytes:
+def _line(task: str, started_s: float, rest: Rest) -> bytes:
     """Returns a beat as JSON, without `json`: a program may have a module of that name."""
     phase, step, since_s, first_s = "import", None, started_s, None
     awaited = None
+    runtime: frozenset[int] = frozenset()
     phases = _phases()
     if phases is not None:
         state, awaited = phases.current(), phases.awaited()
         phase, step, first_s = state.phase, state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # it may have been imported before the fork
+        runtime = phases.of_runtime()
+    now_s, rest_s = time.monotonic(), None
+    if phases is None or phase in phases.UNTIMED:
+        rest_s = rest.since_s(now_s, but=(_thread.get_native_id(),), runtime=runtime)
     name = phase if phase.isidentifier() and phase.isascii() else "other"
     return (
         f'{{"task": "{task}", "beat": {{"phase": "{name[:_MAX_PHASE_CHARS]}", '
         f'"step": {"null" if step is None else int(step)}, "since": {since_s:.3f}, '
-        f'"first_step": {"null" if first_s is None else f"{first_s:.3f}"}, '
+        f'"first_step": {_moment(first_s)}, "rest": {_moment(rest_s)}, '
         f'"awaited": {_awaited(awaited)}}}, '
-        f'"at": {time.monotonic():.3f}}}\n'
+        f'"at": {now_s:.3f}}}\n'
     ).encode()
+
+
+def _moment(at_s: float | None) -> str:
+    return "null" if at_s is None else f"{at_s:.3f}"
 
 
 def _awaited(awaited: Awaited | None) -> str:

@@ -33,13 +33,14 @@ def told(event: TaskEvent, *, now_s: float) -> Message:
         case Ended():
             return {**message, "status": event.status, "cause": event.cause}
         case Beat():
-            first_s, awaited = event.first_step_s, event.awaited
+            awaited = event.awaited
             return {
                 **message,
                 "phase": event.phase,
                 "step": event.step,
                 "since_age_s": now_s - event.since_s,
-                "first_step_age_s": None if first_s is None else now_s - first_s,
+                "first_step_age_s": _age_s(event.first_step_s, now_s=now_s),
+                "rest_age_s": _age_s(event.rest_s, now_s=now_s),
                 "awaited": awaited and _told_awaited(awaited, now_s=now_s),
             }
 
@@ -62,15 +63,15 @@ def heard(message: Message, *, now_s: float) -> TaskEvent:
             cause = str(message["cause"])
             return Ended(task=task, status=int(message["status"]), cause=cause, at_s=at_s)
         case "beat":
-            first_age_s = message["first_step_age_s"]
             return Beat(
                 task=task,
                 phase=str(message["phase"]),
                 step=_optional(message["step"]),
                 since_s=now_s - float(message["since_age_s"]),
-                first_step_s=None if first_age_s is None else now_s - float(first_age_s),
+                first_step_s=_moment_s(message["first_step_age_s"], now_s=now_s),
                 at_s=at_s,
                 awaited=_heard_awaited(message["awaited"], now_s=now_s),
+                rest_s=_moment_s(message["rest_age_s"], now_s=now_s),
             )
     raise ValueError(f"no event: {message['event']!r}")
 
@@ -93,6 +94,14 @@ def _heard_awaited(told: Message | None, *, now_s: float) -> Awaited | None:
         return None
     since_s, is_first = now_s - float(told["age_s"]), bool(told["is_first"])
     return Awaited(task=task_of(told["task"]), since_s=since_s, is_first=is_first)
+
+
+def _age_s(at_s: float | None, *, now_s: float) -> float | None:
+    return None if at_s is None else now_s - at_s
+
+
+def _moment_s(age_s: Any, *, now_s: float) -> float | None:
+    return None if age_s is None else now_s - float(age_s)
 
 
 def _optional(number: Any) -> int | None:

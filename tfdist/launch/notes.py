@@ -26,6 +26,7 @@ def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
             first_step_s=beat["first_step"],
             at_s=at_s,
             awaited=_awaited(beat["awaited"]),
+            rest_s=beat["rest"],
         )
     return Raised(
         task=task,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
+from tfdist.cluster.phases import UNTIMED
 from tfdist.launch import culprit
 from tfdist.launch.culprit import WAITING, Watched
 from tfdist.launch.events import Beat
@@ -26,8 +27,6 @@ _TRACE_TIMEOUTS = 3  # a large model is traced for long, and once
 
 _BUSY = ("callback", "trace", "import", "done")
 """Phases in which a task waits for nobody, while others may wait for it."""
-
-_UNTIMED = ("import", "done")  # a program's own code, which takes as long as it takes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +98,7 @@ class Watchdog:
             return
         task.heard_s, task.has_spoken = beat.at_s, True
         task.phase, task.step, task.since_s = beat.phase, beat.step, beat.since_s
-        task.awaited = beat.awaited
+        task.awaited, task.rest_s = beat.awaited, beat.rest_s
 
     def next_check_s(self) -> float:
         """Returns when `verdict` is to be asked for again; infinity when nothing is watched."""
@@ -121,8 +120,8 @@ class Watchdog:
         self._checked_s = now_s
         self._look_at_silent(now_s)
         tasks = self._tasks()
-        owing = self._owing(now_s)
-        if owing or any(self._is_mute(task, now_s) or self._is_over(task, now_s) for task in tasks):
+        found = self._owing(now_s) or self._resting(now_s)
+        if found or any(self._is_mute(task, now_s) or self._is_over(task, now_s) for task in tasks):
             self._noticed_s = now_s if self._noticed_s is None else self._noticed_s
             return self._hang(now_s, noticed_s=self._noticed_s)
         self._noticed_s = None
@@ -158,9 +157,11 @@ class Watchdog:
             return False
         if self._waits(task):
             return all(self._is_late(other, now_s) for other in self._tasks() if self._busy(other))
-        return self._busy(task) and task.phase not in _UNTIMED
+        return self._busy(task) and task.phase not in UNTIMED
 
     def _is_late(self, task: Watched, now_s: float) -> bool:
+        if task.phase == "barrier":  # for others who may take their time
+            return False
         age_s = now_s - max(task.since_s, self._excused_s)
         timeout_s = self._hang_timeout_s
         if task.phase in ("import", "rendezvous"):
@@ -180,6 +181,21 @@ class Watchdog:
             if now_s - max(awaited.since_s, self._excused_s) >= limit_s - early_s:
                 found.append((owing, awaited.since_s))
         return found
+
+    def _resting(self, now_s: float) -> list[Watched]:
+        """Returns the tasks that can never go on, unless another may still wake them.
+
+        One that is not at rest itself may send them something; but not one that waits for them.
+        """
+        tasks = [task for task in self._tasks() if not self._serves(task)]
+        found = [task for task in tasks if self._is_at_rest(task, now_s)]
+        is_all = all(task in found or task.phase in ("rendezvous", "barrier") for task in tasks)
+        return found if is_all else []
+
+    def _is_at_rest(self, task: Watched, now_s: float) -> bool:
+        if task.phase not in UNTIMED or task.rest_s is None:
+            return False
+        return now_s - max(task.rest_s, self._excused_s) >= self._hang_timeout_s
 
     def _busy(self, task: Watched) -> bool:
         """Whether others may wait for a task that does not wait for them."""
@@ -204,6 +220,7 @@ class Watchdog:
         found = culprit.find(
             silent=silent,
             owing=self._owing(now_s, early_s=LATE_S),  # the chief may have been late first
+            resting=self._resting(now_s),
             busy=[task for task in tasks if self._busy(task) and self._is_late(task, now_s)],
             waiting=[task for task in tasks if self._waits(task)],
             chief=self._chief,

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import read_environment
+from tfdist.cluster import phases, read_environment
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 
@@ -90,10 +90,11 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
     """
     if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
         return values
-    if job.ring is not None:
+    with phases.waiting_for_all():
+        if job.ring is None:
+            return _summer(job.strategy)(tf.constant(values)).numpy()
         with naming_who_is_gone(job):
             return job.ring.sum(values, of=of)[0]
-    return _summer(job.strategy)(tf.constant(values)).numpy()
 
 
 def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:

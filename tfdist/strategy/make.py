@@ -84,7 +84,8 @@ def make_strategy(
     _hear_sigterm()
     job = Job(strategy=strategy, kind=kind, config=config)
     if kind == "multiworker" and communication_options is None:
-        job = _in_ring(job)
+        with phases.starting_runtime():
+            job = _in_ring(job)
     remember(job)
     if config is not None and config.task.type == "evaluator":
         chief_watch(config, timeout_s=timeout_s)  # it may be done before this task needs to know
@@ -172,7 +173,10 @@ def _multiworker(
     devices.send_in_large_pieces()
     options = options or tf.distribute.experimental.CommunicationOptions(implementation=ring)
     rendezvous.await_peers(config, timeout_s=timeout_s)
-    with rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S):
+    with (
+        rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S),
+        phases.starting_runtime(),
+    ):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=_resolver(config), communication_options=options
         )

@@ -113,6 +113,7 @@ class Evaluation:
         prepared = prepare(*data, job=session.job, length=length, shuffle=False, seed=0)
         building.build(session.model, session.job, prepared.batch_spec)
         self._session = session
+        self.feed = prepared.feed
         self._program: StepProgram = session.program("test_step", prepared.feed, seed=0)
         self._pace = Pace()
         self.steps = prepared.plan.total_steps

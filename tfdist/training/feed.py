@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster import phases
 from tfdist.data.order import example_at
 from tfdist.data.source import GraphSource, lean_options
 from tfdist.training.epochs import EpochPlan, share_of
@@ -142,13 +143,18 @@ class Feed(abc.ABC):
     def iterator(self, step: int) -> Any:
         """The iterator whose next element is that of `step`; made anew after a jump."""
         if getattr(self, "_next_step", None) != step:
-            self._iterator = iter(self.dataset(step, self.plan.total_steps))
+            with phases.starting_runtime():
+                self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
         return self._iterator
 
     def advanced_to(self, step: int) -> None:
         """Notes that the iterator's next element is that of `step`."""
         self._next_step = step
+
+    def let_go(self) -> None:
+        """Ends the iterator: its threads, and the batches that they have made ahead."""
+        self._iterator, self._next_step = None, -1
 
 
 class GraphFeed(Feed):

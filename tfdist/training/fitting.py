@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ import keras
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.preemption import StopRequests
 from tfdist.checkpoint.warm_start import load_weights
+from tfdist.cluster import phases
 from tfdist.outputs import costs
 from tfdist.strategy import broadcast
 from tfdist.training import building, inputs, resume
@@ -21,6 +22,7 @@ from tfdist.training.attempt import Attempt
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation
 from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
+from tfdist.training.feed import Feed
 from tfdist.training.inputs import Length
 from tfdist.training.ledger import Ledger
 from tfdist.training.profile import profile_of
@@ -136,33 +138,46 @@ def fit(
             batch_size=validation_batch_size or batch_size,
             steps=validation_steps,
         )
-    with StopRequests() as requests:
-        try:
-            attempt = Attempt(
-                session,
-                data,
-                validation,
-                backups=backups,
-                saved=saved,
-                requests=requests,
-                seed=seed,
-                ledger=ledger,
-                max_staleness=max_staleness,
-            )
-            history = attempt.train(
-                callbacks,
-                verbose=verbose,
-                initial_epoch=initial_epoch,
-                validation_freq=validation_freq,
-            )
-            if job.config and job.config.options.profile_ps:
-                costs.show(profile_of(job.strategy).summary())
-            return history
-        finally:
-            for backup in backups:
-                backup.close()
-            if ledger is not None:
-                ledger.close()
+    used = [data.feed] if validation is None else [data.feed, validation.feed]
+    with StopRequests() as requests, _closing(backups, ledger, used):
+        attempt = Attempt(
+            session,
+            data,
+            validation,
+            backups=backups,
+            saved=saved,
+            requests=requests,
+            seed=seed,
+            ledger=ledger,
+            max_staleness=max_staleness,
+        )
+        history = attempt.train(
+            callbacks,
+            verbose=verbose,
+            initial_epoch=initial_epoch,
+            validation_freq=validation_freq,
+        )
+        if job.config and job.config.options.profile_ps:
+            costs.show(profile_of(job.strategy).summary())
+        return history
+
+
+@contextlib.contextmanager
+def _closing(
+    backups: Sequence[BackupAndRestore], ledger: Ledger | None, used: Sequence[Feed]
+) -> Iterator[None]:
+    """Closes them in the end, after an error too; what comes then is the program's own."""
+    try:
+        yield
+    finally:
+        phases.enter("save")
+        for backup in backups:
+            backup.close()
+        if ledger is not None:
+            ledger.close()
+        for feed in used:
+            feed.let_go()
+        phases.enter("done")
 
 
 def _seed(seed: int | None, saved: RunState | None) -> int:
