@@ -34,6 +34,8 @@ FORK = (
     "from tfdist.launch.__main__ import main; sys.exit(main())",
     "--start=fork",
 )
+# One that stops itself while it imports.
+STOPPED = (sys.executable, "-c", FORK[2].replace("('json',)", "('stops',)"), "--start=fork")
 STARTS = pytest.mark.parametrize("command", [LAUNCH, FORK], ids=["exec", "fork"])
 
 TASK = """
@@ -111,7 +113,7 @@ def launch(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         )
         jobs.append(Job(process))
         return jobs[-1]
@@ -264,6 +266,40 @@ def test_a_task_that_never_speaks_is_named_and_still_shows_its_stack(launch, tmp
     assert failure["cause"].startswith("hangs: has not started: silent for ")
     assert "in loads_its_libraries" in log(tmp_path, "worker-1")
     assert "in waits_for_the_others" in log(tmp_path, "worker-0")
+
+
+def test_tasks_of_a_fork_server_that_stands_still_are_found(launch, tmp_path):
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    (tmp_path / "stops.py").write_text(stops)
+    job = launch("", "--workers=2", "--startup_timeout_s=2", command=STOPPED)
+    assert job.end() == 1
+    failure = first_failure(tmp_path)
+    assert failure["cause"].startswith("hangs: has not started: silent for ")
+    assert "(it has no process)" in failure["cause"]
+
+
+def test_a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(launch, tmp_path):
+    job = launch(
+        """
+        waits_for_the_others(7) if attempt == 1 else ready()
+        """,
+        "--strategy=multiworker",
+        "--workers=2",
+        "--max_restarts=1",
+        command=FORK,
+    )
+    pids = job.pids(2)
+    stat = Path(f"/proc/{pids['worker-0']}/stat").read_text()
+    server = int(stat.rpartition(")")[2].split()[1])
+    os.kill(server, signal.SIGSTOP)
+    os.kill(pids["worker-1"], signal.SIGKILL)
+    assert job.end() == 0
+    first, second = json.loads((tmp_path / "run" / "report.json").read_text())["attempts"]
+    failure = first["first_failure"]
+    assert failure["task"] == "worker-1"
+    assert "its process has ended, and its parent does not say so" in failure["cause"]
+    assert second["exit_code"] == 0
+    assert is_gone(server)
 
 
 def test_a_task_that_falls_silent_is_named(launch, tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,16 @@ import pytest
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
 from tfdist.launch.events import Asked, Awaited, Beat, Ended, Raised, Started
+from tfdist.launch.forking import ForkStarter
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 
 W0 = Task("worker", 0)
+SPEC = ProcessSpec(
+    task=W0, program=Program(), argv=(), env={}, added=(), log_path=Path("log"), title=""
+)
 
 
 class Evidence:
@@ -43,6 +49,7 @@ class World:
         self.started = []
         self.status = 1
         self.causes = {}
+        self.is_asked = self.given_up = False
 
     # the signals
 
@@ -76,7 +83,10 @@ class World:
         return None
 
     def withdraw(self, task):
-        return True
+        return not self.is_asked
+
+    def give_up(self):
+        self.given_up = True
 
     def collect(self):
         if self.started:
@@ -110,17 +120,7 @@ def processes(world, tmp_path):
         signals=world,
         clock=lambda: 5.0,
     )
-    made.start(
-        ProcessSpec(
-            task=W0,
-            program=Program(),
-            argv=(),
-            env={},
-            added=(),
-            log_path=tmp_path / "log",
-            title="",
-        )
-    )
+    made.start(dataclasses.replace(SPEC, log_path=tmp_path / "log"))
     yield made
     made.finish()
 
@@ -153,6 +153,32 @@ def test_nothing_happening_is_no_event(processes):
 def test_a_start_that_was_not_begun_is_taken_back_when_the_task_is_to_end(processes):
     processes.signal(W0, signal.SIGTERM)
     assert processes.wait(1) == [Ended(task=W0, status=-signal.SIGTERM, at_s=5.0)]
+
+
+def test_a_start_that_was_begun_and_does_not_come_is_given_up_in_the_end(world, processes):
+    world.is_asked = True
+    processes.signal(W0, signal.SIGTERM)
+    assert not world.given_up
+    processes.signal(W0, signal.SIGKILL)
+    assert world.given_up
+
+
+def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with there:
+        starter = ForkStarter(
+            environ={}, log_path=tmp_path / "log", open_files=(9, 9), clock=lambda: 5.0, server=here
+        )
+        there.send(b'{"ready": true}')
+        assert starter.collect() == []
+        with open(os.devnull) as file:
+            starter.start(SPEC, env={}, output_fd=file.fileno(), notes_fd=file.fileno())
+        assert not starter.withdraw(W0)
+        starter.give_up()
+        (ended,) = starter.collect()
+        assert (ended.task, ended.status) == (W0, -signal.SIGKILL)
+        assert starter.is_over
+        starter.close()
 
 
 def test_a_sign_of_life_is_an_event(processes):

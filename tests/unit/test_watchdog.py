@@ -535,6 +535,29 @@ def test_who_waits_for_others_who_take_their_time_waits_with_them():
     assert hang.cause.endswith("; worker-0, worker-1 wait for it")
 
 
+def test_a_task_that_has_ended_and_of_which_nobody_says_so_is_found():
+    job = Job()
+    job.enter("step", step=7)
+    assert job.run(2) is None
+    job.silent.add(W1)
+    job.states[W1] = "Z"
+    job.unheard.add(W1)
+    hang = job.run(HANG_S + 3)
+    assert (hang.task, hang.stuck) == (W1, (W0, W2))
+    assert "its process has ended, and its parent does not say so" in hang.cause
+
+
+def test_a_task_that_never_gets_a_process_is_found():
+    job = Job()
+    job.enter("rendezvous", W0, W2)
+    job.silent.add(W1)
+    job.states[W1] = None
+    hang = job.run(HANG_S + STARTUP_S + 3)
+    assert (hang.task, hang.stuck) == (W1, (W0, W2))
+    assert hang.cause.startswith("hangs: has not started: silent for 8")
+    assert "(it has no process)" in hang.cause
+
+
 def test_who_rests_before_its_training_is_blamed_before_those_after_theirs():
     job = Job()
     job.enter("done", W0, step=30)

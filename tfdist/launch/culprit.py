@@ -115,7 +115,7 @@ def _silence(task: Watched, now_s: float) -> str:
         return f"its process is held by a debugger, and silent {for_}{last}"
     if task.is_stopped:
         return f"its process is stopped (SIGSTOP), and silent {for_}{last}"
-    sleeps = _SLEEPS.get(task.state or "", "its process is gone")
+    sleeps = _SLEEPS.get(task.state or "", "it has no process")
     if not task.has_spoken:
         return f"has not started: silent {for_} ({sleeps})"
     return f"does not answer: silent {for_} ({sleeps}){last}"

@@ -112,6 +112,13 @@ class ForkStarter:
                 return True
         return False
 
+    def give_up(self) -> None:
+        """Ends a server that does not tell what has started or ended; another takes its place."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # so that `collect` sees its end, even so
+        if self._server is not None:
+            self._server.kill()
+
     def fileno(self) -> int | None:
         """Returns the socket on which the server answers."""
         return self._socket.fileno()

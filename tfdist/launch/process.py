@@ -32,6 +32,9 @@ class Starter(Protocol):
     def withdraw(self, task: Task) -> bool:
         """Takes back a start that has not been begun; returns whether it could."""
 
+    def give_up(self) -> None:
+        """Has starts and ends that nobody tells of come to an end: its helper does not answer."""
+
     def fileno(self) -> int | None:
         """Returns what to watch for news besides SIGCHLD."""
 
@@ -75,6 +78,9 @@ class ExecStarter:
     def withdraw(self, task: Task) -> bool:
         """Returns False: a start here is done at once."""
         return False
+
+    def give_up(self) -> None:
+        """Does nothing: it has no helper."""
 
     def fileno(self) -> int | None:
         """Returns None: SIGCHLD tells."""

@@ -94,12 +94,16 @@ class JobProcesses:
             return
         pid = self._running[task]
         if pid is not None:
+            if signum == signal.SIGKILL and proc_state(pid) == "Z":  # and its parent is silent
+                self._starter.give_up()
             _signal_group(pid, signum)
         elif self._starter.withdraw(task):
             self._running.pop(task)
             self._news.append(Ended(task=task, status=-signum, at_s=self._clock()))
         else:
             self._owed[task] = signum
+            if signum == signal.SIGKILL:
+                self._starter.give_up()
 
     def ask_for_stacks(self, task: Task) -> None:
         """Has a task print its Python stacks; its own processes, which might end, hear nothing."""

@@ -56,6 +56,10 @@ class Progress:
         """Returns the last step that any task has told; None before the training."""
         return self._step
 
+    def asked_for(self, task: Task, *, at_s: float) -> None:
+        """Takes down that a task is to start: that it never does is a hang, too."""
+        self._watchdog.started(task, at_s=at_s)
+
     def started(self, event: Started) -> None:
         """Takes down that a task has a process, which has said nothing yet."""
         self._beats.pop(event.task, None)

@@ -29,8 +29,7 @@ SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
 
 RESTART_GRACE_S = 1.0
-"""How long the others may take to end when the job is started again: a task whose peer is gone
-waits for it inside TensorFlow, hears no signal and can save nothing."""
+"""How long the others may take before a restart: without a peer they wait, deaf, in TensorFlow."""
 
 STRAGGLER_GRACES = 6
 """How many times the grace the other workers may go on after the chief of theirs is done."""
@@ -117,6 +116,7 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec) -> None:
         self._running[spec.task] = None
+        self._progress.asked_for(spec.task, at_s=self._clock())
         try:
             self._processes.start(spec)
         except OSError as error:

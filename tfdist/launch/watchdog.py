@@ -141,6 +141,8 @@ class Watchdog:
             if self._silence_s(task, now_s) < self._suspect_s:
                 continue
             task.state = self._state_of(task.task)
+            if task.state == "Z":  # which holds no pipe any more
+                continue
             if not task.is_stopped and not self._can_speak(task.task):
                 self.ended(task.task)
 
