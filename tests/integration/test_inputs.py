@@ -8,7 +8,10 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.cluster import phases
 from tfdist.data import ArraySource, InputFunctionSource, PythonSource, StreamSource
+from tfdist.strategy import job_of
+from tfdist.training import inputs
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(50, 4).astype("float32")
@@ -196,6 +199,40 @@ def test_evaluate_and_predict_see_every_example_once(kind, strategies):
     data = make()[0] if kind != "arrays" else X
     predicted = tfdist.predict(model, data, verbose=0, **arguments)
     np.testing.assert_allclose(predicted, model(X).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("structure", ["pair", "single", "dict"])
+def test_a_stream_that_is_read_again_says_on_the_way_that_this_goes_on(strategies, structure):
+    said = []
+
+    def batches():
+        for number in range(50):
+            said.append(phases.current().since_s)
+            yield np.full((2, 4), number, np.float32)
+
+    data = tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec((2, 4)))
+    if structure == "pair":
+        data = data.map(lambda x: (x, x[:, :1]))
+    elif structure == "dict":
+        data = data.map(lambda x: {"x": x})
+    length = inputs.Length(steps_per_epoch=50)
+    job = job_of(strategies[1])
+    feed = inputs.prepare(data, None, None, job=job, length=length, shuffle=True, seed=3).feed
+    phases.enter("trace")
+    said.clear()
+    (part,) = next(iter(feed.dataset(40, 41)))
+    assert float(tf.reduce_max(tf.nest.flatten(part)[0])) == 40
+    # After the batches 0, 16 and 32; what makes examples of them may read some ahead.
+    assert 3 <= len(set(said[:41])) <= 4
+
+
+def test_what_a_program_does_after_an_error_in_its_training_is_its_own(strategies):
+    def fails(epoch, logs):
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        train(strategies[1], X, Y, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=fails)])
+    assert phases.current().phase == "done"
 
 
 def test_pydataset_hooks_are_called_between_passes(strategies):

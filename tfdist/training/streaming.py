@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster import phases
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.training.epochs import EpochPlan, share_of
 from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part
 
+_SAY_EVERY_BATCHES = 16
 _plain = tf.autograph.experimental.do_not_convert
 
 
@@ -45,7 +48,7 @@ class StreamFeed(Feed):
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`."""
-        batches = self._endless(self.source.dataset_for()).skip(first).take(last - first)
+        batches = _from_step(first, self._endless(self.source.dataset_for())).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
         return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
 
@@ -121,7 +124,7 @@ class InputFunctionFeed(StreamFeed):
         batches = self._endless(self.source.dataset_for(context))
         local = len(layout.replica_ids)
         shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
-        steps = tf.data.Dataset.zip(shards).skip(first).take(last - first)
+        steps = _from_step(first, tf.data.Dataset.zip(shards)).take(last - first)
 
         def parts(step: tf.Tensor, each: Any) -> tuple[Any, ...]:
             numbers = [step * layout.num_replicas + replica for replica in layout.replica_ids]
@@ -138,6 +141,30 @@ class InputFunctionFeed(StreamFeed):
             num_replicas_in_sync=1,
         )
         return self._endless(self.source.dataset_for(context))
+
+
+def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Leaves out the first batches: reads them again, and says on the way that this goes on.
+
+    It may take longer than a task may stand still.
+    """
+    if first == 0:
+        return batches
+
+    def said() -> tf.Tensor:
+        return tf.numpy_function(_go_on, [], tf.bool)
+
+    def is_due(number: tf.Tensor, _: Any) -> tf.Tensor:
+        speaks = (number < first) & (number % _SAY_EVERY_BATCHES == 0)
+        with tf.control_dependencies([tf.cond(speaks, said, lambda: tf.constant(True))]):
+            return number >= first
+
+    return batches.enumerate().filter(_plain(is_due)).map(_plain(lambda _, batch: batch))
+
+
+def _go_on() -> np.bool_:
+    phases.go_on()
+    return np.True_
 
 
 def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
