@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -80,6 +81,25 @@ def test_a_folder_in_use_is_left_alone(tmp_path, holder):
     holder.stdin.close()
     assert holder.wait(timeout=60) == 0
     assert not os.path.exists(holder.spill)
+
+
+def test_a_folder_that_another_process_is_making_is_left_alone(tmp_path, monkeypatch):
+    """Here it is just about to lock the file that says so."""
+    flock, made = fcntl.flock, []
+
+    def make_another_first(descriptor, operation):
+        if not made:
+            made.append(None)
+            made.append(SpillDirectory(tmp_path))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", make_another_first)
+    spill = SpillDirectory(tmp_path)
+    third = SpillDirectory(tmp_path)
+    for one in (spill, made[1], third):
+        assert one.path.is_dir()
+        one.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_forked_child_does_not_delete_the_folder(tmp_path):

@@ -112,8 +112,10 @@ class SpillDirectory:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
-        descriptor = os.open(self.path / _OWNER_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        # Locked before it is in its place: another process removes a folder whose lock is free.
+        descriptor, lock_file = tempfile.mkstemp(prefix="lock-", dir=parent)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.rename(lock_file, self.path / _OWNER_LOCK)
         self._close = weakref.finalize(self, _remove_own, self.path, descriptor, os.getpid())
 
     def close(self) -> None:
