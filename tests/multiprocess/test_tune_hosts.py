@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,3 +264,123 @@ def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
     assert torn.weights("01") == whole.weights("01")
     summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
     assert summary["resumed_from_step"], "it was not torn"
+
+
+class Served(Sweep):
+    """A sweep over the learning rate alone, in a directory with a space in its name."""
+
+    CONFIG = """
+from tfdist.configs import base
+
+def get_config():
+    config = base()
+    config.dataset, config.model = "tfdist_digits", "cnn"
+    config.augmentation.std = (16.0,)
+    config.global_batch_size, config.total_examples = 32, {examples}
+    config.checkpoints, config.backup_every_steps = 3, 10
+    return config
+
+def space(hp, config):
+    config.learning_rate = hp.Float("learning_rate", 1e-4, 1e-2, sampling="log")
+"""
+    FLAGS = ("--seed", "5")
+
+    def __init__(self, tmp_path: Path, *flags: str, examples: int) -> None:
+        self.address = free_address()
+        path = tmp_path / "a sweep"
+        path.mkdir()
+        config = path / "a config.py"
+        config.write_text(self.CONFIG.format(examples=examples))
+        super().__init__(path / "found", "--config", str(config), *flags)
+
+    def chief(self, *flags: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+        return self._as("chief", "--serve", self.address, "--parallel_trials", "0", *flags)
+
+    def runner(self, name: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+        return self._as(name, "--join", self.address)
+
+    def _as(
+        self, name: str, *flags: str
+    ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+        one = Sweep(self.path)
+        one.flags = (*self.flags, *flags)
+        one.log = self.path.with_name(f"{name}.log")
+        return one.started()
+
+    def until_it_trains(self, trial: str, *, run: str) -> None:
+        """Waits until a trial that was started has saved something new, far from its end."""
+        checkpoints = self.path / "trials" / run / "checkpoints"
+
+        def saved() -> set[Path]:
+            return set(checkpoints.glob("step-*"))
+
+        def has_begun() -> bool:
+            return any(name == trial and one.starts for name, one in self.state().trials.items())
+
+        until(has_begun, deadline_s=SWEEP_DEADLINE_S)
+        before = saved()
+        until(lambda: saved() - before, deadline_s=SWEEP_DEADLINE_S)
+
+    def require_each_once(self, *, torn: str) -> None:
+        """All trials have ended, each once; that which lost its runner was started twice."""
+        trials = self.state().trials
+        assert {trial.status for trial in trials.values()} == {"completed"}
+        assert {t.id: t.starts for t in trials.values()} == {
+            name: 2 if name == torn else 1 for name in trials
+        }
+        lines = read(self.path / "journal.jsonl")
+        ended = [line["trial"] for line in lines if line["event"] == "ended"]
+        assert sorted(ended) == sorted(trials)
+
+    def summary(self, run: Path) -> dict[str, Any]:
+        return RunDirectory(run).read_summary() or {}
+
+
+@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
+def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial that continues another loses its runner, and is that of one run through."""
+    monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
+    multiworker = ("--strategy", "multiworker", "--workers", "2", "--retrain_best")
+    sweep = Served(
+        tmp_path, *multiworker, "--tuner", "hyperband", "--max_trials", "4", examples=9600
+    )
+    with sweep.chief() as chief, contextlib.ExitStack() as stack:
+        with sweep.runner("first") as first:
+            until(lambda: "3" in sweep.state().trials, deadline_s=SWEEP_DEADLINE_S)
+            run = sweep.state().trials["3"].run
+            sweep.until_it_trains("3", run=run)
+            first.send_signal(signal.SIGKILL)
+        second = stack.enter_context(sweep.runner("second"))
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+        assert second.wait(SWEEP_DEADLINE_S) == 0
+    sweep.require_each_once(torn="3")
+    trials = sweep.state().trials
+    assert [trial.until for trial in trials.values()] == [1, 1, 1, None]
+    assert run in "012"
+    torn, whole = (sweep.summary(sweep.path / name) for name in (f"trials/{run}", "best"))
+    assert torn["resumed_from_step"] > 100, "it began anew"
+    assert whole["resumed_from_step"] is None
+    assert torn["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
+def test_a_bayesian_sweep_of_ps_trials_outlives_a_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last trial, which the model has chosen, loses its runner, and waits for another."""
+    monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
+    ps = ("--strategy", "ps", "--workers", "1", "--ps", "1")
+    sweep = Served(tmp_path, *ps, "--tuner", "bayesian", "--max_trials", "4", examples=2880)
+    with sweep.chief() as chief, contextlib.ExitStack() as stack:
+        with sweep.runner("first") as first:
+            sweep.until_it_trains("3", run="3")
+            first.send_signal(signal.SIGKILL)
+        second = stack.enter_context(sweep.runner("second"))
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+        assert second.wait(SWEEP_DEADLINE_S) == 0
+    sweep.require_each_once(torn="3")
+    trials = sweep.state().trials
+    assert len({trial.values["learning_rate"] for trial in trials.values()}) == 4
+    assert sweep.summary(sweep.path / "trials" / "3")["resumed_from_step"], "it began anew"
