@@ -292,7 +292,7 @@ class ByValues:
 
     def start(self, job: TrialJob) -> Any:
         self.done.add(job.run_dir.name)
-        return types.SimpleNamespace(poll=lambda: self.outcome(job))
+        return types.SimpleNamespace(poll=lambda: self.outcome(job), taken=lambda: None)
 
     def wait(self, running: Any, timeout_s: float) -> None:
         pass
