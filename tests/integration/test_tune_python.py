@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from collections.abc import Collection
@@ -267,6 +268,26 @@ def test_a_program_that_does_not_come_to_its_search_is_told(
     with pytest.raises(UsageError, match=r"ended before it came to its tfdist\.tuning\.search"):
         trial.main([str(program), "--lr", "1"])
     assert "__main__ ['--lr', '1']" in capsys.readouterr().out
+
+
+def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart() -> None:
+    program = """
+import atexit, sys, threading, time, types
+sys.modules["tfdist.strategy"] = types.ModuleType("without TensorFlow")
+sys.modules["tfdist.strategy"].current_job = sys.modules["tfdist.strategy"].make_strategy = None
+from tfdist.tuning import trial
+
+class Kept:
+    def __del__(self): print("taken apart", flush=True)
+
+kept = Kept()
+atexit.register(lambda: (time.sleep(0.1), print("registered")))
+threading.Thread(target=lambda: (time.sleep(0.1), print("joined"))).start()
+print("begun")
+trial._end()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("begun\njoined\nregistered\n", 0), done.stderr
 
 
 class ByValues:

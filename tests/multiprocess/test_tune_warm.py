@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,6 +71,16 @@ def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path: Path)
         assert memory[-1] - memory[0] < 1024
         pid = pid_of(trial)
     assert not Path(f"/proc/{pid}").exists(), "it outlives the sweep"
+
+
+def test_what_the_trials_have_used_is_counted_as_that_of_the_sweep(tmp_path: Path) -> None:
+    source = "import time\nwhile time.process_time() < 0.5: pass\ndone(1); finish()"
+    before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with warmed(tmp_path, source) as trial:
+        assert isinstance(trial.run(), Completed)
+        server = told(trial)["server"]
+        until(lambda: not Path(f"/proc/{server}").exists())
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s >= 0.4
 
 
 def test_what_cannot_be_shared_is_left_to_the_trials(

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from tfdist.launch import zygote
 from tfdist.launch.process import bootstrap_command
@@ -111,8 +112,10 @@ def main(argv: Sequence[str]) -> None:
     os.set_inheritable(control.fileno(), False)
     zygote.import_once(modules)
     server = _forked(control)
-    if server is not None:
-        zygote.serve(server)
+    if server is None:  # its owner waits for the end, and Python need not be taken apart for it
+        sys.stdout.flush()
+        os._exit(0)
+    zygote.serve(server)
 
 
 def _command(fd: int, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
@@ -128,7 +131,7 @@ def _import_if_it_can_be(name: str) -> None:
 
 def _forked(control: socket.socket) -> socket.socket | None:
     """Returns None when the owner is gone, and in each fork the socket to its launcher."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes those that have ended
+    signal.signal(signal.SIGCHLD, _reap)
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
@@ -139,3 +142,10 @@ def _forked(control: socket.socket) -> socket.socket | None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return socket.socket(fileno=fds[0])
         os.close(fds[0])
+
+
+def _reap(signum: int, frame: FrameType | None) -> None:
+    """Takes those that have ended, so that what they have used is counted as their owner's."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

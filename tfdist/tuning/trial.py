@@ -8,14 +8,17 @@ be there before its first operation; a worker or ps of a ps job never comes to t
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
-from tfdist.errors import UsageError
-from tfdist.strategy import make_strategy
+from tfdist.errors import EXIT_OK, UsageError
+from tfdist.strategy import current_job, make_strategy
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,6 +30,22 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
     make_strategy()
+    try:
+        _run(argv)
+    except SystemExit as ended:
+        job = current_job()
+        if ended.code == EXIT_OK and (job is None or job.kind in ("single", "mirrored")):
+            _end()
+        raise
+    raise UsageError(
+        argv[0],
+        received="a run that ended before it came to its tfdist.tuning.search",
+        expected="the same path to it in every run: each trial runs the program again",
+        fix="call it wherever the sweep itself has called it",
+    )
+
+
+def _run(argv: Sequence[str]) -> None:
     if argv[0] == "-m":
         sys.argv[:] = list(argv[1:])
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -34,12 +53,20 @@ def main(argv: Sequence[str]) -> None:
         sys.argv[:] = list(argv)
         sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
         runpy.run_path(argv[0], run_name="__main__")
-    raise UsageError(
-        argv[0],
-        received="a run that ended before it came to its tfdist.tuning.search",
-        expected="the same path to it in every run: each trial runs the program again",
-        fix="call it wherever the sweep itself has called it",
-    )
+
+
+def _end() -> NoReturn:
+    """Ends a trial that is done, as `sys.exit` would, but does not take Python apart.
+
+    That would touch, and so copy, what all forked trials share, and the next one would wait for it.
+    Threads are joined, what was registered with `atexit` is called, and output is written, as a
+    child of `multiprocessing` ends. A task with peers ends as ever: in step with them.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_OK)
 
 
 if __name__ == "__main__":
