@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -63,13 +64,21 @@ def test_lists_are_expanded_as_slurm_expands_them(kind: str, cluster: Cluster) -
 def test_a_list_of_forty_thousand_brackets_takes_less_than_50_ms() -> None:
     """As many nodes as the largest machine of the TOP500, four in each chassis."""
     text = ",".join(f"r{number}n[{4 * number}-{4 * number + 3}]" for number in range(39_744))
-    took_s = float("inf")
-    for _ in range(20):  # other work on the machine only ever makes it longer
+    count = 158_976
+    least_s = took_s(lambda: expand(text, where="X"))
+    # On a slow machine: twice what it takes to write the names.
+    assert least_s < 0.05 or least_s < 2 * took_s(lambda: [f"n{n:06}" for n in range(count)])
+    assert len(expand(text, where="X")) == count
+
+
+def took_s(work: Callable[[], object]) -> float:
+    """The least of some times: other work on the machine only ever makes it longer."""
+    times_s = []
+    for _ in range(20):
         start_s = time.process_time()
-        names = expand(text, where="X")
-        took_s = min(took_s, time.process_time() - start_s)
-        assert len(names) == 158_976
-    assert took_s < 0.05
+        work()
+        times_s.append(time.process_time() - start_s)
+    return min(times_s)
 
 
 def shown(cluster: Cluster, what: str, text: str) -> list[str]:

@@ -202,10 +202,16 @@ LARGE = {
 @pytest.mark.parametrize("form", LARGE)
 def test_a_list_of_the_nodes_of_the_largest_machine_takes_less_than_50_ms(form: str) -> None:
     text, count = LARGE[form]  # Fugaku has 158,976 nodes, the most of the TOP500
-    names = min(timed(lambda: [f"n{number:06}" for number in range(count)]) for _ in range(20))
-    limit_s = max(0.05, 2 * names)  # on a slow machine: what it takes to write them, twice
-    assert any(timed(lambda: expand(text, where="X")) < limit_s for _ in range(20))
     assert len(expand(text, where="X")) == count
+
+    def is_expanded_within(limit_s: float) -> bool:
+        return any(timed(lambda: expand(text, where="X")) < limit_s for _ in range(20))
+
+    def names_s() -> float:
+        """What it takes to write the names alone; on a slow machine the measure."""
+        return min(timed(lambda: [f"n{number:06}" for number in range(count)]) for _ in range(20))
+
+    assert is_expanded_within(0.05) or is_expanded_within(2 * names_s())
 
 
 def timed(work: Callable[[], object]) -> float:
