@@ -28,6 +28,7 @@ def summary():
     return json.loads(Path("run/summary.json").read_text())
 
 
+@pytest.mark.timeout(1000)
 def test_a_slow_link_that_goes_down_and_comes_back_gives_the_weights_of_an_undisturbed_job(
     on, network
 ):
