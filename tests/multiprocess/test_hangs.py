@@ -23,7 +23,7 @@ from tfdist.launch.watchdog import proc_state
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
-HANG_S = 4
+HANG_S = 6
 
 LAUNCH = (sys.executable, "-m", "tfdist.launch")
 # The fork server as it is, but for what it imports: no test here needs TensorFlow.
