@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tfdist.training.engines.account import Account, Repeat
-from tfdist.training.engines.in_flight import InFlight, spans_of, steps_of_a_piece
+from tfdist.training.engines.in_flight import InFlight, steps_of_a_piece
 
 
 def test_without_a_bound_everything_may_begin():
@@ -81,29 +81,6 @@ def test_no_step_sees_more_than_the_bound_whatever_the_speeds(bound, workers):
 )
 def test_pieces_are_as_long_as_the_bound_leaves_room_for(workers, bound, steps):
     assert steps_of_a_piece(most=32, workers=workers, max_staleness=bound) == steps
-
-
-@pytest.mark.parametrize("workers", [1, 2, 7])
-@pytest.mark.parametrize("steps", [1, 2, 13, 40, 100, 1000])
-def test_a_range_is_handed_out_in_pieces_that_get_shorter(workers, steps):
-    spans = spans_of(7, 7 + steps, workers=workers, most=32)
-    assert [step for first, last in spans for step in range(first, last)] == [*range(7, 7 + steps)]
-    lengths = [last - first for first, last in spans]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] <= 32
-    assert lengths[-1] <= -(-steps // (8 * workers))
-    assert len(lengths) <= max(8 * workers, -(-steps // 32))
-
-
-@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.7), (1.0, 0.4), (1.0, 0.9, 0.8)])
-def test_workers_end_a_range_within_a_short_piece_of_each_other(speeds):
-    free_s = dict.fromkeys(range(len(speeds)), 0.0)
-    spans = spans_of(0, 60, workers=len(speeds), most=32)
-    for first, last in spans:
-        worker = min(free_s, key=free_s.__getitem__)
-        free_s[worker] += (last - first) / speeds[worker]
-    shortest = -(-60 // (8 * len(speeds)))
-    assert max(free_s.values()) - min(free_s.values()) <= shortest / min(speeds)
 
 
 def test_the_account_counts_each_step_once_and_names_what_was_begun_again():

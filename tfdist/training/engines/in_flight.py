@@ -49,20 +49,3 @@ def steps_of_a_piece(*, most: int, workers: int, max_staleness: int | None) -> i
         return most
     others = min(workers - 1, max_staleness)
     return most if not others else min(most, max(1, max_staleness // (2 * others)))
-
-
-def spans_of(first: int, last: int, *, workers: int, most: int) -> list[tuple[int, int]]:
-    """Divides the steps ``[first, last)`` into pieces of at most `most`, the last ones shorter.
-
-    Whoever takes the last one keeps the others waiting for no longer than it takes. Each has half
-    of a worker's share of what is left (guided self-scheduling, Polychronopoulos and Kuck, 1987),
-    but no less than an eighth of its share of the whole, as handing out a piece costs, too.
-    """
-    least = -(-(last - first) // (8 * workers))
-    spans = []
-    while first < last:
-        half = -(-(last - first) // (2 * workers))
-        end = min(first + min(max(half, least), most), last)
-        spans.append((first, end))
-        first = end
-    return spans

@@ -24,7 +24,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.engines.crew import crew_of
-from tfdist.training.engines.in_flight import spans_of, steps_of_a_piece
+from tfdist.training.engines.in_flight import steps_of_a_piece
 from tfdist.training.engines.piece import Done, Place
 from tfdist.training.engines.reads import read_together
 from tfdist.training.engines.update_clock import UpdateClock
@@ -34,6 +34,7 @@ from tfdist.training.profile import Phases, PsProfile, profile_of
 from tfdist.training.program import StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
+_CLOSURES_PER_WORKER = 2
 _PATIENCE_S = 60.0
 
 
@@ -79,8 +80,9 @@ class ParameterServerEngine:
     def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
         """Runs the steps ``[first, last)`` on whatever workers there are; waits for all."""
         work = self._prepared(program, self._range_of)
-        most = self._most_steps(program)
-        spans = spans_of(first, last, workers=self._workers, most=most)
+        each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
+        each = min(max(each, 1), self._most_steps(program))
+        spans = [(start, min(start + each, last)) for start in range(first, last, each)]
         start_s = time.perf_counter()
         bound = program.max_staleness
         waiting = [self._hand_out(work, *span, max_staleness=bound) for span in spans]
