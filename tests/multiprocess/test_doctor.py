@@ -158,6 +158,7 @@ def test_hosts_that_do_not_find_each_other_both_say_so(two_hosts):
     assert (other, codes(others)) == (EXIT_USAGE, {"D002", "D102"}), others
 
 
+@pytest.mark.alone
 def test_a_firewall_before_one_port_is_found_and_a_slow_connection_is_measured(two_hosts):
     two_hosts.drop(1, 2223)
     _, of_a_range, _ = on_both(two_hosts, "--quick", "--ports=2220-2230")[0]
@@ -170,4 +171,4 @@ def test_a_firewall_before_one_port_is_found_and_a_slow_connection_is_measured(t
     (found,) = (finding for finding in printed["findings"] if finding["code"] == "D202")
     assert "a does not reach b at port 2223: timed out" in found["received"]
     speeds = [facts["wires"][0]["bytes_per_s"] for facts in printed["facts"]["present"]]
-    assert 1e5 < speeds[0] < 13e6, speeds  # 100 Mbit/s are 12.5 MB/s, less on a busy machine
+    assert 4e6 < speeds[0] < 13e6, speeds  # 100 Mbit/s are 12.5 MB/s

@@ -15,9 +15,6 @@ import pytest
 from tests.multiprocess.jobs import DEADLINE_S, FORK, GONE_S, STARTS, children, report
 from tfdist.launch import guardian
 
-# On any machine: it takes milliseconds, and what else there is to wait for takes a minute or more.
-NAMED_S, STARTED_S = 5, 20
-
 PRELUDE = """
 import json, os, signal, sys
 config = json.loads(os.environ["TF_CONFIG"])
@@ -77,8 +74,8 @@ def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command
     failed, done = report("run")["attempts"]
     assert (failed["exit_code"], done["exit_code"], report("run")["exit_code"]) == (137, 0, 0)
     assert failed["first_failure"]["task"] == "worker-1"
-    assert failed["detect_s"] < NAMED_S
-    assert failed["detect_s"] < failed["restart_s"] < STARTED_S
+    assert failed["detect_s"] < 0.5
+    assert failed["detect_s"] < failed["restart_s"] < 3
     assert done["first_failure"] is None
     assert done["restart_s"] is None
     assert done["first_step_s"] is None
@@ -111,7 +108,7 @@ def test_the_fork_server_serves_every_attempt(launch):
     assert not guardian.occupied(set(servers))
     entries = report("run")["attempts"]
     assert len(entries) == 3
-    assert all(entry["restart_s"] < STARTED_S for entry in entries[:2])
+    assert all(entry["restart_s"] < 3 for entry in entries[:2])
     assert [path.parent.name for path in Path("run").rglob("fork-server.log")] == ["attempt-1"]
 
 
@@ -305,8 +302,8 @@ def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
     ]
     (restart,) = entry["restarts"]
     assert restart["task"] == "worker-1"
-    assert restart["detect_s"] < NAMED_S
-    assert 0 < restart["restart_s"] < STARTED_S
+    assert restart["detect_s"] < 0.5
+    assert 0 < restart["restart_s"] < 2
 
 
 def test_a_ps_job_that_tells_no_step_ends_with_a_worker_that_does_not_return(launch):
@@ -369,7 +366,7 @@ def test_a_task_that_lost_its_peer_is_not_blamed_for_it(launch):
     failure = report("run")["attempts"][0]["first_failure"]
     assert failure["task"] == "worker-1"
     assert failure["cause"] == "killed by SIGKILL, not by the launcher"
-    assert failure["detect_s"] < NAMED_S
+    assert failure["detect_s"] < 1
 
 
 @pytest.mark.alone
@@ -384,7 +381,7 @@ def test_a_lost_connection_that_nothing_explains_is_the_failure(launch):
     assert job.end() == 1
     failure = report("run")["attempts"][0]["first_failure"]
     assert failure["task"] == "worker-1"
-    assert failure["detect_s"] < NAMED_S
+    assert failure["detect_s"] < 1
 
 
 # standing still
@@ -405,7 +402,7 @@ def test_a_stopped_task_is_found_and_the_job_started_again(launch):
     failure = failed["first_failure"]
     assert failure["task"] == "worker-0"
     assert "stopped (SIGSTOP)" in failure["cause"]
-    assert 4 <= failed["detect_s"] < 30
+    assert 4 <= failed["detect_s"] < 7.5
     assert any("program.py" in line for line in failure["stacks"]["worker-1"])
     assert done["exit_code"] == 0
     job.assert_gone(0)
