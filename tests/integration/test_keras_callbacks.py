@@ -98,9 +98,9 @@ def ranges(monkeypatch):
     seen = []
     run = SynchronousEngine.run
 
-    def noting(self, program, first, last):
+    def noting(self, program, first, last, **kwargs):
         seen.append((first, last))
-        return run(self, program, first, last)
+        return run(self, program, first, last, **kwargs)
 
     monkeypatch.setattr(SynchronousEngine, "run", noting)
     return seen

@@ -182,6 +182,19 @@ def test_ps_serves_callbacks_and_resumes(parameter_server):
     assert seen["own step"] == [["loss"], 8, {"examples": 64.0}]
 
 
+def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
+    workers, _, seen = parameter_server
+    found = seen["ranges that go on"]
+    assert found["examples"] == [1200.0] * 2 + [540.0] * 2
+    assert found["iterations"] == 1200
+    assert any(found["left"])  # so the next range was handed out before that one had ended
+    assert found["left"][-1] == 0
+    # One step takes more than half of a range, and yet each worker has one.
+    ages = {int(age): count for age, count in seen["staleness of slow steps"].items()}
+    assert sum(ages.values()) == 12
+    assert max(ages) >= min(workers - 1, 1)
+
+
 def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server):
     workers, _, seen = parameter_server
     for bound in (None, 0, 1, 5):

@@ -23,3 +23,23 @@ def test_no_range_takes_more_than_a_second_or_one_step(step_s: float) -> None:
 
 def test_a_fast_program_comes_to_ranges_of_a_second_in_a_few() -> None:
     assert ranges(0.001, first_s=30.0, count=6) == [1, 1, 8, 64, 512, 1000]
+
+
+def test_ranges_that_are_not_whole_count_together() -> None:
+    pace = Pace()
+    pace.note(8, elapsed_s=1.0)
+    pace.note(0, elapsed_s=1.5, is_whole=False)
+    assert pace.steps() == 8
+    pace.note(6, elapsed_s=0.5, is_whole=False)
+    assert pace.steps() == 3
+    pace.note(6, elapsed_s=0.1, is_whole=False)
+    assert pace.steps() == 3
+
+
+def test_the_speed_is_known_once_ranges_do_not_grow() -> None:
+    pace = Pace()
+    assert not pace.is_known
+    pace.note(1, elapsed_s=0.01)
+    assert not pace.is_known  # 100 steps a second, ranges of 8
+    pace.note(1, elapsed_s=2.0)
+    assert pace.is_known

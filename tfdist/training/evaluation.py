@@ -137,7 +137,7 @@ class Evaluation:
                 if stop:
                     break
                 callbacks.on_test_batch_begin(first)
-                logs = self._run_range(first, last)
+                logs = self._run_range(first, last, looks=looks)
                 seen = session.metrics(self._program, logs) if looks else {}
                 callbacks.on_test_batch_end(last - 1, seen)
                 first = last
@@ -159,14 +159,19 @@ class Evaluation:
         last, stop, *asked = sum_over_tasks(job, told, of="the next range of an evaluation")
         signum = signal_of(asked)
         if signum is not None:
+            self._session.engine.finish()
             raise Asked(signum)
         return int(last), stop > 0
 
-    def _run_range(self, first: int, last: int) -> dict[str, float]:
+    def _run_range(self, first: int, last: int, *, looks: bool) -> dict[str, float]:
+        goes_on = self._pace.is_known and not looks and last < self.steps
         # A long validation moves on with each range; one that stands still does not.
         phases.enter("validate" if self._session.has_run(self._program) else "trace")
-        start = time.perf_counter()
-        logs = self._session.run(self._program, first, last)
-        self._pace.note(last - first, elapsed_s=time.perf_counter() - start)
+        engine = self._session.engine
+        start, before = time.perf_counter(), engine.steps_under_way
+        logs = self._session.run(self._program, first, last, goes_on=goes_on)
+        elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
+        done = last - first + before - left
+        self._pace.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
         phases.enter("validate")
         return logs

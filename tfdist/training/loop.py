@@ -82,13 +82,15 @@ class Loop:
         steps = self._plan.steps(epoch)
         while self.step < steps.stop:
             decision = self._decide(steps.stop)
+            if decision.stop or decision.asked is not None:
+                self._session.engine.finish()
             if decision.stop:
                 self._session.model.stop_training = True
                 return
             if decision.asked is not None:
                 raise Asked(decision.asked)
             self._session.learning_rate = decision.learning_rate
-            self._run_range(decision, epoch_start=steps.start)
+            self._run_range(decision, epoch=steps)
             if self.step < steps.stop:  # at an epoch's end validation comes first
                 self._save_due(decision)
 
@@ -101,19 +103,24 @@ class Loop:
             if decision.act or backup.wants(self.step):
                 self._save(backup, self.step)
 
-    def _run_range(self, decision: Decision, *, epoch_start: int) -> None:
-        first, last = self.step, decision.last
+    def _run_range(self, decision: Decision, *, epoch: range) -> None:
+        first, last, engine = self.step, decision.last, self._session.engine
+        goes_on = (
+            self._pace.is_known and not decision.act and last < min([epoch.stop, *self._due()])
+        )
         with phases.entered("callback"):
-            self._callbacks.on_train_batch_begin(first - epoch_start)
+            self._callbacks.on_train_batch_begin(first - epoch.start)
         phases.enter("step" if self._session.has_run(self._program) else "trace", step=first)
-        start = self._clock()
-        self.step_logs = self._session.run(self._program, first, last)
-        self._pace.note(last - first, elapsed_s=self._clock() - start)
+        start, before = self._clock(), engine.steps_under_way
+        self.step_logs = self._session.run(self._program, first, last, goes_on=goes_on)
+        elapsed_s, left = self._clock() - start, engine.steps_under_way
+        done = last - first + before - left
+        self._pace.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
         self.step = last
         phases.enter("step", step=last)
         logs = self._session.metrics(self._program, self.step_logs) if self._with_logs else {}
         with phases.entered("callback"):
-            self._callbacks.on_train_batch_end(last - 1 - epoch_start, logs)
+            self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
 
     def _decide(self, epoch_end: int) -> Decision:
         session, step = self._session, self.step

@@ -55,10 +55,12 @@ class Session:
             max_staleness=max_staleness,
         )
 
-    def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
         """Runs steps as `Engine.run` does; a wrong label is told in one line."""
         try:
-            logs = self.engine.run(program, first, last)
+            logs = self.engine.run(program, first, last, goes_on=goes_on)
             self._has_run.add(program)
             return logs
         except tf.errors.InvalidArgumentError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,7 +13,9 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.data import InputFunctionSource, StreamSource
+from tfdist.training import pace
 from tfdist.training.engines.crew import crew_of
+from tfdist.training.engines.parameter_server import ParameterServerEngine
 
 strategy = tfdist.make_strategy()
 
@@ -205,7 +208,52 @@ def staleness():
     SEEN["repeated"] = account.summary()["repeated_ranges"]
 
 
-for part in (counts, grid, sources, callbacks, resume, own_step, staleness):
+class Slow(keras.layers.Layer):
+    """Takes half a second or more, whatever the machine."""
+
+    def call(self, x):
+        until = tf.timestamp() + 0.6
+        (now,) = tf.while_loop(lambda now: now < until, lambda _: tf.timestamp(), [tf.timestamp()])
+        return x + tf.cast(0 * now, x.dtype)
+
+
+def ranges_that_go_on():
+    """Many ranges between two moments at which somebody looks; and a step too long for two."""
+    account = crew_of(strategy, patience_s=0).account
+    with strategy.scope():
+        model = zoo.dense()
+        model.compile("sgd", "mse", metrics=[Examples()])
+    left, run = [], ParameterServerEngine.run
+
+    def run_and_look(engine, *args, **kwargs):
+        logs = run(engine, *args, **kwargs)
+        left.append(engine.steps_under_way)
+        return logs
+
+    (x, y), (xv, yv) = ((np.tile(zoo.X, (n, 1)), np.tile(zoo.Y, (n, 1))) for n in (20, 9))
+    with (
+        mock.patch.object(ParameterServerEngine, "run", run_and_look),
+        mock.patch.object(pace, "_RANGE_S", 0.05),
+    ):
+        history = tfdist.fit(
+            model, x, y, batch_size=2, epochs=2, verbose=0, validation_data=(xv, yv)
+        ).history
+    SEEN["ranges that go on"] = {
+        "examples": history["examples"] + history["val_examples"],
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "left": left,
+    }
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((zoo.X.shape[1],)), Slow(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    account.staleness.clear()
+    tfdist.fit(model, zoo.X[:12], zoo.Y[:12], batch_size=1, verbose=0)
+    SEEN["staleness of slow steps"] = account.summary()["staleness"]
+
+
+for part in (
+    counts, grid, sources, callbacks, resume, own_step, staleness, ranges_that_go_on
+):  # fmt: skip
     print(f"doing {part.__name__}", flush=True)
     part()
 (OUT / "seen.json").write_text(json.dumps(SEEN))

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines import parameter_server
+from tfdist.training.engines.work import Work
 from tfdist.training.ledger import Ledger
 
 strategy = tfdist.make_strategy()
-run = parameter_server._Work.__call__
+run = Work.__call__
 lost = []
 
 
@@ -25,7 +25,7 @@ def run_and_lose_the_first(self, first, last, place):
     return result
 
 
-parameter_server._Work.__call__ = run_and_lose_the_first
+Work.__call__ = run_and_lose_the_first
 with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -11,11 +11,21 @@ from tfdist.training.program import StepProgram
 class Engine(Protocol):
     """Runs ranges of steps of a program. Every training task calls it alike."""
 
-    def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
         """Runs the steps ``[first, last)``; returns the last step's logs if the program keeps them.
 
-        Returns once every step is done.
+        Returns once every step is done, or where the next range `goes_on` from here before anybody
+        looks, maybe with some steps under way.
         """
+
+    def finish(self) -> None:
+        """Waits for what `run` has left under way."""
+
+    @property
+    def steps_under_way(self) -> int:
+        """How many steps `run` has left under way."""
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yields each step's outputs as a nest of arrays ``[examples of the step, ...]``.

@@ -80,12 +80,18 @@ class Crew:
             self._changed.notify()
         return future
 
+    def wait_until_begun(self) -> None:
+        """Waits until there is no piece that no worker has begun."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+
     def drop(self) -> None:
         """Forgets what no worker has begun."""
         with self._changed:
             for piece in self._waiting:
                 piece.future.cancel()
             self._waiting.clear()
+            self._changed.notify_all()
 
     def _begin_to_serve(self, worker: int, *, life: int) -> None:
         threading.Thread(
@@ -144,6 +150,8 @@ class Crew:
             piece = self._waiting.popleft()
             self._in_flight.begin(piece, steps=piece.steps)
             self._held[place] = piece
+            if not self._waiting:
+                self._changed.notify_all()  # `wait_until_begun`
             return piece
 
     def _may_begin(self) -> bool:

@@ -8,26 +8,25 @@ write at once decides a count.
 from __future__ import annotations
 
 import collections
-import dataclasses
+import contextlib
 import functools
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.engines.crew import crew_of
 from tfdist.training.engines.in_flight import steps_of_a_piece
-from tfdist.training.engines.piece import Done, Place
+from tfdist.training.engines.piece import Done
 from tfdist.training.engines.reads import read_together
 from tfdist.training.engines.update_clock import UpdateClock
+from tfdist.training.engines.work import HandedOut, Work, require_sums, told
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
 from tfdist.training.profile import Phases, PsProfile, profile_of
@@ -36,30 +35,6 @@ from tfdist.training.program import StepProgram, run_replica
 _CLOSURE_STEPS = 32
 _CLOSURES_PER_WORKER = 2
 _PATIENCE_S = 60.0
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Work:
-    """A program, ready to be handed out.
-
-    `data` are the workers' iterators, each with the life of the worker in which it was made.
-    """
-
-    closure: Callable[..., Any]
-    dataset: Callable[[], tf.data.Dataset]
-    log_names: list[str]
-    training: bool
-    data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
-    totals: np.ndarray | None = None
-
-    def __call__(self, first: int, last: int, place: Place) -> Any:
-        """Runs the steps ``[first, last)`` on a worker; returns arrays."""
-        life, given = self.data.get(place.worker_index, (0, None))
-        if life != place.life:
-            given = iter(self.dataset())
-            self.data[place.worker_index] = place.life, given
-        bounds = tf.constant(first, tf.int64), tf.constant(last, tf.int64)
-        return keras.tree.map_structure(np.asarray, self.closure(given, *bounds))
 
 
 class ParameterServerEngine:
@@ -72,37 +47,67 @@ class ParameterServerEngine:
         self._workers = len(self._crew.shares)
         self._clock: UpdateClock | None = None
         self._applied_before = self._crew.account.applied
-        self._work: weakref.WeakKeyDictionary[StepProgram, _Work] = weakref.WeakKeyDictionary()
+        self._work: weakref.WeakKeyDictionary[StepProgram, Work] = weakref.WeakKeyDictionary()
+        self._under_way: list[HandedOut] = []
+        self._times: list[tuple[int, Any]] = []
+        self._since_s = 0.0
         self._profile: PsProfile | None = None
         if job.config and job.config.options.profile_ps:
             self._profile = profile_of(job.strategy)
 
-    def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
-        """Runs the steps ``[first, last)`` on whatever workers there are; waits for all."""
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
+        """Runs the steps ``[first, last)`` on whatever workers there are.
+
+        Waits for all of them, or where the next range `goes_on` from here, until the last one has
+        begun, so that no worker waits for the others' last pieces.
+        """
         work = self._prepared(program, self._range_of)
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
         each = min(max(each, 1), self._most_steps(program))
-        spans = [(start, min(start + each, last)) for start in range(first, last, each)]
-        start_s = time.perf_counter()
-        bound = program.max_staleness
-        waiting = [self._hand_out(work, *span, max_staleness=bound) for span in spans]
+        if not self._under_way:
+            self._since_s = time.perf_counter()
+        for start in range(first, last, each):
+            span = start, min(start + each, last)
+            future = self._hand_out(work, *span, max_staleness=program.max_staleness)
+            self._under_way.append(HandedOut(program, work, *span, future))
+        if goes_on:
+            with self._dropping_the_rest():
+                self._crew.wait_until_begun()
+            # In their order, so that sums are the same whoever was first.
+            self._take(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
+        else:
+            self.finish()
+        return work.logs
+
+    def finish(self) -> None:
+        """Waits for what `run` has left under way."""
+        self._take(list(self._under_way))
+
+    @property
+    def steps_under_way(self) -> int:
+        """The steps that `run` has handed out and not seen done."""
+        return sum(piece.last - piece.first for piece in self._under_way)
+
+    def _take(self, pieces: Sequence[HandedOut]) -> None:
+        """Takes in what comes of `pieces`, in their order."""
+        with self._dropping_the_rest():
+            for piece in pieces:
+                self._account(piece, piece.future.result())
+                self._under_way.remove(piece)
+        if pieces and not self._under_way:
+            self._account_at_rest()
+
+    @contextlib.contextmanager
+    def _dropping_the_rest(self) -> Iterator[None]:
+        """Where waiting ends with an error, forgets what no worker has begun."""
         try:
-            done = [piece.result() for piece in waiting]
+            yield
         except BaseException:
             self._crew.drop()
+            self._under_way.clear()
             raise
-        if program.training:
-            self._account(spans, done)
-        if self._profile is not None and program.training:
-            times = [(piece.worker_index, piece.value[-1]) for piece in done]
-            self._profile.add(times, wall_s=time.perf_counter() - start_s)
-        totals = np.sum([piece.value[0] for piece in done], axis=0)
-        work.totals = totals if work.totals is None else work.totals + totals
-        if program.recorder is not None:
-            for span, piece in zip(spans, done, strict=True):
-                rows, worker = piece.value[2], piece.worker_index
-                program.recorder.write(*span, rows, worker=worker, begun=piece.times)
-        return dict(zip(work.log_names, map(float, done[-1].value[1]), strict=True))
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yields each step's outputs, in order; a few steps a worker are under way at a time."""
@@ -138,7 +143,7 @@ class ParameterServerEngine:
         self._prepared(program, self._range_of).totals = np.concatenate([*flat, np.zeros(0)])
 
     def _hand_out(
-        self, work: _Work, first: int, last: int, *, max_staleness: int | None = None
+        self, work: Work, first: int, last: int, *, max_staleness: int | None = None
     ) -> Future[Done]:
         steps = last - first if work.training else 0
         function = functools.partial(work, first, last)
@@ -149,17 +154,29 @@ class ParameterServerEngine:
             most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
         )
 
-    def _account(self, spans: Sequence[tuple[int, int]], done: Sequence[Done]) -> None:
-        account, clock = self._crew.account, self._clock
-        for span, piece in zip(spans, done, strict=True):
-            account.done(*span, times=piece.times, staleness=piece.value[3])
-        if clock is not None:
-            account.applied = self._applied_before + clock.applied
+    def _account(self, piece: HandedOut, done: Done) -> None:
+        numbers, rows, *times = done.value
+        ages = piece.work.take(numbers)
+        if piece.work.training:
+            self._crew.account.done(piece.first, piece.last, times=done.times, staleness=ages)
+            self._times += [(done.worker_index, found) for found in times]
+        recorder = piece.program.recorder
+        if recorder is not None:
+            span, worker = (piece.first, piece.last), done.worker_index
+            recorder.write(*span, rows, worker=worker, begun=done.times)
 
-    def _prepared(self, program: StepProgram, make: Callable[..., Any]) -> _Work:
+    def _account_at_rest(self) -> None:
+        """Adds up what can be told only while nobody works."""
+        if self._clock is not None:
+            self._crew.account.applied = self._applied_before + self._clock.applied
+        if self._profile is not None and self._times:
+            self._profile.add(self._times, wall_s=time.perf_counter() - self._since_s)
+            self._times = []
+
+    def _prepared(self, program: StepProgram, make: Callable[..., Any]) -> Work:
         work = self._work.get(program)
         if work is None:
-            _require_sums(program)
+            require_sums(program)
             names: list[str] = []
             with self._job.strategy.scope():
                 if program.training and self._clock is None:
@@ -170,8 +187,12 @@ class ParameterServerEngine:
                 # Traced here once: called by many threads at once it might be traced by each.
                 closure = compiled(make(program, names))
                 closure = closure.get_concrete_function(iterator, bound, bound)
-            work = _Work(
-                closure=closure, dataset=dataset, log_names=names, training=program.training
+            work = Work(
+                closure=closure,
+                dataset=dataset,
+                log_names=names,
+                num_totals=sum(int(np.prod(v.shape)) for v in program.metrics),
+                training=program.training,
             )
             self._work[program] = work
         return work
@@ -231,11 +252,9 @@ class ParameterServerEngine:
                 ],
                 parallel_iterations=1,
             )[1:]
-            flat = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in totals]
-            total = tf.concat([*flat, tf.zeros([0], tf.float64)], 0)
-            ages = clock.staleness(now, updates) if clock else ()
-            found = total, kept, [row.stack() for row in rows], ages
-            return *found, *(t.stack() for t in times)
+            ages = clock.staleness(now, updates) if clock else tf.zeros([0])
+            numbers = told(totals, kept, ages)
+            return numbers, [row.stack() for row in rows], *(t.stack() for t in times)
 
         return run_range
 
@@ -255,7 +274,7 @@ class ParameterServerEngine:
         part: Part,
         totals: Any,
         phases: Phases | None = None,
-        watcher: AbstractContextManager[Any] | None = None,
+        watcher: contextlib.AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, Any]:
         """Runs one step; returns what it returned, and the metric totals after it."""
         at_door = phases.gradients if phases else None
@@ -265,7 +284,7 @@ class ParameterServerEngine:
         local = dict(zip(map(id, program.metrics), totals, strict=False))
 
         def in_replica() -> None:
-            with watcher or nullcontext():
+            with watcher or contextlib.nullcontext():
                 outputs = run_replica(
                     program,
                     part,
@@ -279,14 +298,3 @@ class ParameterServerEngine:
 
         self._job.strategy.run(in_replica)
         return returned[0], [local[id(v)] for v in program.metrics] if totals else ()
-
-
-def _require_sums(program: StepProgram) -> None:
-    for variable in program.metrics:
-        if variable.aggregation != "sum":
-            raise UsageError(
-                "metrics",
-                received=f"a metric whose {variable.name} is combined by {variable.aggregation!r}",
-                expected="totals that add up over workers, under strategy ps",
-                fix="create the metric's variables with aggregation='sum'",
-            )

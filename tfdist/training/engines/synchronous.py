@@ -34,7 +34,9 @@ class SynchronousEngine:
         self._steps: weakref.WeakKeyDictionary[StepProgram, Callable[..., Any]]
         self._steps = weakref.WeakKeyDictionary()
 
-    def run(self, program: StepProgram, first: int, last: int) -> dict[str, float]:
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
         """Runs the steps ``[first, last)``. A collective: every task calls it alike."""
         function = self._ranges.get(program)
         if function is None:
@@ -51,6 +53,14 @@ class SynchronousEngine:
             if program.recorder is not None:
                 program.recorder.write(start, end, rows)
         return {name: _scalar(value) for name, value in logs.items()}
+
+    def finish(self) -> None:
+        """Nothing: all are done when `run` returns."""
+
+    @property
+    def steps_under_way(self) -> int:
+        """None."""
+        return 0
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yields each step's outputs, whole on every task. A collective."""

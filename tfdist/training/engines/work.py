@@ -1,0 +1,86 @@
+"""A program as a chief hands it out in pieces, and what comes back of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.errors import UsageError
+from tfdist.training.engines.piece import Done, Place
+from tfdist.training.program import StepProgram
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Work:
+    """A program, ready to be handed out, and what its steps have told.
+
+    Attributes:
+      closure: traced; from a worker's iterator and two bounds to what `Told` takes apart.
+      dataset: makes what a worker iterates over.
+      log_names: of the last step's logs, in the order in which they are told.
+      num_totals: how many numbers the metrics of the program have.
+      data: the workers' iterators, each with the life of the worker in which it was made.
+      totals: of the metrics since they were reset, None where nothing has been told.
+      logs: of the last step that was told of.
+    """
+
+    closure: Callable[..., Any]
+    dataset: Callable[[], tf.data.Dataset]
+    log_names: list[str]
+    num_totals: int
+    training: bool
+    data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
+    totals: np.ndarray | None = None
+    logs: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, first: int, last: int, place: Place) -> Any:
+        """Runs the steps ``[first, last)`` on a worker; returns arrays."""
+        life, given = self.data.get(place.worker_index, (0, None))
+        if life != place.life:
+            given = iter(self.dataset())
+            self.data[place.worker_index] = place.life, given
+        bounds = tf.constant(first, tf.int64), tf.constant(last, tf.int64)
+        return keras.tree.map_structure(np.asarray, self.closure(given, *bounds))
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """Takes in the totals and logs of a range; returns the staleness of its steps."""
+        end = self.num_totals + len(self.log_names)
+        totals, logs, ages = np.split(numbers, [self.num_totals, end])
+        self.totals = totals if self.totals is None else self.totals + totals
+        self.logs = dict(zip(self.log_names, map(float, logs), strict=True))
+        return ages.astype(np.int64)
+
+
+def told(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
+    """What `Work.take` takes apart: one vector, as each tensor would be a message of its own."""
+    parts = [tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*totals, logs, ages)]
+    return tf.concat(parts, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HandedOut:
+    """The steps ``[first, last)`` of a program on their way, and where their result will be."""
+
+    program: StepProgram
+    work: Work
+    first: int
+    last: int
+    future: Future[Done]
+
+
+def require_sums(program: StepProgram) -> None:
+    """Refuses metrics whose totals do not add up over pieces."""
+    for variable in program.metrics:
+        if variable.aggregation != "sum":
+            raise UsageError(
+                "metrics",
+                received=f"a metric whose {variable.name} is combined by {variable.aggregation!r}",
+                expected="totals that add up over workers, under strategy ps",
+                fix="create the metric's variables with aggregation='sum'",
+            )
