@@ -35,12 +35,15 @@ AS_SLURM = {
         "a0010 a0011 a1010 a1011 a0110 a0111 a1110 a1111"
     ),
     "[1-3]": "1 2 3",
+    "n[7],m[08][1]": "n7 m081",
     "gpu[1-2],node01": "gpu1 gpu2 node01",
 }
 OURS = {
     "n1,n2,m[1-2]-ib": "n1 n2 m1-ib m2-ib",
     "train-[0-1].svc.ns": "train-0.svc.ns train-1.svc.ns",
     "a[1-2]b[3-4].x": "a1b3.x a1b4.x a2b3.x a2b4.x",
+    "a[1-2]b[3].x,a[1-2]b[3],c[1-2]b[3]": "a1b3.x a2b3.x a1b3 a2b3 c1b3 c2b3",
+    "n[7]-ib": "n7-ib",
     " n[1-2] ": "n1 n2",
 }
 WRONG = [
@@ -52,6 +55,9 @@ WRONG = [
     "n[1-3",
     "n1-3]",
     "n[]",
+    "n[7]]",
+    "n[7],,m[8]",
+    f"n[{'7' * 19}]",
     "n[1,,2]",
     "n[1-]",
     "n[-1]",
@@ -95,6 +101,13 @@ def test_what_is_no_node_list_is_one_line_that_names_the_variable(text: str) -> 
     assert said.startswith("SLURM_STEP_NODELIST: received ")
     assert said.isprintable()
     assert len(said) < 400
+
+
+@pytest.mark.parametrize("text", ["n[1-3", "n1-3]", "n[[1-2]]", "n[1-2],m[3"])
+def test_brackets_that_do_not_pair_are_shown_with_the_list(text: str) -> None:
+    with pytest.raises(UsageError, match="expected a node list with brackets in pairs") as error:
+        expand(text, where="X")
+    assert repr(text) in str(error.value)
 
 
 NAMES = st.lists(st.from_regex(r"[a-z]{0,2}-?[0-9]{0,4}([a-z.-]|[0-9]{1,3})", fullmatch=True))
@@ -195,6 +208,12 @@ LARGE = {
         158_976,
     ),
     "twenty thousand racks": (",".join(f"r{rack}n[1-8]-ib" for rack in range(19_872)), 158_976),
+    "two brackets a name": (",".join(f"r{r}s[1-2]n[1-4]" for r in range(19_872)), 158_976),
+    "three brackets a name": (
+        ",".join(f"x{row}c[0-7]s[0-7]n[0-1]" for row in range(1_242)),
+        158_976,
+    ),
+    "a bracket for each node": (",".join(f"n[{number}]" for number in range(158_976)), 158_976),
     "no ranges": (",".join(f"n{number}" for number in range(158_976)), 158_976),
 }
 

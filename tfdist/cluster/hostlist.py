@@ -21,11 +21,13 @@ _FEW = 1000  # more are made into text once, for all names that have them
 _MAX_DIGITS = 18
 _ELEMENT = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_WITHOUT_RANGES = re.compile(r"[^\[\]]*+(?:\[[0-9]{1,18}\][^\[\]]*+)*+")  # n1,n[2]
 _RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _DIGITS = "0123456789"
 _Numbers = Sequence[str] | range
 _NUMBERS = "numbers and ranges, as in [1-3,7]"
+_PAIRS = "brackets in pairs, and a name before and after each comma"
 _FEWER = f"at most {MAX_HOSTS} names in all"
 
 
@@ -42,8 +44,8 @@ def expand(text: str, *, where: str) -> list[str]:
     text = text.strip()
     if len(text.split()) > 1 or "(" in text or ")" in text:
         raise _mistake(text, where, "names without spaces or parentheses")
-    if "[" not in text and "]" not in text:
-        names = text.split(",")
+    if _WITHOUT_RANGES.fullmatch(text):
+        names = text.replace("[", "").replace("]", "").split(",")
         if "" in names:
             raise _mistake(text, where, "a name before and after each comma")
         return names
@@ -89,20 +91,23 @@ def split(text: str, *, where: str) -> Iterator[str]:
         yield match[0]
         end = match.end()
     if end != len(text):
-        raise _mistake(text, where, "brackets in pairs, and a name before and after each comma")
+        raise _mistake(text, where, _PAIRS)
 
 
 def _all_names(
     before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
 ) -> list[str]:
     """Returns the names of a list from the text before each of its brackets, and the last one."""
+    outside = ",".join([*before, last])
+    if "[" in outside or "]" in outside:
+        raise _mistake(text, where, _PAIRS)
     _check_brackets(brackets, where)
     are_at_ends = text.count("],") + text.endswith("]") == len(brackets)
     are_many = are_at_ends and len(brackets) > 1  # one with many numbers is made sooner by itself
     make = _with_brackets_at_the_end if are_many else _with_brackets_anywhere
     names = make(before, brackets, last, text=text, where=where)
-    if "" in names or "[" in (outside := ",".join([*before, last])) or "]" in outside:
-        raise _mistake(text, where, "brackets in pairs, and a name before and after each comma")
+    if "" in names:
+        raise _mistake(text, where, _PAIRS)
     return names
 
 
@@ -147,23 +152,27 @@ def _with_brackets_anywhere(
     *names, prefix = before[0].split(",")
     known: dict[str, _Numbers] = {}  # thousands of racks have the same numbers
     pieces: list[str] = []  # of a name with several brackets, those that have been seen
-    values: list[_Numbers] = []
+    insides: list[str] = []
+    ends: list[str] = []  # of such names
+    ends_of: list[str] = []  # what they were made of, which racks in a row often share
     for inside, gap in zip(brackets, [*before[1:], last + ","], strict=True):
         numbers = known.get(inside)
         if numbers is None:
             numbers = known[inside] = _numbers(inside, where)
         rest, comma, following = gap.rpartition(",")
-        if comma and not values and "," not in rest:
+        if comma and not insides and "," not in rest:
             names += [f"{prefix}{number}{rest}" for number in numbers]
         else:
             pieces.append(prefix)
-            values.append(numbers)
+            insides.append(inside)
             if comma:
                 suffix, *plain = rest.split(",")
-                room = MAX_HOSTS - len(names)
-                names += _combined([*pieces, suffix], values, room=room, where=where)
+                begin, *after = *pieces, suffix
+                if (made_of := after + insides) != ends_of:
+                    ends, ends_of = _ends(after, [known[i] for i in insides], where=where), made_of
+                names += [begin + end for end in ends]
                 names += plain
-                pieces, values = [], []
+                pieces, insides = [], []
         prefix = following if comma else gap
         if len(names) > MAX_HOSTS:
             raise _mistake(text, where, _FEWER)
@@ -177,24 +186,18 @@ def _check_brackets(brackets: Sequence[str], where: str) -> None:
         raise _mistake(f"[{wrong}]", where, _NUMBERS)
 
 
-def _combined(
-    pieces: Sequence[str], values: Sequence[_Numbers], *, room: int, where: str
-) -> list[str]:
-    """Returns the names of an element with brackets between `pieces`, the last varying fastest."""
-    if math.prod(map(len, values)) > room:
-        raise _mistake("][".join(pieces), where, _FEWER)
-    if len(values) == 2:
-        (one, other), (before, between, after) = values, pieces
-        ends = [f"{between}{number}{after}" for number in other]
-        return [begin + end for begin in [f"{before}{n}" for n in one] for end in ends]
-    *outer, before_last, after = pieces
-    ends = [f"{number}{after}" for number in values[-1]]
-    made: list[str] = []
-    for chosen in itertools.product(*values[-2::-1]):
-        parts = zip(outer, reversed(chosen), strict=True)
-        prefix = "".join(f"{text}{number}" for text, number in parts) + before_last
-        made += [prefix + end for end in ends]
-    return made
+def _ends(after: Sequence[str], values: Sequence[_Numbers], *, where: str) -> list[str]:
+    """Returns what may follow a name's beginning: a number of each bracket, and the text after it.
+
+    The last bracket varies fastest and the first next.
+    """
+    if math.prod(map(len, values)) > MAX_HOSTS:
+        raise _mistake("][".join(after), where, _FEWER)
+    *outer, innermost = values
+    begins = [""]
+    for numbers, following in zip(outer, after[:-1], strict=True):
+        begins = [f"{begin}{number}{following}" for number in numbers for begin in begins]
+    return [f"{begin}{number}{after[-1]}" for begin in begins for number in innermost]
 
 
 def _numbers(inside: str, where: str) -> _Numbers:
