@@ -339,11 +339,22 @@ def test_a_node_of_no_component_is_refused() -> None:
     refusal({**recorded("slurm_het_srun")[0], **change}, "SLURM_STEP_NODELIST")
 
 
-def test_a_requeued_job_is_another_attempt() -> None:
-    environ = {**recorded("slurm_srun_n3")[0], "SLURM_RESTART_COUNT": "2"}
+@pytest.mark.parametrize("name", ["slurm_srun_n3", "mpi_open_mpi_in_slurm"])
+def test_a_requeued_job_is_another_attempt(name: str) -> None:
+    environ = {**recorded(name)[0], "SLURM_RESTART_COUNT": "2"}
     config = read_environment(environ)
     assert config is not None
     assert config.options.attempt == 3
+
+
+@pytest.mark.parametrize("name", ["slurm_srun_n1", "slurm_sbatch_srun_n1", "slurm_sbatch_plain"])
+def test_a_requeued_process_by_itself_is_another_attempt(name: str) -> None:
+    environ = recorded(name)[0]
+    again = read_environment({**environ, "SLURM_RESTART_COUNT": "2"})
+    assert again is not None
+    assert (again.cluster.tasks(), again.options) == ((), JobOptions(attempt=3))
+    assert read_environment({**environ, "SLURM_RESTART_COUNT": "0"}) is None
+    refusal({**environ, "SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT")
 
 
 def test_nodes_of_a_cloud_are_reached_at_their_addresses() -> None:

@@ -193,6 +193,7 @@ def test_a_pod_with_its_full_name_finds_itself() -> None:
         ("mpi_pmix_alone", {"PMIX_RANK": "1"}, "PMIX_HOSTNAME"),
         ("slurm_srun_pmix", {"PMIX_RANK": "1"}, "PMIX_RANK"),
         ("slurm_srun_pmi2", {"PMI_RANK": "1"}, "PMI_RANK"),
+        ("slurm_srun_cray", {"PMI_RANK": "1"}, "PMI_RANK"),
     ],
 )
 def test_ranks_that_cannot_be_placed_are_refused(name: str, change: Environ, variable: str) -> None:
@@ -212,6 +213,20 @@ def test_local_ranks_of_pals_are_read_too() -> None:
     assert config is not None
     assert config.cluster.worker == ("127.0.0.1:20000", "127.0.0.1:20001")
     assert config.task == Task("worker", 1)
+
+
+def test_ranks_of_different_jobs_have_different_ports() -> None:
+    ranks = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}
+    jobs = ({}, {"PALS_APID": "b7a5"}, {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.server"})
+    first_ports = {str(read_environment({**ranks, **job})) for job in jobs}
+    assert len(first_ports) == len(jobs)
+
+
+def test_a_step_of_a_component_under_cray_is_read_from_slurm() -> None:
+    own = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_JOBID": "11", "PALS_APID": "11.0"}
+    plain = recorded("slurm_het_srun")[1]
+    assert plain["SLURM_JOB_ID"] == "10"
+    assert read_environment({**plain, **own}) == read_environment(plain)
 
 
 def test_an_interactive_step_with_pmix_of_slurm_is_a_process_by_itself() -> None:

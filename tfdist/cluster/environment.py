@@ -116,12 +116,12 @@ def _check_wishes(environ: Mapping[str, str]) -> None:
 
 
 def _alone(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Returns what a process by itself is told: None, or the strategy of TFDIST_STRATEGY."""
-    if not any(name.startswith("TFDIST_") for name in environ):
+    """Returns what a process by itself is told: None, or options and which attempt it is."""
+    if "SLURM_RESTART_COUNT" not in environ and not any(n.startswith("TFDIST_") for n in environ):
         return None
-    from tfdist.cluster import wishes
+    from tfdist.cluster import slurm, wishes
 
-    options = wishes.from_environ(environ).options()
+    options = wishes.from_environ(environ).options(attempt=slurm.attempt(environ))
     wished = options.strategy
     ps = environ.get("TFDIST_PS", "").strip()
     if wished in ("multiworker", "ps"):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import hostlist, hosts, placement, wishes
+from tfdist.cluster import hostlist, hosts, placement, slurm, wishes
 from tfdist.cluster.address import shown
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.cluster.wishes import HOSTS, integer, needed, text
@@ -29,6 +29,10 @@ _PMI = ("PMI_SIZE", "PMI_RANK")
 _PMI_LOCAL = (("MPI_LOCALNRANKS", "MPI_LOCALRANKID"), ("PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"))
 _PMIX_RANK = "PMIX_RANK"
 _LOCAL_HOST = "127.0.0.1"
+_JOB_NAMES = (
+    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID"),
+    *("SLURM_JOB_ID", "PBS_JOBID"),  # of the allocation, where mpirun has no name for its job
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +69,12 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     wished = wishes.from_environ(environ)
     where, ranks = _hosts(environ, world)
     _check_self(environ, world, ranks, where)
-    job = text(environ, "PMIX_NAMESPACE") or text(environ, "OMPI_MCA_ess_base_jobid")
-    first_port = placement.port_of_job(job or "0", wished=wished)
+    job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
+    first_port = placement.port_of_job(job, wished=wished)
     at = placement.ports_of_ranks(ranks, first_port=first_port, among=wished.ports)
     types = placement.task_types(world.size, wished=wished)
-    return placement.placed(at, types, rank=world.rank, wished=wished)
+    attempt = slurm.attempt(environ)  # in whose jobs mpirun is at home, too
+    return placement.placed(at, types, rank=world.rank, wished=wished, attempt=attempt)
 
 
 def _world(environ: Mapping[str, str]) -> _World | None:
@@ -95,12 +100,15 @@ def _world(environ: Mapping[str, str]) -> _World | None:
 
 
 def _is_of_slurm(environ: Mapping[str, str]) -> bool:
-    """Returns whether srun itself set the variables of PMI or PMIx (``--mpi=pmi2``, ``pmix``).
+    """Returns whether srun itself set the variables of PMI or PMIx.
 
-    It says the same by its own variables then, and more.
+    It says the same by its own variables then, and more: with ``--mpi=pmi2`` and ``pmix``, and
+    with ``cray_shasta``, the default of HPE Cray EX, which has the step's number in PALS_APID.
     """
-    job, step = text(environ, "SLURM_JOB_ID"), text(environ, "SLURM_STEP_ID")
-    of_pmi = bool(step) and text(environ, "PMI_JOBID") == f"{job}.{step}"
+    step = text(environ, "SLURM_STEP_ID")
+    steps = (text(environ, name).partition(".") for name in ("PMI_JOBID", "PALS_APID"))
+    # The job's number is that of the component in a heterogeneous job, and SLURM_JOB_ID is not.
+    of_pmi = bool(step) and any(job.isdecimal() and at == step for job, _, at in steps)
     if not of_pmi and not text(environ, "PMIX_NAMESPACE").startswith("slurm.pmix."):
         return False
     for name in (_PMI[1] if of_pmi else _PMIX_RANK,):

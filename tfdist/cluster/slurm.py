@@ -53,8 +53,12 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     )
     components = wishes.integer(environ, "SLURM_HET_SIZE") or 1
     types = _types([nodes[index].group for index in where], wished, components=components)
-    attempt = 1 + (wishes.integer(environ, "SLURM_RESTART_COUNT") or 0)
-    return placement.placed(at, types, rank=rank, wished=wished, attempt=attempt)
+    return placement.placed(at, types, rank=rank, wished=wished, attempt=attempt(environ))
+
+
+def attempt(environ: Mapping[str, str]) -> int:
+    """Returns which attempt at its job a process is: Slurm counts those that came before."""
+    return 1 + (wishes.integer(environ, "SLURM_RESTART_COUNT") or 0)
 
 
 def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
