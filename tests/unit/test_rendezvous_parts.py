@@ -10,7 +10,7 @@ import pytest
 
 from tfdist.errors import UsageError
 from tfdist.rendezvous.hub import listen
-from tfdist.rendezvous.interface import own_address
+from tfdist.rendezvous.interface import own_address, resolve
 from tfdist.rendezvous.terms import differences, summary, without_secrets
 from tfdist.rendezvous.token import VARIABLE, read_token
 
@@ -64,6 +64,12 @@ def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> N
     assert "0 characters" in refusal(environ={VARIABLE: ""})
 
 
+@pytest.mark.parametrize("given", [SECRET, f"sub/{SECRET}", SECRET + "x" * 300, f"{__file__}/x"])
+def test_a_token_in_the_place_of_its_file_is_not_repeated(given: str) -> None:
+    assert "a path at which nothing is, not shown (" in refusal(path=given)
+    assert given not in refusal(path=given)
+
+
 @pytest.mark.parametrize("program", ["launch", "doctor", "submit", "tune"])
 @pytest.mark.parametrize("between", ["=", " "])
 def test_no_command_line_takes_a_token_or_repeats_it(
@@ -114,6 +120,20 @@ def test_own_addresses_are_bound_to_and_others_refused() -> None:
         own_address("192.0.2.1", other="127.0.0.1")
     with pytest.raises(UsageError, match="cannot be resolved"):
         own_address("no-such-host.invalid", other="127.0.0.1")
+
+
+def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = {
+        socket.AF_INET: (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 7)),
+        socket.AF_INET6: (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 7, 0, 0)),
+    }
+    for found in (list(both.values()), list(both.values())[::-1]):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
+        assert resolve("host", 7) == (socket.AF_INET, ("10.0.0.1", 7))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [both[socket.AF_INET6]])
+    assert resolve("host", 7) == (socket.AF_INET6, ("fd00::1", 7))
 
 
 def test_it_listens_at_one_address_alone() -> None:

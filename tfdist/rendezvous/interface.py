@@ -13,9 +13,13 @@ _ANY_PORT = 9  # nothing is sent to it
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Returns family and address of a host; raises OSError, also for a name that is unknown."""
+    """Returns family and address of a host; raises OSError, also for a name that is unknown.
+
+    Of a name with both, that of IPv4: the system puts them in an order that follows from its own
+    routes, and host 0 listens at one of them.
+    """
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, (str(address[0]), int(address[1]))
 
 

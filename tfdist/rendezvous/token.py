@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -49,7 +50,9 @@ def _text_of(path: str) -> str:
             data = file.read(_MAX_CHARS + 2)
         return data.decode()
     except OSError as error:
-        received = f"{path} ({error.strerror})"
+        # A path at which nothing is may be the secret itself, given in the place of its file.
+        shown = path if os.path.lexists(path) else "a path at which nothing is, not shown"
+        received = f"{shown} ({error.strerror})"
     except UnicodeDecodeError:
         received = f"{path}, which is no text"
     raise UsageError(
