@@ -106,6 +106,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         PODS + "--env http_proxy=http://me:hunter2@proxy:3128 train.py",
         PODS + "--env X=ghp_hunter2hunter2hunter2 train.py",
         SLURM + "--env DB_PASSWORD=hunter2 train.py",
+        SLURM + "--env PGPASSWORD=hunter2 train.py",
         SLURM + "train.py --api_key hunter2",
         SLURM + "train.py --wandb.api-key=hunter2",
         SLURM + "train.py --url=https://me:hunter2@example.org/x",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tfdist.cluster import environment, hosts, placement, wishes
 from tfdist.cluster.address import shown
+from tfdist.cluster.secret_names import names_a_secret
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import UsageError, near
 from tfdist.lint.config_values import WITHOUT_PS
@@ -16,7 +16,6 @@ from tfdist.lint.tf_config import check_tf_config
 PlaceOf = Callable[[str], Place]
 """Gives the place where a variable is set."""
 
-_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
 
@@ -47,7 +46,7 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
             yield from check_tf_config(value, place_of(name))
         elif name.startswith("TFDIST_"):
             yield from _one(name, value, place_of(name))
-        if _SECRET.search(name.upper()) and value.strip():
+        if names_a_secret(name) and value.strip():
             yield _secret(name, place_of(name))
     yield from _proxies(values, place_of)
     if values.get(wishes.STRATEGY, "").strip() in WITHOUT_PS:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import re
 from collections.abc import Mapping, Sequence
 
-_SECRET = re.compile(
-    r"(^|[_.-])(token|password|passwd|secret|credentials?|(api|access|private|secret)[_-]?key)$",
-    re.IGNORECASE,
-)
+from tfdist.cluster.secret_names import names_a_secret
+
 _MAX_SHOWN = 5
 _MAX_CHARS = 120
 
@@ -60,11 +57,11 @@ def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[st
         name, equals, value = arg.partition("=")
         if follows:
             result.append(_mark(arg, key))
-        elif equals and _SECRET.search(name):
+        elif equals and names_a_secret(name):
             result.append(f"{name}={_mark(value, key)}")
         else:
             result.append(arg)
-        follows = not equals and arg.startswith("-") and bool(_SECRET.search(arg))
+        follows = not equals and arg.startswith("-") and names_a_secret(arg)
     return result
 
 

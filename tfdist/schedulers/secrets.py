@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from tfdist.cluster.secret_names import names_a_secret
 from tfdist.errors import UsageError
 
-_NAME = re.compile(
-    r"(^|[_.-])(token|password|passwd|secret|credentials?|(api|access|private|secret)[_-]?key)$",
-    re.IGNORECASE,
-)
 _KNOWN = re.compile(
     r"\b(ghp_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -40,7 +37,7 @@ def refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str) 
 
 def is_secret(name: str, value: str) -> bool:
     """Returns whether `value`, given for `name`, looks like a secret itself."""
-    return bool(value) and bool(_NAME.search(name) or _KNOWN.search(value))
+    return bool(value) and bool(names_a_secret(name) or _KNOWN.search(value))
 
 
 def reference(text: str, *, pattern: str, form: str) -> tuple[str, str]:
