@@ -56,6 +56,30 @@ def test_those_of_a_task_whose_tf_config_the_operator_sets(
     assert config.options.startup_timeout_s == 300
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sources"),
+    [
+        ("--workers 2 --gpus 4 train.py", [{"emptyDir": {"medium": "Memory"}}]),
+        ("--workers 2 train.py", []),
+        (
+            "--gpus 2 --volume /dev/shm=/dev/shm/ train.py",
+            [{"hostPath": {"path": "/dev/shm"}}],
+        ),
+    ],
+)
+def test_pods_with_gpus_have_shared_memory(
+    arguments: str, sources: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--to", "kubernetes", "--dry_run", "--image", "x", *shlex.split(arguments)]) == 0
+    job: Any = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
+    spec = job["spec"]["template"]["spec"]
+    mounts = spec["containers"][0].get("volumeMounts", [])
+    at = {mount["name"] for mount in mounts if mount["mountPath"].rstrip("/") == "/dev/shm"}
+    volumes = spec.get("volumes", [])
+    assert {volume["name"] for volume in volumes} == at
+    assert [{k: v for k, v in vol.items() if k != "name"} for vol in volumes] == sources
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan"])
 def test_a_time_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="TFDIST_STARTUP_TIMEOUT_S: received"):

@@ -21,6 +21,8 @@ GPU = "nvidia.com/gpu"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
+_SHM = "/dev/shm"
+
 _TFDIST = """\
 if ! "$1" -c 'import tfdist' 2>/dev/null; then
   echo {message}
@@ -121,8 +123,11 @@ def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
     if options.node_selector:
         spec["nodeSelector"] = dict(options.node_selector)
     spec["containers"] = [_container(request, options, role)]
-    if options.volumes:
-        spec["volumes"] = [_volume(i, volume) for i, volume in enumerate(options.volumes)]
+    volumes = [_volume(i, volume) for i, volume in enumerate(options.volumes)]
+    if _needs_shm(options, role):
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    if volumes:
+        spec["volumes"] = volumes
     return {"metadata": {"labels": labels(request)}, "spec": spec}
 
 
@@ -151,15 +156,18 @@ def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest
     if amounts := _amounts(request, role):
         made["resources"] = {"requests": amounts, "limits": amounts}
     made["securityContext"] = {"allowPrivilegeEscalation": False}
-    if options.volumes:
-        made["volumeMounts"] = [
-            {
-                "name": f"volume-{i}",
-                "mountPath": volume.mount,
-                **({"readOnly": True} if volume.read_only else {}),
-            }
-            for i, volume in enumerate(options.volumes)
-        ]
+    mounts: list[Manifest] = [
+        {
+            "name": f"volume-{i}",
+            "mountPath": volume.mount,
+            **({"readOnly": True} if volume.read_only else {}),
+        }
+        for i, volume in enumerate(options.volumes)
+    ]
+    if _needs_shm(options, role):
+        mounts.append({"name": "shm", "mountPath": _SHM})
+    if mounts:
+        made["volumeMounts"] = mounts
     return made
 
 
@@ -182,6 +190,11 @@ def script(image: str, request: JobRequest, role: Role) -> str:
 SERVER_CODES = {0: EXIT_PEER_MISSING}
 """A server of a ps job ends with 0 when its chief has gone, also if the chief is to come back: as
 a pod that is done it would not be there then. The job ends with its chief."""
+
+
+def _needs_shm(options: PodOptions, role: Role) -> bool:
+    """Returns whether a pod is given shared memory: NCCL wants more than a container's 64 MB."""
+    return bool(role.gpus) and all(v.mount.rstrip("/") != _SHM for v in options.volumes)
 
 
 def _secret(name: str, where: str) -> Manifest:
