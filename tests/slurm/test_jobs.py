@@ -131,8 +131,9 @@ def test_a_ps_job_trains_in_one_component_in_two_and_in_a_step_of_srun(slurm: Sl
     one = ("--workers", "1", "--evaluator")
     shapes = {"one": one, "two": ("--workers", "2", "--gpus", "1")}
     jobs = [slurm.submit(*ps, *shape, program=program, name=name) for name, shape in shapes.items()]
-    for job in jobs:
+    for job, name in zip(jobs, shapes, strict=True):
         job.is_in_state("COMPLETED")
+        assert slurm.asked("--logs", name) == job.text()
     asked = {"TFDIST_STRATEGY": "ps", "TFDIST_PS": "1", "TFDIST_RUN_DIR": "runs/srun"}
     step = ["srun", "--nodes=2", "--ntasks=4", sys.executable, *program]
     done = slurm.run(*step, **asked, **ONE_THREAD)

@@ -99,12 +99,14 @@ def test_the_state_of_a_job() -> None:
 
 
 def test_the_output_of_the_latest_job_is_found() -> None:
-    job = "JobId=9 Command=x StdErr=/a/x-9.out StdIn=/dev/null StdOut=/a b/x-9.out Power= \n"
-    ask = Recorded(squeue=says("9\n7\n"), scontrol=says(job))
-    assert tools.slurm_output("x", ask=ask) == "/a b/x-9.out"
-    assert ask.asked[-1] == "scontrol show job --oneliner 9"
-    with pytest.raises(UsageError, match="a job that squeue still knows"):
-        tools.slurm_output("x", ask=Recorded())
+    job = "JobId=10 JobName=x\n   Command=x\n   StdIn=/dev/null\n   StdOut=/a b/x-10.out\n"
+    for more in ("   Power=\n", "", "   TresPerTask=gres/gpu=1\n\nJobId=11 JobName=x\n"):
+        ask = Recorded(squeue=says("10+0\n10+1\n9\n"), scontrol=says(job + more))
+        assert tools.slurm_output("x", ask=ask) == "/a b/x-10.out"
+        assert ask.asked[-1] == "scontrol show job 10"
+    for answers in ({}, {"squeue": says("9\n"), "scontrol": says("JobId=9 JobName=interactive\n")}):
+        with pytest.raises(UsageError, match="a job that squeue still knows"):
+            tools.slurm_output("x", ask=Recorded(**answers))
 
 
 def test_the_output_of_pods() -> None:

@@ -30,14 +30,14 @@ def ask(argv: Sequence[str], text: str = "") -> Answer:
     """Runs a command and returns its answer.
 
     Raises:
-        UsageError: there is no such command.
+        UsageError: there is no such command, or not for this user.
         TfdistError: it did not answer within a minute.
     """
     try:
         done = subprocess.run(
             argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         fix = f"run it where {argv[0]} is, or see what would be submitted with --dry_run"
         expected = f"the command {argv[0]} on PATH"
         raise UsageError("--to", received=f"no {argv[0]}", expected=expected, fix=fix) from None
@@ -66,13 +66,16 @@ def squeue(name: str, *, ask: Ask = ask) -> str:
 
 def slurm_output(name: str, *, ask: Ask = ask) -> str:
     """Returns the path of the output of the latest job of this name."""
-    listed = ["squeue", "--me", f"--name={name}", "--states=all", "--noheader", "--format=%A"]
-    jobs = [int(word) for word in _told(ask(listed, ""), "squeue").split() if word.isdigit()]
+    listed = ["squeue", "--me", f"--name={name}", "--states=all", "--noheader", "--format=%i"]
+    # 7+1 is a component of job 7, which alone has an output.
+    jobs = re.findall(r"^\s*(\d+)", _told(ask(listed, ""), "squeue"), re.MULTILINE)
     if not jobs:
         raise _nothing("--logs", name, "squeue")
-    latest = ["scontrol", "show", "job", "--oneliner", str(max(jobs))]
-    shown = _told(ask(latest, ""), "scontrol")
-    return shown.partition(" StdOut=")[2].partition(" Power=")[0].strip()
+    shown = _told(ask(["scontrol", "show", "job", max(jobs, key=int)], ""), "scontrol")
+    output = re.search(r"^\s*StdOut=(.*\S)", shown, re.MULTILINE)
+    if output is None:
+        raise _nothing("--logs", name, "squeue")
+    return output[1]
 
 
 def apply(manifests: str, *, name: str, kind: str, namespace: str | None, ask: Ask = ask) -> str:
