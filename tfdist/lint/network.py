@@ -153,13 +153,25 @@ def _policies(job: Workload, policies: Sequence[Beside]) -> Iterator[Finding]:
 
 
 def _guards(policy: Beside, labels: Mapping[str, str]) -> bool:
+    """Returns whether a policy is for these pods, and keeps somebody from them."""
+    types = as_seq(policy.spec.get("policyTypes"))
+    if types and "Ingress" not in types:
+        return False
     selector = as_map(policy.spec.get("podSelector"))
     if as_seq(selector.get("matchExpressions")):
         return True  # taken to be meant for them
+    if any(map(_lets_everybody_in, map(as_map, as_seq(policy.spec.get("ingress"))))):
+        return False
     wanted = {k: str(v) for k, v in as_map(selector.get("matchLabels")).items()}
-    if any(as_map(rule) == {} for rule in as_seq(policy.spec.get("ingress"))):
-        return False  # an empty rule lets everybody in
     return _matches(wanted, labels)
+
+
+def _lets_everybody_in(rule: Map) -> bool:
+    """Returns whether a rule without senders, perhaps with ports, or one of them is everybody."""
+    senders = [as_map(sender) for sender in as_seq(rule.get("from"))]
+    networks = [str(as_map(sender.get("ipBlock")).get("cidr", "")) for sender in senders]
+    everywhere = [s.get("namespaceSelector") == {} and "podSelector" not in s for s in senders]
+    return not senders or any(net.endswith("/0") for net in networks) or any(everywhere)
 
 
 def _place(beside: Beside, key: str, path: str) -> Place:

@@ -61,11 +61,12 @@ def _failure(job: Workload, part: Part) -> Iterator[Finding]:
         return
     owner = part.owner
     policy = as_map(owner.get("podFailurePolicy"))
-    if policy and part.pod_spec.get("restartPolicy") == "OnFailure":
+    written = part.pod_spec.get("restartPolicy")
+    if policy and (written == "OnFailure" or (written is None and job.kind == "JobSet")):
         yield job.finding(
             "K8S023",
             job.place(part.pod_spec, "restartPolicy"),
-            received="OnFailure beside podFailurePolicy",
+            received=f"{written or 'none, which is OnFailure,'} beside podFailurePolicy",
             expected="Never",
             fix="write restartPolicy: Never",
         )
