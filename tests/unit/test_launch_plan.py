@@ -16,7 +16,7 @@ from tfdist.cluster import Task, decode
 from tfdist.errors import UsageError
 from tfdist.launch.attempts import replace_taken
 from tfdist.launch.flags import parse
-from tfdist.launch.machine import Machine, visible_gpus
+from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
 from tfdist.launch.plan import (
     Place,
     decided_strategy,
@@ -281,6 +281,17 @@ def test_more_gpus_than_there_are_is_a_mistake(line, said):
 )
 def test_visible_gpus_are_read_as_cuda_reads_them(value, gpus):
     assert visible_gpus(value) == gpus
+
+
+def test_the_parts_of_a_divided_gpu_are_devices_of_their_own():
+    text = (
+        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6)\n"
+        "  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef)\n"
+        "  MIG 2g.10gb     Device  1: (UUID: MIG-cba663e8)\n"
+        "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-a9c1b2d3)\n"
+    )
+    assert listed_gpus(text) == ("MIG-c6d4f1ef", "MIG-cba663e8", "1")
+    assert listed_gpus("No devices found.\n") == ()
 
 
 # the dry run

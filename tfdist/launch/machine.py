@@ -54,7 +54,16 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return tuple(re.findall(r"^GPU (\d+):", listed.stdout, flags=re.MULTILINE))
+    return listed_gpus(listed.stdout)
+
+
+def listed_gpus(text: str) -> tuple[str, ...]:
+    """Returns the devices of ``nvidia-smi -L``; of a GPU that is divided (MIG) its parts."""
+    gpus: list[str] = []
+    for gpu in re.split("^(?=GPU )", text, flags=re.MULTILINE):
+        parts = re.findall(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", gpu, flags=re.MULTILINE)
+        gpus += parts or re.findall(r"^GPU (\d+):", gpu)
+    return tuple(gpus)
 
 
 def visible_gpus(value: str) -> tuple[str, ...]:
