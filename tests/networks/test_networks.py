@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.multiprocess import jobs
 from tests.multiprocess.jobs import PAUSE, report
 from tests.networks.network import ADDRESSES, NOBODY
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
@@ -122,6 +123,25 @@ def test_a_wrong_name_of_another_on_host_0_does_not_matter(on, network):
     assert (other.end(), first.end()) == (0, 0)
     assert ADDRESSES["beta"] in first.text
     assert NOBODY not in first.text
+
+
+def test_hosts_of_ipv6_meet_and_tell_their_tasks_so(launch, network):
+    addresses = {"alpha": "fd77::1", "beta": "fd77::2"}
+    for host, address in addresses.items():
+        network.on(host, "ip", "address", "add", f"{address}/64", "dev", "link0", "nodad")
+    listed = ("--hosts", ",".join(f"[{address}]" for address in addresses.values()))
+    show = "import os; print(os.environ['TF_CONFIG'])"
+    started = [
+        launch(
+            show, *listed, "--node_rank", str(rank), "--run_dir", "run",
+            command=(*network.inside(host), *jobs.LAUNCH),
+            env={"TFDIST_RENDEZVOUS_TOKEN": "known to both hosts"},
+        )
+        for rank, host in enumerate(addresses)
+    ]  # fmt: skip
+    assert [job.end() for job in started] == [0, 0]
+    for job in started:
+        assert re.search(r'"worker": \["\[fd77::1\]:\d+", "\[fd77::2\]:\d+"\]', job.text)
 
 
 def test_the_rendezvous_listens_on_the_jobs_interface_alone(on, network):
