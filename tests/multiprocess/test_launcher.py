@@ -36,7 +36,9 @@ def test_a_program_runs_as_python_would_run_it(launch, tmp_path, command):
     job = launch(
         """
         import beside, json, os, pickle, random, sys
-        class Point: pass
+        class Point:
+            x: int
+        assert Point.__annotations__ == {"x": int}
         assert pickle.loads(pickle.dumps(Point)) is Point
         assert sys.modules["__main__"].Point is Point
         assert __name__ == "__main__" and __spec__ is None and __doc__ is None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import select
 import sys
 
 import pytest
 
 from tfdist.launch.program import run_program
+from tfdist.launch.task import note_to
 
 
 def cause_of(tmp_path, source):
@@ -36,3 +40,29 @@ def test_the_line_that_says_what_happened_is_the_cause(tmp_path, raised, cause, 
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     assert cause_of(tmp_path, f"raise {raised}") == cause
+
+
+def test_a_process_that_the_program_has_forked_does_not_fail_for_its_task():
+    read_fd, write_fd = os.pipe()
+    failed = note_to(write_fd, task="worker-0")
+    child = os.fork()
+    if not child:
+        failed(3, "exit code 3")  # as `sys.exit(3)` there calls it
+        os._exit(0)
+    os.waitpid(child, 0)
+    failed(4, "ValueError: mine")
+    note = json.loads(os.read(read_fd, 4096))
+    assert (note["task"], note["exit_code"], note["cause"]) == ("worker-0", 4, "ValueError: mine")
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_note_is_one_piece_whatever_the_cause():
+    read_fd, write_fd = os.pipe()
+    cause = "\N{FIRE}\udc80" * 1000
+    note_to(write_fd, task="worker-0")(1, cause)
+    data = os.read(read_fd, 1 << 16)
+    assert len(data) <= select.PIPE_BUF
+    assert cause.startswith(json.loads(data)["cause"])
+    os.close(read_fd)
+    os.close(write_fd)

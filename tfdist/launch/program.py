@@ -59,7 +59,8 @@ def _run_script(path: str, args: Sequence[str]) -> None:
     )
     with open(full, "rb") as file:
         source = file.read()
-    exec(compile(source, full, "exec"), main.__dict__)
+    # Not with this file's own `from __future__` imports, which `compile` would hand on.
+    exec(compile(source, full, "exec", dont_inherit=True), main.__dict__)
 
 
 def _run_module(name: str, args: Sequence[str]) -> None:

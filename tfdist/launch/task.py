@@ -27,9 +27,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
-    """Returns a function that tells the launcher when, how and why a program failed."""
+    """Returns a function that tells the launcher when, how and why a program failed.
+
+    Where the program has forked, its children end by the same way: they tell nothing.
+    """
+    pid = os.getpid()
 
     def failed(exit_code: int, cause: str) -> None:
+        if os.getpid() != pid:
+            return
         import json
         import time
 
@@ -41,7 +47,8 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
             "step": heartbeat.steps_done(),
         }
         try:
-            os.write(notes_fd, json.dumps(note).encode() + b"\n")
+            line = json.dumps(note, ensure_ascii=False).encode(errors="backslashreplace")
+            os.write(notes_fd, line + b"\n")
         except OSError:  # the launcher is gone or does not listen: nobody to tell
             return
 
