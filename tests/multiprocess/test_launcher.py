@@ -485,6 +485,14 @@ def test_a_job_inside_a_task_ends_with_it(launch, tmp_path):
     job.assert_gone()
 
 
+def test_more_tasks_are_forked_than_requests_and_answers_have_room(launch):
+    job = launch(PAUSE, "--workers=500", "--grace_s=0", command=FORK)
+    job.ready(500)
+    job.signal(signal.SIGTERM)
+    assert job.end() == 143
+    job.assert_gone()
+
+
 def test_forked_tasks_fail_with_the_fork_server_and_its_log_is_named(launch):
     job = launch(PAUSE, "--workers=2", command=FORK)
     job.ready(2)

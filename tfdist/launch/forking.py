@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -154,6 +155,8 @@ class ForkStarter:
             self._server.wait()
 
     def _event(self, answer: dict[str, Any]) -> list[Started | Ended]:
+        self._is_ready = True
+        self._send_waiting()
         if "started" in answer:
             task = self._tasks[answer["started"]]
             return [Started(task=task, pid=answer["pid"], at_s=answer["at"])]
@@ -161,16 +164,23 @@ class ForkStarter:
             task = self._tasks.pop(answer["ended"])
             status, cause = answer["status"], answer.get("cause", "")
             return [Ended(task=task, status=status, at_s=answer["at"], cause=cause)]
-        self._is_ready = True
-        self._send_waiting()
         return []
 
     def _send_waiting(self) -> None:
+        """Sends what the server takes at once: while it does not read, it may wait for `collect`.
+
+        Each of its answers brings us back here.
+        """
         while self._is_ready and self._waiting:
-            request = self._waiting.popleft()
-            _, message, fds = request
-            with contextlib.suppress(OSError):  # the server is gone: `collect` sees that
-                socket.send_fds(self._socket, [message], fds)
+            _, message, fds = request = self._waiting[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
+            try:
+                self._socket.sendmsg([message], rights, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone: `collect` sees that
+                pass
+            self._waiting.popleft()
             self._forget(request)
 
     def _all_ended(self) -> list[Started | Ended]:
