@@ -19,24 +19,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.multiprocess.jobs import FORK, LAUNCH, ROOT, STARTS
 from tfdist.launch.watchdog import proc_state
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
 HANG_S = 6
 
-LAUNCH = (sys.executable, "-m", "tfdist.launch")
-# The fork server as it is, but for what it imports: no test here needs TensorFlow.
-FORK = (
-    sys.executable,
-    "-c",
-    "import sys, tfdist.launch.forking as f; f.IMPORTS = ('json',);"
-    "from tfdist.launch.__main__ import main; sys.exit(main())",
-    "--start=fork",
-)
 # One that stops itself while it imports.
 STOPPED = (sys.executable, "-c", FORK[2].replace("('json',)", "('stops',)"), "--start=fork")
-STARTS = pytest.mark.parametrize("command", [LAUNCH, FORK], ids=["exec", "fork"])
 
 TASK = """
 import json, os, signal, sys, threading, time

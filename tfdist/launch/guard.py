@@ -29,11 +29,6 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
-    @property
-    def pid(self) -> int | None:
-        """Returns the guardian's process id."""
-        return self._process.pid if self._process else None
-
     def add(self, session: int) -> None:
         """Puts a session under guard; its id is the pid of the task that leads it."""
         self._sessions.add(session)

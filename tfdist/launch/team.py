@@ -25,7 +25,6 @@ from tfdist.rendezvous.terms import fingerprint, summary_of_hosts
 _TELL_S = 5.0  # before it is said who is being waited for
 _GOODBYE_S = 2.0
 _MAX_NAMES = 8
-_MAX_LINES, _MAX_LINE_CHARS = 20, 1000
 
 
 class Team:

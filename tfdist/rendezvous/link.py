@@ -45,7 +45,6 @@ class Link:
         self._accepts = accepts
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._nonces = b""
-        self._proof = b""
         self._key: bytes | None = None
         self._incoming = bytearray()
         self._sent = self._received = 0
