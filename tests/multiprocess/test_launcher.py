@@ -560,6 +560,48 @@ def test_standard_files_may_be_closed(launch, closed):
     assert Path("run/logs/attempt-1/worker-0.log").read_text() == "hello\n"
 
 
+@pytest.mark.parametrize("flag", ["--help", "--dry_run"])
+def test_a_full_disk_under_standard_output_is_one_line(launch, flag):
+    full = ("sh", "-c", 'exec "$@" >/dev/full', "sh")
+    job = launch("print('started')", flag, command=(*full, *LAUNCH))
+    assert job.end() == 1
+    assert job.text == "standard output: cannot be written: No space left on device\n"
+
+
+def test_a_job_whose_output_goes_to_a_full_disk_goes_on(launch):
+    full = ("sh", "-c", 'exec "$@" >/dev/full', "sh")
+    job = launch("print('hello')", "--run_dir=run", command=(*full, *LAUNCH))
+    assert job.end() == 0
+    assert Path("run/logs/attempt-1/worker-0.log").read_text() == "hello\n"
+
+
+def test_a_working_directory_that_was_removed_is_one_line(launch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    without = ("sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh")
+    job = launch("print('started')", command=(*without, *LAUNCH))
+    assert job.end() == 2
+    assert job.text.startswith("working directory: received one that cannot be found")
+    assert job.text.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_written_is_one_line_and_nothing_is_started(launch):
+    Path("run/report.json").mkdir(parents=True)
+    job = launch("print('started')", "--run_dir=run")
+    assert job.end() == 2
+    assert "--run_dir: received" in job.text
+    assert "Traceback" not in job.text
+    assert "started" not in job.text
+
+
+@pytest.mark.parametrize("files", range(10, 25, 2))
+def test_too_few_open_files_are_one_line(launch, files):
+    few = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
+    job = launch("print('hello')", "--workers=2", command=(*few, *LAUNCH))
+    code = job.end()
+    assert "Traceback" not in job.text
+    assert code == 0 or "(ulimit -n)" in job.text or "Too many open files" in job.text
+
+
 def test_two_jobs_in_one_directory_do_not_disturb_each_other(launch):
     jobs = [launch(PAUSE, "--workers=2") for _ in range(2)]
     for job in jobs:

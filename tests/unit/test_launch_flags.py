@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
 
 from tfdist.errors import UsageError
+from tfdist.launch import job
+from tfdist.launch.__main__ import main
 from tfdist.launch.flags import FLAGS, help_text, parse
 from tfdist.launch.options import Program
 from tfdist.launch.target import check_program, imports_tensorflow
@@ -224,3 +228,30 @@ def test_a_program_says_itself_whether_it_imports_tensorflow(tmp_path, source, a
 
 def test_the_demo_says_that_it_imports_tensorflow():
     assert imports_tensorflow(Program(), search=sys.path)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EAGAIN, "Resource temporarily unavailable. Fix: raise the limit of processes"),
+        (errno.EMFILE, "Too many open files: '/x'. Fix: raise the limit of open files"),
+    ],
+)
+def test_a_limit_of_the_system_is_one_line(monkeypatch, capsys, number, said):
+    def run_job(options, *, environ):
+        raise OSError(number, os.strerror(number), *(["/x"] * (number == errno.EMFILE)))
+
+    monkeypatch.setattr(job, "run_job", run_job)
+    assert main(["train.py"]) == 1
+    text = capsys.readouterr().err
+    assert said in text
+    assert text.count("\n") == 1
+
+
+def test_an_error_that_is_no_limit_is_no_users_mistake(monkeypatch):
+    def run_job(options, *, environ):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(job, "run_job", run_job)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        main(["train.py"])

@@ -14,7 +14,6 @@ import pytest
 
 from tfdist.cluster import Task, decode
 from tfdist.errors import UsageError
-from tfdist.launch.attempts import replace_taken
 from tfdist.launch.flags import parse
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
 from tfdist.launch.plan import (
@@ -25,6 +24,7 @@ from tfdist.launch.plan import (
     start_method,
     tasks_with_address,
 )
+from tfdist.launch.port_choice import replace_taken
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 
 

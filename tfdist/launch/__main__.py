@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 
-from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, TfdistError
 from tfdist.launch.flags import help_text, parse
 
 _EXIT_SIGPIPE = 141
+_LIMITS = {
+    errno.EAGAIN: "raise the limit of processes (ulimit -u)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOMEM: "give the launcher more memory",
+    errno.ENOSPC: "make room",
+}
+"""What a launcher may run into at any place, which is no bug of its own, and what helps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         if options is None:
-            print(help_text(), flush=True)
+            from tfdist.launch.console import show
+
+            show(help_text())
             return 0
         from tfdist.launch.job import run_job  # not for --help, which is to be there at once
 
@@ -29,8 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # nobody reads the plan or the help to its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return _EXIT_SIGPIPE
+    except OSError as error:
+        if error.errno not in _LIMITS:
+            raise
+        print(f"tfdist.launch: {error}. Fix: {_LIMITS[error.errno]}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _open_standard_files() -> None:

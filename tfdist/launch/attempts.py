@@ -7,16 +7,17 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import ClusterSpec, HeldPort, Task, hold_ports, is_port_free
-from tfdist.errors import TfdistError, UsageError
+from tfdist.cluster import ClusterSpec, HeldPort, Task, hold_ports
+from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.options import LaunchOptions, StartMethod
 from tfdist.launch.plan import Place, ProcessSpec, plan, plan_here, tasks_with_address
+from tfdist.launch.port_choice import replace_taken
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
     Attempt,
@@ -27,7 +28,7 @@ from tfdist.launch.report import (
     write_report,
 )
 from tfdist.launch.restarts import RestartPolicy
-from tfdist.launch.rundir import RunDir
+from tfdist.launch.rundir import RunDir, not_writable
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.supervised import Screen
@@ -142,9 +143,23 @@ class JobRun:
         self._stack.close()
 
     def run(self) -> Outcome:
-        """Runs the attempts; the report is written after each."""
+        """Runs the attempts; the report is written after each.
+
+        Raises:
+            UsageError: the run directory cannot be written to; nothing has been started.
+        """
         logs = self._run_dir.start_attempt()
-        write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+        try:
+            write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+        except OSError as error:
+            raise not_writable(self._job.run_dir, error) from None
+        try:
+            return self._run_from(logs)
+        except (OSError, TfdistError) as error:  # of the launcher's own
+            self._write(getattr(error, "exit_code", EXIT_FAILED))
+            raise
+
+    def _run_from(self, logs: Path) -> Outcome:
         before: Attempt | None = None
         while True:
             attempt = self._run_attempt(logs, is_first=before is None)
@@ -268,25 +283,6 @@ class JobRun:
         except OSError as error:
             path = self._job.run_dir / "report.json"
             self._screen.say(f"{path}: cannot be written: {error.strerror}")
-
-
-def replace_taken(
-    ports: Sequence[HeldPort],
-    *,
-    stack: contextlib.ExitStack,
-    hold: Callable[[int], Sequence[HeldPort]] = hold_ports,
-    is_free: Callable[[str], bool] = is_port_free,
-) -> list[HeldPort]:
-    """Returns `ports` with others, released with `stack`, for those that have been taken.
-
-    Holding a port keeps away everyone who asks for any port, but not a server that insists
-    on just this one.
-    """
-    result = list(ports)
-    for index in range(len(result)):
-        while not is_free(result[index].address):
-            result[index] = stack.enter_context(hold(1)[0])  # the taken ones stay held as well
-    return result
 
 
 def _counted(specs: Sequence[ProcessSpec]) -> str:

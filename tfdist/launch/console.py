@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import select
+import sys
 from collections.abc import Callable
+
+from tfdist.errors import TfdistError
 
 _CHUNK_BYTES = 4096  # a pipe that is ready takes this much without blocking
 _BACKLOG_BYTES = 1 << 20
@@ -118,3 +122,21 @@ class Console:
         if not self._colour:
             return f"[{name}] ".encode()
         return f"\x1b[{_COLOURS[hue % len(_COLOURS)]}m[{name}]\x1b[0m ".encode()
+
+
+def show(text: str) -> None:
+    """Prints what a command was asked for, to standard output.
+
+    Raises:
+        BrokenPipeError: its reader has left.
+        TfdistError: it cannot be written, as on a full disk.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again at its end
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise TfdistError(f"standard output: cannot be written: {error.strerror}") from None

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.cluster import HeldPort, hold_ports
+from tfdist.errors import UsageError
 from tfdist.launch.across import run_across
 from tfdist.launch.attempts import Job, JobRun
+from tfdist.launch.console import show
 from tfdist.launch.hosts import Group, decided_group, environment_of_tasks, terms
 from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
@@ -32,7 +34,7 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     Raises:
         UsageError: it cannot be run as asked; nothing has been started.
     """
-    search = [os.getcwd(), *sys.path]
+    search = [_working_directory(), *sys.path]
     check_program(options.program, search=search)
     options, group = decided_group(with_variables(options, environ), environ)
     job = _job(options, group, environ=environment_of_tasks(environ), search=search)
@@ -45,6 +47,18 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     program_file = file_of_program(options.program, search=search)
     alike = terms(options, environ, group=group, program_file=program_file)
     return run_across(job, group, terms=alike, open_files=open_files)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            "working directory",
+            received=f"one that cannot be found ({error.strerror})",
+            expected="a directory that is there, in which the tasks run",
+            fix="change to one (cd)",
+        ) from None
 
 
 def _job(
@@ -98,7 +112,7 @@ def _show_part(job: Job, group: Group) -> int:
 
 def _show(job: Job, specs: Sequence[ProcessSpec], *, about: str) -> int:
     head = f"# strategy {job.strategy}, run directory {job.run_dir}\n{about}"
-    print(f"{head}\n{render(specs)}", flush=True)
+    show(f"{head}\n{render(specs)}")
     return 0
 
 

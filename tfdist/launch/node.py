@@ -18,12 +18,13 @@ from pathlib import Path
 
 from tfdist.cluster import ClusterSpec, HeldPort, hold_ports
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, UsageError
-from tfdist.launch.attempts import Job, replace_taken
+from tfdist.launch.attempts import Job
 from tfdist.launch.events import Asked, Ended, Event
 from tfdist.launch.hosts import Group
 from tfdist.launch.messages import NO_SENSE, task_of, told
 from tfdist.launch.node_tasks import LOOK_EVERY_S, NodeTasks
 from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.port_choice import replace_taken
 from tfdist.launch.report import signal_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for

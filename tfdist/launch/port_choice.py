@@ -1,11 +1,12 @@
-"""Which ports the tasks of a job may have, where the user says so."""
+"""Which ports the tasks of a job have: those that the user allows, and none that is taken."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.cluster import wishes
+from tfdist.cluster import HeldPort, hold_ports, is_port_free, wishes
 from tfdist.cluster.port_range import as_text, parse_ports
 from tfdist.errors import UsageError
 from tfdist.launch.hosts import Group
@@ -48,3 +49,22 @@ def ports_of_tasks(
         expected=f"{needed} or more for the tasks of a host{also}",
         fix="give a larger range: a port that is taken by something else is left out as well",
     )
+
+
+def replace_taken(
+    ports: Sequence[HeldPort],
+    *,
+    stack: contextlib.ExitStack,
+    hold: Callable[[int], Sequence[HeldPort]] = hold_ports,
+    is_free: Callable[[str], bool] = is_port_free,
+) -> list[HeldPort]:
+    """Returns `ports` with others, released with `stack`, for those that have been taken.
+
+    Holding a port keeps away everyone who asks for any port, but not a server that insists
+    on just this one.
+    """
+    result = list(ports)
+    for index in range(len(result)):
+        while not is_free(result[index].address):
+            result[index] = stack.enter_context(hold(1)[0])  # the taken ones stay held as well
+    return result

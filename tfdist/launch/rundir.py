@@ -59,13 +59,13 @@ class RunDir:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             self._lock_fd = os.open(logs, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise _not_writable(path, error) from None
+            raise not_writable(path, error) from None
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
             if not isinstance(error, BlockingIOError):
-                raise _not_writable(path, error) from None
+                raise not_writable(path, error) from None
             raise UsageError(
                 "--run_dir",
                 received=f"{path}, where a job runs",
@@ -96,7 +96,7 @@ class RunDir:
         try:
             logs.mkdir()
         except OSError as error:
-            raise _not_writable(self.path, error) from None
+            raise not_writable(self.path, error) from None
         return logs
 
     def close(self) -> None:
@@ -104,7 +104,8 @@ class RunDir:
         os.close(self._lock_fd)
 
 
-def _not_writable(path: Path, error: OSError) -> UsageError:
+def not_writable(path: Path, error: OSError) -> UsageError:
+    """Returns the error for a run directory that refuses what is written to it."""
     return UsageError(
         "--run_dir",
         received=f"{path} ({error.strerror})",
