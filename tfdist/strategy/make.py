@@ -9,13 +9,13 @@ import os
 import signal
 from collections.abc import Mapping
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_strategy, wishes
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, initial_values, neighbours, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
-from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.members import ElasticParameterServerStrategy, Members
 from tfdist.strategy.serve import chief_watch, serve
@@ -201,7 +201,7 @@ def _in_ring(job: Job) -> Job:
         job.replica_ids[0],
         [config.cluster.address(task) for task in tasks],
         [f"{task} ({config.cluster.address(task)})" for task in tasks],
-        total=functools.partial(sum_over_tasks, job, of="where the workers listen"),
+        total=functools.partial(_sum_untraced, job.strategy),
         timeout_s=_NEIGHBOURS_S,
         ports=wishes.from_environ(os.environ).ports,
     )
@@ -209,6 +209,13 @@ def _in_ring(job: Job) -> Job:
     if ring is not None:
         initial_values.go_by_ring(job)
     return job
+
+
+def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:
+    """Sums over workers of one replica each, as `sum_over_tasks`, which traces a function first."""
+    with phases.waiting_for_all():
+        total: np.ndarray = strategy.reduce("SUM", tf.constant(values), axis=None).numpy()
+    return total
 
 
 def _parameter_server(

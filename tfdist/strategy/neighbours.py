@@ -74,9 +74,9 @@ def join(
         to_next = _connect(hosts[after], int(table[after, 0]), hello, deadline_s)
         expected = _HELLO.pack(secret, (rank - 1) % size)
         from_previous = _accept(listeners, expected, deadline_s)
-    reached = np.zeros_like(table)  # of the same shape, for which the collective is traced
+    reached = np.zeros(size, np.int32)
     reached[rank] = to_next is not None and from_previous is not None
-    reached = total(reached.reshape(-1)).reshape(size, _WORDS)
+    reached = total(reached)
     if reached.all() and to_next is not None and from_previous is not None:
         return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
     if to_next is None:
