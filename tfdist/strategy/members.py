@@ -24,11 +24,10 @@ from tensorflow.python.training import server_lib
 
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.errors import StartupTimeout
-from tfdist.strategy.rendezvous import answers, missing_peers, named
+from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
 from tfdist.strategy.servers import BalancedExtended
 
 _LOG = logging.getLogger(__name__)
-_PROBE_EVERY_S = 0.2
 _SAY_EVERY_S = 10.0
 _STEADY_S = 0.5  # how long a worker must answer: one that is being killed does for a moment
 _UPDATE_TIMEOUT_S = 30.0
@@ -84,7 +83,7 @@ class Members:
             if clock() - said >= _SAY_EVERY_S:
                 said = clock()
                 _LOG.warning("waited %.0f s for %s", waited_s, named(self._cluster, missing))
-            sleep(_PROBE_EVERY_S)
+            sleep(pause_s(missing))
         absent = {task.index for task in missing}
         return frozenset(task.index for task in self._workers if task.index not in absent)
 

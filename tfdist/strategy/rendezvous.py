@@ -24,8 +24,11 @@ LATER_S = 10.0
 """How much longer a task waits inside TensorFlow than for its peers to answer. One that does not
 reach this task gives up before, and names it with its address."""
 
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What begins a connection of HTTP/2, and so of gRPC: a server must answer it at once."""
+
 _PROBE_EVERY_S = 1.0
-_PROBE_ONE_EVERY_S = 0.02  # how long to leave between two probes of any peer, up to the above
+_PROBE_ONE_EVERY_S = 0.02  # of a few
 _SAY_EVERY_S = 10.0
 _BACKLOG = 4096  # connections that peers may open before anybody takes them
 
@@ -45,6 +48,11 @@ def missing_peers(cluster: ClusterSpec, peers: Iterable[Task]) -> list[Task]:
     return [task for task in peers if not answers(cluster.address(task))]
 
 
+def pause_s(missing: Sequence[Task]) -> float:
+    """How long to leave between two looks for them: the last to come is what all wait for."""
+    return min(_PROBE_ONE_EVERY_S * len(missing), _PROBE_EVERY_S)
+
+
 def named(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
     """Says the tasks with their addresses, not too many of them."""
     shown = ", ".join(f"{task} ({cluster.address(task)})" for task in tasks[:8])
@@ -61,10 +69,13 @@ def await_peers(
     """Returns when every other training task has been seen at its address.
 
     Meanwhile this task answers at its own address, in place of the server that TensorFlow starts
-    there afterwards. Every task of a multiworker job calls it.
+    there afterwards. The chief, whose server is where all others register, is the first to go on:
+    a client that comes before there is a server is refused, and gRPC tries again a second later.
+    Every task of a multiworker job calls it.
 
     Raises:
-      StartupTimeout: naming those that did not come within `timeout_s`.
+      StartupTimeout: naming those that did not come within `timeout_s`, or the chief where its
+        server has not come in `LATER_S` more.
       UsageError: this task's own port is in use.
     """
     missing = [task for task in config.cluster.training_tasks() if task != config.task]
@@ -77,9 +88,29 @@ def await_peers(
             if clock() - said >= _SAY_EVERY_S:
                 said = clock()
                 _LOG.warning("%s", _message(config, missing, waited_s, timeout_s))
-            # The last one to come is what all wait for, so a few are looked for often.
-            pause_s = min(_PROBE_ONE_EVERY_S * len(missing), _PROBE_EVERY_S)
-            sleep(min(pause_s, timeout_s - waited_s))
+            sleep(min(pause_s(missing), timeout_s - waited_s))
+        chief, most_s = config.cluster.chief_task, timeout_s + LATER_S
+        if config.task == chief:
+            return
+        while (waited_s := clock() - start) < most_s:
+            if serves(config.cluster.address(chief), timeout_s=most_s - waited_s):
+                return
+            sleep(_PROBE_ONE_EVERY_S)
+    raise StartupTimeout(_message(config, [chief], waited_s, most_s))
+
+
+def serves(address: str, *, timeout_s: float) -> bool:
+    """True when a server of gRPC is at ``host:port``; waits for it while something listens there.
+
+    False as soon as nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as server:
+            server.sendall(_HELLO)
+            return bool(server.recv(1))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

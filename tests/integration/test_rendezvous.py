@@ -1,0 +1,83 @@
+"""How the tasks of a multiworker job wait for each other before TensorFlow starts."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
+from tfdist.errors import StartupTimeout
+from tfdist.strategy import rendezvous
+
+DEADLINE_S = 60.0
+
+
+class Waiting(threading.Thread):
+    """Worker 1 of two, which waits for its chief."""
+
+    def __init__(self, *, clock=time.monotonic):
+        super().__init__(daemon=True)
+        self.ports = hold_ports(2)
+        chief, own = (port.address for port in self.ports)
+        self.chief_port = self.ports[0].port
+        cluster = ClusterSpec(worker=(chief, own))
+        self.config = TaskConfig(cluster=cluster, task=Task("worker", 1))
+        self.address = own
+        self.clock = clock
+        self.raised = None
+        self.start()
+
+    def run(self):
+        try:
+            rendezvous.await_peers(self.config, timeout_s=DEADLINE_S, clock=self.clock)
+        except StartupTimeout as error:
+            self.raised = str(error)
+
+    def listen(self):
+        server = socket.create_server(("127.0.0.1", self.chief_port))
+        server.settimeout(DEADLINE_S)
+        return server
+
+
+def said_by(guest):
+    """Reads until the guest leaves, or has said that it speaks HTTP/2."""
+    guest.settimeout(DEADLINE_S)
+    data = b""
+    while not data.startswith(b"PRI * HTTP/2.0") and (more := guest.recv(100)):
+        data += more
+    return data
+
+
+def await_question(listener, stack):
+    """Takes connections until one of them asks for a server of gRPC, and leaves that open."""
+    while True:
+        guest = stack.enter_context(listener.accept()[0])
+        if said_by(guest):
+            return guest
+
+
+def test_a_worker_goes_on_once_the_chiefs_server_is_there_and_not_sooner():
+    worker = Waiting()
+    with contextlib.ExitStack() as stack:
+        with worker.listen() as listener:  # in place of the server, as `answering` does
+            await_question(listener, stack)
+            assert worker.is_alive()
+            assert rendezvous.answers(worker.address)  # the chief must be able to see it
+        stack.close()  # what has not been answered ends with who listened
+        with worker.listen() as server:
+            await_question(server, stack).sendall(b"\0")
+            worker.join(DEADLINE_S)
+    assert not worker.is_alive()
+    assert worker.raised is None
+
+
+def test_a_chief_that_has_seen_all_and_is_gone_is_named():
+    now_s = [0.0]
+    worker = Waiting(clock=lambda: now_s[0])
+    with contextlib.ExitStack() as stack, worker.listen() as listener:
+        await_question(listener, stack)
+        now_s[0] = DEADLINE_S + rendezvous.LATER_S
+    worker.join(DEADLINE_S)
+    assert f"waited 70 s of 70 s for worker-0 (127.0.0.1:{worker.chief_port})" in worker.raised
