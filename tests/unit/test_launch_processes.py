@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
+import select
 import signal
 import socket
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task
+from tfdist.launch import forking
 from tfdist.launch.console import Console
 from tfdist.launch.events import Asked, Awaited, Beat, Ended, Raised, Started
 from tfdist.launch.forking import ForkStarter
@@ -20,6 +23,7 @@ from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 
+DEADLINE_S = 60.0
 W0 = Task("worker", 0)
 SPEC = ProcessSpec(
     task=W0, program=Program(), argv=(), env={}, added=(), log_path=Path("log"), title=""
@@ -167,7 +171,12 @@ def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with there:
         starter = ForkStarter(
-            environ={}, log_path=tmp_path / "log", open_files=(9, 9), clock=lambda: 5.0, server=here
+            environ={},
+            log_path=tmp_path / "log",
+            open_files=(9, 9),
+            clock=lambda: 5.0,
+            cause_of_kill=lambda pid: "",
+            server=here,
         )
         there.send(b'{"ready": true}')
         assert starter.collect() == []
@@ -179,6 +188,25 @@ def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
         assert (ended.task, ended.status) == (W0, -signal.SIGKILL)
         assert starter.is_over
         starter.close()
+
+
+def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(forking, "IMPORTS", ("json",))
+    starter = ForkStarter(
+        environ=dict(os.environ),
+        log_path=tmp_path / "log",
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        clock=lambda: 5.0,
+        cause_of_kill=lambda pid: f"killed for its memory ({pid})",
+    )
+    with open(os.devnull) as file:
+        starter.start(SPEC, env={}, output_fd=file.fileno(), notes_fd=file.fileno())
+    os.kill(starter.pid, signal.SIGKILL)
+    while not starter.is_over or not (events := starter.collect()):
+        select.select([starter.fileno()], [], [], DEADLINE_S)
+    said = f"the fork server has ended, killed for its memory ({starter.pid}): see {tmp_path}"
+    assert events[-1].cause.startswith(said)
+    starter.close()
 
 
 def test_a_sign_of_life_is_an_event(processes):

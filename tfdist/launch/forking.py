@@ -34,6 +34,7 @@ class ForkStarter:
     fork gets the environment of its attempt.
 
     Args:
+      cause_of_kill: why the kernel killed a process; "" where that is not known.
       server: a socket to a server that is there already; see `tfdist.launch.warm`.
     """
 
@@ -44,12 +45,14 @@ class ForkStarter:
         log_path: Path,
         open_files: tuple[int, int],
         clock: Callable[[], float],
+        cause_of_kill: Callable[[int], str],
         server: socket.socket | None = None,
     ) -> None:
         # Of a server that another process has started it is only known what it must have.
         self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
         self._log_path = log_path
         self._clock = clock
+        self._cause_of_kill = cause_of_kill
         self._is_ready = self._is_over = False
         self._waiting: deque[tuple[Task, bytes, tuple[int, int]]] = deque()
         self._tasks: dict[str, Task] = {}
@@ -188,7 +191,8 @@ class ForkStarter:
         self._is_over = True
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        cause = f"the fork server has ended: see {self._log_path}"
+        why = self._cause_of_kill(self.pid) if self.pid else ""
+        cause = f"the fork server has ended{', ' * bool(why)}{why}: see {self._log_path}"
         now_s = self._clock()
         status = -signal.SIGKILL
         return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]

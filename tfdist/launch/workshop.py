@@ -97,10 +97,12 @@ class Workshop:
             log_path=fork_log,
             open_files=self._open_files,
             clock=time.monotonic,
+            cause_of_kill=self._evidence.of_kill,
             server=given,
         )
         if server.pid is not None:
             self._guard.add(server.pid)
+            self._evidence.started(server.pid)
         self._starter = server
         return server
 
