@@ -20,6 +20,7 @@ from tests.multiprocess.jobs import (
     FORK,
     LAUNCH,
     PAUSE,
+    ROOT,
     STARTS,
     TREE,
     children,
@@ -365,6 +366,14 @@ def test_ctrl_c_on_a_terminal_reaches_each_task_once(launch):
     os.write(master, b"\x03")
     assert job.end() == 130
     assert job.text.count("interrupts: 1") == 2
+
+
+def test_ctrl_c_while_the_launcher_itself_is_loaded_leaves_no_traceback(launch, tmp_path):
+    interrupting = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "difflib.py").write_text(interrupting)  # which tfdist.errors imports
+    job = launch("print('started')", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert job.end() == 130
+    assert job.text == ""
 
 
 def test_a_second_signal_kills_at_once(launch):

@@ -11,7 +11,7 @@ import pytest
 
 from tfdist.errors import UsageError
 from tfdist.launch import job
-from tfdist.launch.__main__ import main
+from tfdist.launch.command import run
 from tfdist.launch.flags import FLAGS, help_text, parse
 from tfdist.launch.options import Program
 from tfdist.launch.target import check_program, imports_tensorflow
@@ -101,7 +101,7 @@ def test_help_after_the_program_is_the_programs():
         (["--workers", "two"], "received 'two'"),
         (["--workers", "0"], "--workers: received 0"),
         (["--workers=-1"], "--workers: received -1"),
-        (["--workers", "1000000"], "--workers: received 1000000"),
+        (["--workers", "1000000"], "use --workers 10000 or fewer"),
         (["--strategy", "ps", "--ps", "0"], "--ps: received 0"),
         (["--ps", "0"], "--ps: received 0"),
         (["--strategy", "multiworker", "--ps", "1"], "--ps: received 1 with --strategy multi"),
@@ -150,6 +150,7 @@ def test_a_script_that_is_not_there_is_named_with_the_near_one(tmp_path, monkeyp
         ("job/train.py", "no directory job"),
         ("jobs", "the directory jobs"),
         ("zzz", "which does not exist"),
+        ("/dev/stdin", "something else in each process"),
     ]:
         with pytest.raises(UsageError, match="program: received") as caught:
             check_program(Program(target=target, is_module=False), search=[])
@@ -242,7 +243,7 @@ def test_a_limit_of_the_system_is_one_line(monkeypatch, capsys, number, said):
         raise OSError(number, os.strerror(number), *(["/x"] * (number == errno.EMFILE)))
 
     monkeypatch.setattr(job, "run_job", run_job)
-    assert main(["train.py"]) == 1
+    assert run(["train.py"]) == 1
     text = capsys.readouterr().err
     assert said in text
     assert text.count("\n") == 1
@@ -254,4 +255,4 @@ def test_an_error_that_is_no_limit_is_no_users_mistake(monkeypatch):
 
     monkeypatch.setattr(job, "run_job", run_job)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        main(["train.py"])
+        run(["train.py"])

@@ -165,8 +165,8 @@ def _check_count(flag: str, value: int | None) -> None:
     if value is None or 1 <= value <= _MAX_TASKS:
         return
     expected = f"an integer from 1 to {_MAX_TASKS}"
-    fix = f"use --{flag} 1 or more"
-    if flag == "ps":
+    fix = f"use --{flag} 1 or more" if value < 1 else f"use --{flag} {_MAX_TASKS} or fewer"
+    if flag == "ps" and value < 1:
         fix = "use --ps 1 or more, or --strategy multiworker, which has no ps"
     _refuse(flag, str(value), expected, fix)
 

@@ -111,6 +111,10 @@ def _check_configuration(program: Program) -> None:
 
 def _check_script(target: str) -> None:
     path = Path(target)
+    if path.is_absolute() and path.parts[1] in ("dev", "proc"):
+        fix = "write the script to a file"
+        received = f"{target}, which is something else in each process"
+        raise UsageError("program", received=received, expected="a Python script", fix=fix)
     if path.is_file() and os.access(path, os.R_OK):
         return
     if path.is_file():
