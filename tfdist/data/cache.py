@@ -19,6 +19,7 @@ from tfdist.errors import StartupTimeout
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _REPORT_EVERY_S = 10.0
+_MAKING_S = 3600.0
 _OWNER_LOCK = "owner.lock"
 
 
@@ -79,7 +80,6 @@ def cached_file(
     write: Callable[[Path], None],
     cache_dir: Path | None = None,
     purpose: str,
-    timeout_s: float = 3600.0,
 ) -> Path:
     """Returns the file made for `key`, after making it if no process on this machine has yet.
 
@@ -89,7 +89,7 @@ def cached_file(
     target = directory / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
     if target.exists():
         return target
-    with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=timeout_s):
+    with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=_MAKING_S):
         if not target.exists():
             beside = Path(f"{target}.{os.getpid()}.part")
             try:

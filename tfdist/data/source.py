@@ -86,13 +86,13 @@ class GraphSource(Source):
         """
 
 
-def batch_spec(element_spec: Nest, *, size: int | None = None) -> Nest:
-    """Returns the spec of a batch of such examples; `size` None leaves the batch axis open."""
+def batch_spec(element_spec: Nest) -> Nest:
+    """Returns the spec of a batch of such examples, of any size."""
 
     def batched(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         if not isinstance(spec, tf.TensorSpec):
             return spec  # none, or ragged or sparse, whose examples are not described one by one
-        return tf.TensorSpec([size, *spec.shape], spec.dtype)
+        return tf.TensorSpec([None, *spec.shape], spec.dtype)
 
     return tf.nest.map_structure(batched, element_spec)
 

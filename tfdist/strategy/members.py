@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
@@ -60,30 +60,24 @@ class Members:
         """The indices of the workers that work can be given to."""
         return self._connected
 
-    def wait(
-        self,
-        *,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> frozenset[int]:
+    def wait(self, *, timeout_s: float) -> frozenset[int]:
         """Returns the workers that are there once all are, or enough of them after `timeout_s`.
 
         Raises:
           StartupTimeout: a ps, or too many workers, did not come; the message names them.
         """
         servers = [task for task in self._cluster.tasks() if task.type == "ps"]
-        start = said = clock()
+        start = said = time.monotonic()
         missing = [*servers, *self._workers]
         while missing := self.missing(missing):
-            waited_s = clock() - start
+            waited_s = time.monotonic() - start
             if waited_s >= timeout_s:
                 self._require_enough(missing, waited_s)
                 break
-            if clock() - said >= _SAY_EVERY_S:
-                said = clock()
+            if time.monotonic() - said >= _SAY_EVERY_S:
+                said = time.monotonic()
                 _LOG.warning("waited %.0f s for %s", waited_s, named(self._cluster, missing))
-            sleep(pause_s(missing))
+            time.sleep(pause_s(missing))
         absent = {task.index for task in missing}
         return frozenset(task.index for task in self._workers if task.index not in absent)
 

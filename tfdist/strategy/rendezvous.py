@@ -13,7 +13,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
 from tfdist.errors import StartupTimeout, UsageError
@@ -30,14 +30,15 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 _PROBE_EVERY_S = 1.0
 _PROBE_ONE_EVERY_S = 0.02  # of a few
 _SAY_EVERY_S = 10.0
+_ANSWER_S = 0.5
 _BACKLOG = 4096  # connections that peers may open before anybody takes them
 
 
-def answers(address: str, *, timeout_s: float = 0.5) -> bool:
+def answers(address: str) -> bool:
     """True when something accepts connections at ``host:port``."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
             return True
     except OSError:
         return False
@@ -59,13 +60,7 @@ def named(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
     return shown + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
 
 
-def await_peers(
-    config: TaskConfig,
-    *,
-    timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
+def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
     """Returns when every other training task has been seen at its address.
 
     Meanwhile this task answers at its own address, in place of the server that TensorFlow starts
@@ -79,23 +74,23 @@ def await_peers(
       UsageError: this task's own port is in use.
     """
     missing = [task for task in config.cluster.training_tasks() if task != config.task]
-    start = said = clock()
+    start = said = time.monotonic()
     with answering(config):
         while missing := missing_peers(config.cluster, missing):
-            waited_s = clock() - start
+            waited_s = time.monotonic() - start
             if waited_s >= timeout_s:
                 raise StartupTimeout(_message(config, missing, waited_s, timeout_s))
-            if clock() - said >= _SAY_EVERY_S:
-                said = clock()
+            if time.monotonic() - said >= _SAY_EVERY_S:
+                said = time.monotonic()
                 _LOG.warning("%s", _message(config, missing, waited_s, timeout_s))
-            sleep(min(pause_s(missing), timeout_s - waited_s))
+            time.sleep(min(pause_s(missing), timeout_s - waited_s))
         chief, most_s = config.cluster.chief_task, timeout_s + LATER_S
         if config.task == chief:
             return
-        while (waited_s := clock() - start) < most_s:
+        while (waited_s := time.monotonic() - start) < most_s:
             if serves(config.cluster.address(chief), timeout_s=most_s - waited_s):
                 return
-            sleep(_PROBE_ONE_EVERY_S)
+            time.sleep(_PROBE_ONE_EVERY_S)
     raise StartupTimeout(_message(config, [chief], waited_s, most_s))
 
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 import tensorflow as tf
@@ -47,24 +46,17 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     os._exit(code)
 
 
-def wait_for_chief_to_end(
-    config: TaskConfig,
-    *,
-    stop: threading.Event,
-    timeout_s: float,
-    alive: Callable[[str], bool] = answers,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
+def wait_for_chief_to_end(config: TaskConfig, *, stop: threading.Event, timeout_s: float) -> int:
     """Returns the exit code once the chief came and went, never came, or `stop` was set."""
     address = config.cluster.address(config.cluster.chief_task)
-    seen, last = False, clock()
+    seen, last = False, time.monotonic()
     while not stop.wait(_PROBE_EVERY_S):
-        if alive(address):
-            seen, last = True, clock()
-        elif seen and clock() - last > _GONE_AFTER_S:
+        if answers(address):
+            seen, last = True, time.monotonic()
+        elif seen and time.monotonic() - last > _GONE_AFTER_S:
             _LOG.info("the chief at %s has ended; so does %s", address, config.task)
             return EXIT_OK
-        elif not seen and clock() - last > timeout_s:
+        elif not seen and time.monotonic() - last > timeout_s:
             print(
                 f"tfdist: {config.task}: waited {timeout_s:.0f} s for {config.cluster.chief_task}"
                 f" ({address}). Fix: start it, or raise --startup_timeout_s",

@@ -57,7 +57,6 @@ class Loop:
         save: Callable[[BackupAndRestore, int], None],
         every: Sequence[int],
         with_logs: bool,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session = session
         self._program = program
@@ -68,7 +67,6 @@ class Loop:
         self._save = save
         self._every = every
         self._with_logs = with_logs
-        self._clock = clock
         self._pace = Pace()
         self.step = 0
         self.step_logs: dict[str, float] = {}
@@ -111,9 +109,9 @@ class Loop:
         with phases.entered("callback"):
             self._callbacks.on_train_batch_begin(first - epoch.start)
         phases.enter("step" if self._session.has_run(self._program) else "trace", step=first)
-        start, before = self._clock(), engine.steps_under_way
+        start, before = time.perf_counter(), engine.steps_under_way
         self.step_logs = self._session.run(self._program, first, last, goes_on=goes_on)
-        elapsed_s, left = self._clock() - start, engine.steps_under_way
+        elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
         done = last - first + before - left
         self._pace.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
         self.step = last

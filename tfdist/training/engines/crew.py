@@ -36,16 +36,9 @@ _MAX_LOSSES = 5  # of one piece of work, before it is thought to be what ends th
 class Crew:
     """A thread for each declared worker; each hands one piece at a time to its worker."""
 
-    def __init__(
-        self,
-        members: Members,
-        *,
-        patience_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, members: Members, *, patience_s: float) -> None:
         self._members = members
         self._patience_s = patience_s
-        self._clock = clock
         self._waiting: collections.deque[Piece] = collections.deque()
         self._in_flight: InFlight[Piece] = InFlight()
         self._changed = threading.Condition()
@@ -135,7 +128,7 @@ class Crew:
             if self._members.connected or not self._waiting:
                 self._nobody_since = None
                 return
-            now_s = self._clock()
+            now_s = time.monotonic()
             self._nobody_since = self._nobody_since or now_s
             if now_s - self._nobody_since < self._patience_s:
                 return
@@ -171,7 +164,7 @@ class Crew:
 
     def _run(self, piece: Piece, place: Place, executor: Any) -> bool | None:
         """Runs a piece; returns whether the worker is still there, None if that was judged."""
-        start_s = self._clock()
+        start_s = time.monotonic()
         failed: BaseException | None = None
         try:
             with self._awaited(place), running_at(place, executor):
@@ -188,7 +181,7 @@ class Crew:
         share = self.shares[place.worker_index]
         share.pieces += 1
         share.steps += piece.steps
-        share.seconds += self._clock() - start_s
+        share.seconds += time.monotonic() - start_s
         times = piece.losses + 1
         piece.future.set_result(Done(value=result, worker_index=place.worker_index, times=times))
         return True
@@ -257,7 +250,7 @@ class Crew:
             time.sleep(_PROBE_EVERY_S)
             with self._changed:
                 held = list(self._held)
-            now_s = self._clock()
+            now_s = time.monotonic()
             silent = [place for place in held if not self._members.answers(place.worker_index)]
             silent_s = {place: silent_s.get(place, now_s) for place in silent}
             for place, since_s in silent_s.items():
