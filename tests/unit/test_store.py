@@ -119,28 +119,6 @@ def test_metadata_is_json_with_its_odd_ends(store: CheckpointStore) -> None:
     assert store.steps() == [1, 2]
 
 
-def test_arrays_can_be_grouped_into_shards(store: CheckpointStore) -> None:
-    groups = {"ps-0": ["dense/bias", "iterations"], "ps-1": ["dense/kernel"]}
-    path = write(store, 1, shards=groups)
-    assert {file.name for file in path.iterdir()} == {"ps-0.bin", "ps-1.bin", "manifest.json"}
-    assert_is(store.read(), 1)
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        {"a": ["dense/kernel"]},
-        {"a": ["dense/kernel", "dense/bias", "iterations", "more"]},
-        {"a": ["dense/kernel", "dense/bias"], "b": ["dense/bias", "iterations"]},
-        {"../a": ["dense/kernel", "dense/bias", "iterations"]},
-    ],
-)
-def test_shards_that_do_not_fit_are_refused(store: CheckpointStore, groups: Any) -> None:
-    with pytest.raises(ValueError, match="shard"):
-        write(store, 1, shards=groups)
-    assert store.steps() == []
-
-
 def test_reading_needs_the_arrays_once(store: CheckpointStore) -> None:
     size = 32 << 20
     arrays = {name: np.ones(size // 4, np.uint8) for name in "abcd"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tfdist.checkpoint.manifest import FILE_NAME, Manifest
 from tfdist.errors import TfdistError, UsageError
 
 UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
-_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SHARD = "arrays"
 _PROBE = "probe"
 # What a second try with the same path cannot cure.
 _WRONG_PATH = frozenset(
@@ -27,41 +26,21 @@ _WRONG_PATH = frozenset(
 )
 
 
-def checked_groups(
-    arrays: Mapping[str, Any], shards: Mapping[str, Sequence[str]] | None
-) -> Mapping[str, Sequence[str]]:
-    """Returns which arrays go to which shard; raises ValueError unless each is named once."""
-    groups = {"arrays": list(arrays)} if shards is None else shards
-    for shard in groups:
-        if not _SHARD_NAME.fullmatch(shard):
-            raise ValueError(f"shard name {shard!r} is not letters, digits, '_', '.' and '-'")
-    named = [name for names in groups.values() for name in names]
-    if sorted(named) != sorted(arrays):
-        odd = sorted(set(named) ^ set(arrays)) or "an array in two shards"
-        raise ValueError(f"shards must name each array once: {odd}")
-    return groups
-
-
 def write_files(
     directory: Path,
     *,
-    groups: Mapping[str, Sequence[str]],
     arrays: Mapping[str, Any],
     step: int,
     best: bool,
     meta: Mapping[str, Any],
 ) -> None:
-    """Writes shards and manifest into a new `directory` and fsyncs each; raises OSError."""
+    """Writes a shard and the manifest into a new `directory` and fsyncs each; raises OSError."""
     shutil.rmtree(directory, ignore_errors=True)
     os.mkdir(directory)
-    shards, entries = {}, {}
-    for shard, names in groups.items():
-        shards[shard], places = shard_files.write_shard(
-            directory / f"{shard}.bin", shard=shard, names=names, arrays=arrays
-        )
-        entries.update(places)
-    in_order = {name: entries[name] for name in arrays}
-    manifest = Manifest(step=step, best=best, meta=meta, shards=shards, arrays=in_order)
+    shard, entries = shard_files.write_shard(
+        directory / f"{_SHARD}.bin", shard=_SHARD, arrays=arrays
+    )
+    manifest = Manifest(step=step, best=best, meta=meta, shards={_SHARD: shard}, arrays=entries)
     shard_files.write_bytes(directory / FILE_NAME, manifest.to_bytes())
     fsync_directory(directory)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def write_shard(
-    path: Path, *, shard: str, names: Iterable[str], arrays: Mapping[str, Any]
+    path: Path, *, shard: str, arrays: Mapping[str, Any]
 ) -> tuple[Shard, dict[str, Entry]]:
-    """Writes the named arrays to `path` one after another and fsyncs; raises OSError."""
+    """Writes the arrays to `path` one after another and fsyncs; raises OSError."""
     digest = hashlib.sha256()
     entries = {}
     size_bytes = 0
     with FileIO(path, "xb") as file:
-        for name in names:
+        for name in arrays:
             array = np.asarray(arrays[name])
             dtype = _storable(name, array)
             padding = bytes(-size_bytes % _ALIGNMENT_BYTES)

@@ -1,7 +1,7 @@
 """A directory of checkpoints that a crash at any moment leaves readable.
 
-A checkpoint is a directory ``step-<step>.<serial>``: raw shards and a manifest that names them
-with their checksums. It is written under a hidden name, fsynced file by file, and renamed. The
+A checkpoint is a directory ``step-<step>.<serial>``: a shard of raw bytes and a manifest that names
+it with its checksum. It is written under a hidden name, fsynced file by file, and renamed. The
 serial counts writes, so that the newest is the one written last, also when a step is written
 again. TensorFlow is not needed to read or write one.
 """
@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,18 +108,16 @@ class CheckpointStore:
         *,
         meta: Mapping[str, Any],
         best: bool = False,
-        shards: Mapping[str, Sequence[str]] | None = None,
     ) -> Path:
         """Writes a checkpoint and removes those no longer kept; returns its directory.
 
         `arrays` is read one at a time, so it may compute them when asked. `meta` is JSON. A
-        checkpoint written with `best` is kept until a better one is. `shards` says which names
-        go to which file; without it there is one. Safe to call from any thread; one task calls.
+        checkpoint written with `best` is kept until a better one is. Safe to call from any thread;
+        one task calls.
 
         Raises TfdistError (disk full, no permission) with every earlier checkpoint in place, and
         UsageError for a second writer or a dtype that cannot be stored.
         """
-        groups = files.checked_groups(arrays, shards)
         Manifest(step=step, best=best, meta=meta, shards={}, arrays={}).to_bytes()
         with self._writing, self._one_line_errors(step):
             self._become_the_writer()
@@ -127,9 +125,7 @@ class CheckpointStore:
             name = f"step-{step:09d}.{serial}"
             unfinished = self._directory / f"{files.UNFINISHED}{name}"
             try:
-                files.write_files(
-                    unfinished, groups=groups, arrays=arrays, step=step, best=best, meta=meta
-                )
+                files.write_files(unfinished, arrays=arrays, step=step, best=best, meta=meta)
                 os.replace(unfinished, self._directory / name)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
