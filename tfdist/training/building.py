@@ -21,6 +21,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             expected="a keras.Model",
             fix=f"call tfdist.{doing}(model, ...)",
         )
+    require_compiled_functions(doing=doing)
     current, made = current_job(), model._distribute_strategy
     around = tf.distribute.get_strategy()
     if tf.distribute.has_strategy() and around is not model.distribute_strategy:
@@ -43,6 +44,18 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         expected=f"one made in the scope of this job's {current.kind} strategy",
         fix="make and compile the model inside `with strategy.scope():`",
     )
+
+
+def require_compiled_functions(*, doing: str) -> None:
+    """Raises UsageError where `tf.function` compiles nothing: steps would not be tfdist's."""
+    if tf.config.functions_run_eagerly():
+        raise UsageError(
+            f"tfdist.{doing}",
+            received="tf.config.run_functions_eagerly(True)",
+            expected="steps that can be compiled",
+            fix="call tf.config.run_functions_eagerly(False); to debug a step, use strategy "
+            "single with model.fit, or tf.print",
+        )
 
 
 def require_compiled(model: keras.Model, *, doing: str) -> None:

@@ -63,10 +63,8 @@ def predict(
     it alike, and all get the whole result, a nest of arrays ``[examples, ...]``.
     """
     job = building.job_for(model, doing="predict")
-    data = prepare(
-        x, None, None, job=job, shuffle=False, seed=0,
-        length=Length(batch_size=batch_size, steps_per_epoch=steps, once=True),
-    )  # fmt: skip
+    length = _length(batch_size=batch_size, steps=steps)
+    data = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0)
     building.build_to_predict(model, job, data.batch_spec)
     session = Session(model, job)
     # A layer that draws while it predicts draws anew in each call, as under Keras.
@@ -86,6 +84,11 @@ def predict(
         listed.on_predict_batch_end(step, {"outputs": batches[-1]})
     listed.on_predict_end()
     return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+
+
+def _length(*, batch_size: int | None, steps: int | None) -> Length:
+    most = keras.config.max_steps_per_epoch()
+    return Length(batch_size=batch_size, steps_per_epoch=steps, once=True, most_steps=most)
 
 
 def _some_task_looks(callbacks: Any, *, mode: str) -> bool:
@@ -109,7 +112,7 @@ class Evaluation:
         batch_size: int | None,
         steps: int | None,
     ) -> None:
-        length = Length(batch_size=batch_size, steps_per_epoch=steps, once=True)
+        length = _length(batch_size=batch_size, steps=steps)
         prepared = prepare(*data, job=session.job, length=length, shuffle=False, seed=0)
         building.build(session.model, session.job, prepared.batch_spec)
         self._session = session

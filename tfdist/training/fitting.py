@@ -120,6 +120,8 @@ def fit(
             steps_per_epoch=steps_per_epoch,
             virtual_epochs=virtual_epochs,
             overfit_batches=overfit_batches,
+            most_epochs=keras.config.max_epochs(),
+            most_steps=keras.config.max_steps_per_epoch(),
         ),
         shuffle=shuffle,
         seed=seed,

@@ -47,7 +47,10 @@ class Data:
 class Length:
     """How long a run over some data is; see the arguments of `fit`.
 
-    With `once`, the data's end is the end, whatever `steps_per_epoch` says.
+    Attributes:
+      once: the data's end is the end, whatever `steps_per_epoch` says.
+      most_epochs: what `keras.config.max_epochs` says.
+      most_steps: of an epoch: what `keras.config.max_steps_per_epoch` says.
     """
 
     batch_size: int | None = None
@@ -56,6 +59,8 @@ class Length:
     virtual_epochs: VirtualEpochs | None = None
     overfit_batches: int | None = None
     once: bool = False
+    most_epochs: int | None = None
+    most_steps: int | None = None
 
 
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
@@ -162,10 +167,15 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
                 expected="one of the two ways to say how long a run is",
                 fix="leave epochs and steps_per_epoch out",
             )
+        if length.most_epochs or length.most_steps:
+            raise _limited_virtual_epochs()
         return EpochPlan.from_boundaries(virtual.boundaries(), global_batch_size=batch)
     per_epoch = length.steps_per_epoch * batch if length.steps_per_epoch else examples
     if length.once and per_epoch and examples:
         per_epoch = min(per_epoch, examples)
+    if length.most_steps:
+        most = length.most_steps * batch
+        per_epoch = min(per_epoch or most, most)
     if per_epoch is None:
         raise UsageError(
             "tfdist.fit",
@@ -173,7 +183,18 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
             expected="to know how long an epoch is",
             fix="pass steps_per_epoch (validation_steps, steps), or virtual_epochs",
         )
-    return EpochPlan.uniform(epochs=length.epochs, examples=per_epoch, global_batch_size=batch)
+    epochs = min(length.epochs, length.most_epochs or length.epochs)
+    return EpochPlan.uniform(epochs=epochs, examples=per_epoch, global_batch_size=batch)
+
+
+def _limited_virtual_epochs() -> UsageError:
+    return UsageError(
+        "virtual_epochs",
+        received="virtual epochs where keras.config limits the epochs of a run or their steps",
+        expected="a run that is as long as it says",
+        fix="lower total_examples, and leave KERAS_MAX_EPOCHS, KERAS_MAX_STEPS_PER_EPOCH and "
+        "keras.config.set_max_epochs and set_max_steps_per_epoch out",
+    )
 
 
 def _require_enough(batch: int, job: Job) -> None:

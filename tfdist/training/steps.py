@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast, current_job, job_of
-from tfdist.training import inputs
+from tfdist.training import building, inputs
 from tfdist.training.engines import engine_for
 from tfdist.training.inputs import Length
 from tfdist.training.program import StepProgram, plain
@@ -52,6 +52,7 @@ class StepLoop:
         first_step: int = 0,
         max_staleness: int | None = None,
     ) -> None:
+        building.require_compiled_functions(doing="StepLoop")
         self._job = _job()
         self._metrics = list(metrics)
         seed = int(broadcast(int(np.random.randint(2**31)) if seed is None else seed))

@@ -1,0 +1,201 @@
+"""What users of Keras have besides the plain model, trained beside `keras.Model.fit` itself."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdist
+from tfdist.data import PythonSource
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 5)).astype("float32")
+Y = RNG.normal(size=(20, 1)).astype("float32")
+CLASSES = RNG.integers(0, 3, size=20)
+WEIGHTS = RNG.uniform(0.2, 2.0, size=20).astype("float32")
+OPTIONS = {"x": X, "y": Y, "batch_size": 6, "epochs": 3, "shuffle": False, "verbose": 0}
+
+
+def dense(optimizer="sgd", *parts, **options):
+    model = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(6, "tanh", name="a"), *parts, layers.Dense(1, name="b")]
+    )
+    model.compile(optimizer, options.pop("loss", "mse"), **options)
+    return model
+
+
+class Called(keras.callbacks.Callback):
+    """Keeps the logs of each batch, epoch and validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append(("batch", batch, dict(logs)))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.calls.append(("epoch", epoch, dict(logs)))
+
+    def on_test_end(self, logs=None):
+        self.calls.append(("test", 0, dict(logs)))
+
+
+def trained(strategy, make, callbacks=(), **options):
+    """Trains by tfdist under a strategy, by Keras without one; returns the model and the calls."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    if strategy is None:
+        model = make()
+    else:
+        with strategy.scope():
+            model = make()
+    called = Called()
+    options = {
+        "x": X,
+        "y": Y,
+        "batch_size": 6,
+        "epochs": 3,
+        "shuffle": False,
+        "verbose": 0,
+    } | options
+    fit = model.fit if strategy is None else lambda **more: tfdist.fit(model, **more)
+    fit(callbacks=[*(c() for c in callbacks), called], **options)
+    return model, called.calls
+
+
+def assert_like_keras(strategies, make, callbacks=(), **options):
+    theirs, calls = trained(None, make, callbacks, **options)
+    for replicas in (1, 2):
+        ours, seen = trained(strategies[replicas], make, callbacks, **options)
+        for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        pairs = zip(ours.optimizer.variables, theirs.optimizer.variables, strict=True)
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        assert [call[:2] for call in seen] == [call[:2] for call in calls]
+        for one, other in zip(seen, calls, strict=True):
+            assert list(one[2]) == list(other[2])
+            for name, value in one[2].items():
+                np.testing.assert_allclose(value, other[2][name], rtol=1e-4, atol=1e-6)
+
+
+OPTIMIZERS = {
+    "multi": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1),
+            {"a/.*": keras.optimizers.Adam(0.01, use_ema=True)},
+        )
+    ),
+    "ema": lambda: keras.optimizers.SGD(
+        0.01, momentum=0.9, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=64.0, dynamic_growth_steps=4
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(strategies, name):
+    assert_like_keras(strategies, lambda: dense(OPTIMIZERS[name]()))
+
+
+def test_metrics_with_state_of_their_own(strategies):
+    def make():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(1, "sigmoid")])
+        model.compile(
+            "adam",
+            "binary_crossentropy",
+            metrics=[keras.metrics.AUC(20, name="auc"), keras.metrics.F1Score(threshold=0.5)],
+            weighted_metrics=[keras.metrics.AUC(20, curve="PR", name="pr")],
+        )
+        return model
+
+    options = {"y": (Y > 0).astype("float32"), "sample_weight": WEIGHTS}
+    assert_like_keras(strategies, make, validation_split=0.3, **options)
+
+
+def test_several_outputs_one_without_a_loss(strategies):
+    def make():
+        x = keras.Input((5,))
+        outputs = {"a": layers.Dense(1)(x), "b": layers.Dense(3, "softmax")(x)}
+        model = keras.Model(x, {**outputs, "c": layers.Dense(2)(x)})
+        model.compile(
+            "adam",
+            {"a": "mse", "b": "sparse_categorical_crossentropy", "c": None},
+            loss_weights={"a": 0.3, "b": 2.0},
+            metrics={"b": ["accuracy"]},
+        )
+        return model
+
+    # Batches of one size: under Keras the loss of an output is a mean over batches.
+    y = {"a": Y[:18], "b": CLASSES[:18], "c": X[:18, :2]}
+    assert_like_keras(strategies, make, x=X[:18], y=y, sample_weight=WEIGHTS[:18])
+
+
+def test_strings_are_looked_up_in_the_model(strategies):
+    def make():
+        words = layers.TextVectorization(output_sequence_length=3, vocabulary=["a", "b", "c"])
+        model = keras.Sequential(
+            [keras.Input((), dtype="string"), words, layers.Embedding(6, 2), layers.Flatten()]
+        )
+        model.add(layers.Dense(1))
+        model.compile("adam", "mse")
+        return model
+
+    assert_like_keras(strategies, make, x=np.array(["a b", "c x a"] * 10))
+
+
+def test_averaged_weights_are_swapped_in_for_the_validation(strategies):
+    def make():
+        return dense(keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5))
+
+    callbacks = [keras.callbacks.SwapEMAWeights]
+    assert_like_keras(strategies, make, callbacks, validation_data=(X, Y))
+
+
+@pytest.fixture
+def limits():
+    yield
+    keras.config.set_max_epochs(None)
+    keras.config.set_max_steps_per_epoch(None)
+
+
+@pytest.mark.filterwarnings("ignore:Limiting", "ignore:Your input ran out of data")
+def test_the_limits_of_keras_config_hold(strategies, limits):
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(3)
+    assert_like_keras(strategies, dense, x=X[:18], y=Y[:18], validation_data=(X[:4], Y[:4]))
+    keras.config.set_max_steps_per_epoch(2)
+    model, _ = trained(strategies[2], dense)
+    assert model.optimizer.iterations.numpy() == 4
+    assert tfdist.predict(model, X, batch_size=6, verbose=0).shape == (12, 1)
+    with pytest.raises(tfdist.UsageError, match="virtual epochs where"):
+        tfdist.fit(model, X, Y, virtual_epochs=tfdist.VirtualEpochs(total_examples=20))
+
+
+@pytest.fixture
+def eagerly():
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
+
+
+def test_functions_that_run_eagerly_are_refused(strategies, eagerly):
+    with strategies[2].scope():
+        model = dense()
+        calls = [lambda: tfdist.StepLoop(lambda x: {}, X, global_batch_size=4)]
+    calls += [
+        lambda: tfdist.fit(model, X, Y),
+        lambda: tfdist.evaluate(model, X, Y),
+        lambda: tfdist.predict(model, X),
+    ]
+    for call in calls:
+        with pytest.raises(tfdist.UsageError, match=r"run_functions_eagerly\(True\)"):
+            call()
