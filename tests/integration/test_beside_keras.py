@@ -139,6 +139,32 @@ def test_several_outputs_one_without_a_loss(strategies):
     assert_like_keras(strategies, make, x=X[:18], y=y, sample_weight=WEIGHTS[:18])
 
 
+class LossLayer(layers.Layer):
+    """The layer of Keras' guide that adds a loss which Keras has computed."""
+
+    def call(self, x):
+        self.add_loss(keras.losses.MeanSquaredError()(ops.zeros_like(x), x))
+        return x
+
+
+def test_a_loss_of_keras_that_a_layer_adds(strategies):
+    assert_like_keras(strategies, lambda: dense("sgd", LossLayer()))
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(y - y_pred)) + 0.1 * ops.mean(ops.abs(y_pred))
+
+
+def test_a_loss_that_a_model_computes_by_hand(strategies):
+    def make():
+        model = OwnLoss([keras.Input((5,)), layers.Dense(1)])
+        model.compile("adam", metrics=["mae"])
+        return model
+
+    assert_like_keras(strategies, make, x=X[:18], y=Y[:18], validation_data=(X[:12], Y[:12]))
+
+
 def test_strings_are_looked_up_in_the_model(strategies):
     def make():
         words = layers.TextVectorization(output_sequence_length=3, vocabulary=["a", "b", "c"])

@@ -68,7 +68,10 @@ def _scale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
         if trace is None:
             return original(value)
         trace.loss_scaled = True
-        return value if trace.num_replicas == 1 else _scaled(value, by=trace.share, trace=trace)
+        # A layer may add a loss that Keras has scaled where it was computed.
+        if trace.num_replicas == 1 or comes_of_scaled(value, trace):
+            return value
+        return _scaled(value, by=trace.share, trace=trace)
 
     return scale
 
@@ -78,7 +81,10 @@ def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
         trace = current()
         if trace is None:
             return original(value)
-        return value if trace.num_replicas == 1 else unscaled(value, trace)
+        # What a `compute_loss` of the user's own has made by hand was never scaled.
+        if trace.num_replicas == 1 or not comes_of_scaled(value, trace):
+            return value
+        return unscaled(value, trace)
 
     return unscale
 
