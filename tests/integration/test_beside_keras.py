@@ -121,6 +121,24 @@ def test_metrics_with_state_of_their_own(strategies):
     assert_like_keras(strategies, make, validation_split=0.3, **options)
 
 
+class Totals(keras.metrics.Metric):
+    """A metric of several results."""
+
+    def __init__(self):
+        super().__init__(name="totals")
+        self.totals = self.add_weight(shape=(2,), initializer="zeros", name="totals")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.totals.assign_add(ops.stack([ops.sum(y_true), ops.sum(y_pred)]))
+
+    def result(self):
+        return {"true": self.totals[0], "predicted": self.totals[1]}
+
+
+def test_a_metric_of_several_results(strategies):
+    assert_like_keras(strategies, lambda: dense(metrics=[Totals(), "mae"]), validation_split=0.3)
+
+
 def test_several_outputs_one_without_a_loss(strategies):
     def make():
         x = keras.Input((5,))

@@ -93,12 +93,12 @@ def run_replica(
         outputs = program.function(part.data)
     for variable, old in zip(guarded, before, strict=True):
         variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
-    return keras_compat.logs_by_share(_flat(outputs), trace) if program.keep_logs else outputs
+    return keras_compat.logs_by_share(flat_logs(outputs), trace) if program.keep_logs else outputs
 
 
-def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
     """Puts what a metric of many results gave among the others, as Keras does."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+        flat.update(flat_logs(value) if isinstance(value, dict) else {name: value})
     return flat

@@ -16,7 +16,7 @@ from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.engines import engine_for
 from tfdist.training.keras_compat import compiled
-from tfdist.training.program import StepProgram, plain
+from tfdist.training.program import StepProgram, flat_logs, plain
 
 _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
@@ -42,8 +42,8 @@ class Session:
         max_staleness: int | None = None,
     ) -> StepProgram:
         """The program of ``train_step``, ``test_step`` or ``predict_step`` over a feed."""
-        kind, deciding = type(self.model), (step, "compute_metrics")
-        own = any(getattr(kind, n) is not getattr(TensorFlowTrainer, n) for n in deciding)
+        deciding = (step, "compute_metrics")
+        own = any(_is_own(self.model, name) for name in deciding)
         return StepProgram(
             function=plain(getattr(self.model, step), self.job, where=step),
             feed=feed,
@@ -132,11 +132,18 @@ class Session:
             moved = tf.constant(False)
             for variable in metric.variables:
                 moved |= keras.ops.any(keras.ops.not_equal(variable, 0))
-            found |= dict.fromkeys(result if isinstance(result, dict) else [metric.name], moved)
+            names = flat_logs(result) if isinstance(result, dict) else [metric.name]
+            found |= dict.fromkeys(names, moved)
         return found
 
     def _result_in_graph(self) -> dict[str, Any]:
-        return {n: tf.convert_to_tensor(v) for n, v in self.model.get_metrics_result().items()}
+        results = flat_logs(self.model.get_metrics_result())
+        return {name: tf.convert_to_tensor(result) for name, result in results.items()}
+
+
+def _is_own(model: keras.Model, name: str) -> bool:
+    """True where a method is not Keras' own, but of the model's class or set on the model."""
+    return getattr(getattr(model, name), "__func__", None) is not getattr(TensorFlowTrainer, name)
 
 
 def _python(value: tf.Tensor) -> Any:
