@@ -183,6 +183,41 @@ def test_a_loss_that_a_model_computes_by_hand(strategies):
     assert_like_keras(strategies, make, x=X[:18], y=Y[:18], validation_data=(X[:12], Y[:12]))
 
 
+class Lists(keras.utils.PyDataset):
+    """Batches of two inputs and two outputs in lists, as many programs have them."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(6 * index, 6 * index + 6)
+        return [X[rows], X[::-1][rows]], [Y[rows], 2 * Y[rows]]
+
+
+def two_and_two():
+    inputs = [keras.Input((5,)), keras.Input((5,))]
+    x = layers.Concatenate()(inputs)
+    model = keras.Model(inputs, [layers.Dense(1, name="one")(x), layers.Dense(1, name="two")(x)])
+    model.compile("adam", ["mse", "mae"])
+    return model
+
+
+def test_lists_of_inputs_and_outputs_from_python(strategies):
+    assert_like_keras(
+        strategies, two_and_two, x=Lists(), y=None, batch_size=None, validation_data=Lists()
+    )
+
+
+def test_lists_inside_examples_from_python(strategies):
+    examples = [([x, -x], [y, 2 * y]) for x, y in zip(X, Y, strict=True)]
+    ours, _ = trained(strategies[2], two_and_two, x=PythonSource(examples), y=None)
+    theirs, _ = trained(None, two_and_two, x=[X, -X], y=[Y, 2 * Y])
+    for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    numbers = PythonSource([([1.0, 2.0], 3), ([4.0, 5.0], 6)])
+    np.testing.assert_array_equal(numbers.fetch(np.array([1, 0]))[0], [[4.0, 5.0], [1.0, 2.0]])
+
+
 def test_strings_are_looked_up_in_the_model(strategies):
     def make():
         words = layers.TextVectorization(output_sequence_length=3, vocabulary=["a", "b", "c"])

@@ -44,7 +44,8 @@ class ArraySource(GraphSource):
         memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
         cache_dir: Path | None = None,
     ) -> None:
-        x, y, sample_weight = (_lists_to_tuples(part) for part in (x, y, sample_weight))
+        # Of a list, TensorFlow's datasets would make one tensor.
+        x, y, sample_weight = keras.tree.lists_to_tuples((x, y, sample_weight))
         sample_weight = _weight_per_output(y, sample_weight)
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
         columns = {
@@ -200,14 +201,6 @@ def _array_bytes(leaf: Any) -> int:
 def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
     """Maps the leaves of a nest that are not None."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
-
-
-def _lists_to_tuples(nest: Nest) -> Nest:
-    if isinstance(nest, list | tuple) and not hasattr(nest, "_fields"):
-        return tuple(_lists_to_tuples(part) for part in nest)
-    if isinstance(nest, dict):
-        return {key: _lists_to_tuples(part) for key, part in nest.items()}
-    return nest
 
 
 def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:

@@ -12,6 +12,8 @@ import tensorflow as tf
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.errors import UsageError
 
+_NUMBER = int | float | str | bytes | np.generic
+
 
 class Indexable(Protocol):
     """A collection of examples, each a nest of arrays and numbers."""
@@ -47,9 +49,9 @@ class PythonSource(Source):
                 fix="check the split or the files it reads",
             )
         self._examples = examples
-        self._convert = convert or _as_pair
+        self._convert = convert or _unchanged
         self._num_examples = len(examples)
-        self._spec = tf.nest.map_structure(_leaf_spec, self._convert(examples[0]))
+        self._spec = tf.nest.map_structure(_leaf_spec, self._example(examples[0]))
         self.transform = transform
 
     @property
@@ -69,7 +71,7 @@ class PythonSource(Source):
             return tf.nest.map_structure(_no_examples, self._spec)
         get_many = getattr(self._examples, "__getitems__", None)
         found = get_many(wanted) if get_many else [self._examples[index] for index in wanted]
-        columns = [tf.nest.flatten(self._convert(example)) for example in found]
+        columns = [tf.nest.flatten(self._example(example)) for example in found]
         specs = tf.nest.flatten(self._spec)
         stacked = [
             _stack(leaves, spec, wanted)
@@ -81,6 +83,10 @@ class PythonSource(Source):
         """Returns one line for the log."""
         name = type(self._examples).__name__
         return f"Python-indexed, {name}: {self.num_examples:,} examples"
+
+    def _example(self, item: Any) -> Nest:
+        example = self._convert(item)
+        return _without_lists(tuple(example) if isinstance(example, list) else example)
 
 
 class PyDatasetSource(Source):
@@ -132,8 +138,7 @@ class PyDatasetSource(Source):
     def fetch_batch(self, index: int) -> Nest:
         """Returns batch `index` as NumPy arrays, packed as Keras packs it."""
         batch = self._dataset[index]
-        if isinstance(batch, list):
-            batch = tuple(batch)
+        batch = _without_lists(tuple(batch) if isinstance(batch, list) else batch)
         if isinstance(batch, np.ndarray):
             batch = (batch,)
         if not isinstance(batch, dict | tuple) or (
@@ -161,8 +166,19 @@ class PyDatasetSource(Source):
         return f"Python-indexed, {type(self._dataset).__name__}: {count} batches"
 
 
-def _as_pair(example: Any) -> Any:
-    return tuple(example) if isinstance(example, list) else example
+def _unchanged(example: Any) -> Any:
+    return example
+
+
+def _without_lists(nest: Any) -> Any:
+    """Makes a list of numbers an array, and one of arrays a tuple: tf.data would stack these."""
+    if isinstance(nest, dict):
+        return {key: _without_lists(part) for key, part in nest.items()}
+    if isinstance(nest, list) and all(isinstance(n, _NUMBER) for n in nest):
+        return np.asarray(nest)
+    if isinstance(nest, list | tuple) and not hasattr(nest, "_fields"):
+        return tuple(_without_lists(part) for part in nest)
+    return nest
 
 
 def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
