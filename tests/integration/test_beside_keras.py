@@ -239,6 +239,15 @@ def test_averaged_weights_are_swapped_in_for_the_validation(strategies):
     assert_like_keras(strategies, make, callbacks, validation_data=(X, Y))
 
 
+class StopAtOnce(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+def test_an_epoch_that_is_stopped_at_its_begin_has_one_step(strategies):
+    assert_like_keras(strategies, dense, [StopAtOnce])
+
+
 @pytest.fixture
 def limits():
     yield

@@ -29,7 +29,7 @@ class Decision:
 
     Attributes:
       last: the range ends before this step.
-      stop: a callback of some task has asked to end the training; no step is run.
+      stop: a callback of some task has asked to end the training.
       asked: the signal by which some task has been asked to stop, None where none has.
       act: a backup that goes by the clock is due after the range.
       learning_rate: NaN where it cannot be set.
@@ -84,7 +84,8 @@ class Loop:
                 self._session.engine.finish()
             if decision.stop:
                 self._session.model.stop_training = True
-                return
+                if self.step > steps.start:  # one that has begun has a step, as under Keras
+                    return
             if decision.asked is not None:
                 raise Asked(decision.asked)
             self._session.learning_rate = decision.learning_rate
@@ -132,7 +133,7 @@ class Loop:
             session.job, told, of="the next range of steps"
         )
         return Decision(
-            last=int(last_),
+            last=step + 1 if stop > 0 else int(last_),
             stop=stop > 0,
             asked=signal_of(asked),
             act=act_ > 0,
