@@ -342,6 +342,8 @@ def test_callbacks_that_cannot_be_are_refused(strategies, tmp_path):
     model = regression(strategies[1])
     assert "a str" in refusal(lambda: fit(model, X, Y, callbacks=["EarlyStopping"]))
     assert "a type" in refusal(lambda: fit(model, X, Y, callbacks=[keras.callbacks.History]))
+    container = keras.callbacks.CallbackList([keras.callbacks.History()], model=model)
+    assert "a CallbackList" in refusal(lambda: fit(model, X, Y, callbacks=container))
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     line = refusal(lambda: fit(model, X, Y, callbacks=[backup]))
     assert "tfdist.BackupAndRestore" in line

@@ -23,6 +23,7 @@ _WRITERS = (
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
+    keras.callbacks.OrbaxCheckpoint,
     keras.callbacks.ProgbarLogger,
 )
 # Their own batch hooks make do with the last batch of a range.
@@ -48,8 +49,6 @@ def callback_list(
 
     With `history`, a `History` is among them and becomes the model's.
     """
-    if isinstance(callbacks, CallbackList):
-        return callbacks
     given = [c for c in keras.tree.flatten(callbacks) if c is not None] if callbacks else []
     for callback in given:
         _require_callback(callback)
@@ -78,8 +77,8 @@ def _require_callback(callback: Any) -> None:
         raise UsageError(
             "callbacks",
             received=f"a {type(callback).__name__}",
-            expected="instances of keras.callbacks.Callback",
-            fix="derive it from keras.callbacks.Callback",
+            expected="a keras.callbacks.Callback, or a list of them",
+            fix="pass instances of classes derived from keras.callbacks.Callback",
         )
 
 
