@@ -293,7 +293,7 @@ def test_another_configuration_is_refused_with_the_difference(strategies, tmp_pa
     np.testing.assert_allclose(slower.optimizer.learning_rate, 0.05)
 
 
-def described(*, strides=1, rate=0.1, smoothing=0.5):
+def described(*, strides=1, rate=0.1, smoothing=0.5, clipnorm=1.0):
     """What a checkpoint says of a model whose variables do not depend on any of these."""
     layers = keras.layers
     inputs = keras.Input((8, 8, 1), name="image")
@@ -301,7 +301,11 @@ def described(*, strides=1, rate=0.1, smoothing=0.5):
     x = layers.Conv2D(3, 3, strides=strides, kernel_regularizer=regularizer)(inputs)
     x = layers.GlobalAveragePooling2D()(x)
     model = keras.Model(inputs, [layers.Dense(1)(x), layers.Dense(1)(x)])
-    model.compile("sgd", loss=["mse", keras.losses.BinaryCrossentropy(label_smoothing=smoothing)])
+    inner = keras.optimizers.OptimizerMap(keras.optimizers.SGD(clipnorm=clipnorm))
+    model.compile(
+        keras.optimizers.MultiOptimizer(inner),
+        loss=["mse", keras.losses.BinaryCrossentropy(label_smoothing=smoothing)],
+    )
     return json.loads(json.dumps(identity.describe(model)))
 
 
@@ -311,6 +315,7 @@ def described(*, strides=1, rate=0.1, smoothing=0.5):
         ({"strides": (2, 1)}, r"\(Conv2D\) strides \[1, 1\] -> \[2, 1\]"),
         ({"rate": 0.2}, r"\(Conv2D\) kernel_regularizer \{.*0.1.*\} -> \{.*0.2"),
         ({"smoothing": 0.7}, r"\(BinaryCrossentropy\) label_smoothing 0.5 -> 0.7"),
+        ({"clipnorm": 2.0}, r"\(SGD\) clipnorm 1.0 -> 2.0"),
     ],
 )
 def test_settings_that_no_variable_shows_are_compared(change, named):

@@ -73,6 +73,7 @@ def _differences(
 def _optimizers(optimizer: Any) -> Iterator[Any]:
     while optimizer is not None:
         yield optimizer
+        yield from getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 

@@ -98,6 +98,7 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
             optimizer.build(model.trainable_variables)
     model._post_build()
     _require_variables_of_scope(model, job)
+    _require_one_scale(model, job)
     if new and job.kind == "ps":
         weights = servers.bytes_on_servers(model.weights, num_ps=_num_ps(job))
         servers.say(bytes_on_servers(model, job), weights=weights)
@@ -126,11 +127,11 @@ def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:
 def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    for one in (optimizer, inner):
+    for one in (inner, optimizer, *getattr(inner, "optimizers", ())):
         if getattr(one, "_distribution_strategy", job.strategy) is not job.strategy:
             raise UsageError(
                 "optimizer",
-                received=f"{type(inner).__name__} made outside the strategy's scope",
+                received=f"{type(one).__name__} made outside the strategy's scope",
                 expected="an optimizer of the model's own scope",
                 fix="make the optimizer, and call model.compile, inside `with strategy.scope():`",
             )
@@ -147,6 +148,18 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
                 received=f"{variable.path}, which was made outside the strategy's scope",
                 expected="every layer and metric of the model made in one scope",
                 fix="make layers and metrics inside `with strategy.scope():`",
+            )
+
+
+def _require_one_scale(model: keras.Model, job: Job) -> None:
+    """Raises UsageError for variables to which their gradient is assigned: a sum would be wrong."""
+    for variable in model.trainable_variables if job.num_replicas > 1 else ():
+        if variable.overwrite_with_gradient:
+            raise UsageError(
+                "model",
+                received=f"{variable.path}, of a layer in float8, on {job.num_replicas} replicas",
+                expected="one replica, as the scales of several cannot be joined",
+                fix="use strategy single, or leave quantize('float8') out",
             )
 
 

@@ -66,7 +66,15 @@ class Length:
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
     """Splits the last part off as validation data, as Keras does."""
     require_split(validation_split)
-    return array_slicing.train_validation_split(arrays, validation_split=validation_split)
+    try:
+        return array_slicing.train_validation_split(arrays, validation_split=validation_split)
+    except ValueError as error:
+        raise UsageError(
+            "validation_split",
+            received=f"{validation_split}, and this: {' '.join(str(error).split())[:160]}",
+            expected="arrays, with an example at least on each side",
+            fix="pass arrays, or validation_data",
+        ) from error
 
 
 def prepare(
