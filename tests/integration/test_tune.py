@@ -16,7 +16,7 @@ import pytest
 
 from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
 from tfdist.configs import base
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.machine import Machine
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import Chief, Plan
@@ -263,6 +263,13 @@ def test_keras_tuner_opens_what_was_written(
     assert len(there.oracle.trials) == len(chief.state.trials)
     there.results_summary(1)
     assert f"Trial {best.id} summary" in capsys.readouterr().out
+
+
+def test_results_that_cannot_be_written_are_one_line(space: SearchSpace, tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "keras_tuner").touch()
+    with pytest.raises(TfdistError, match="sweep/keras_tuner: File exists"):
+        make_chief("random", space, tmp_path / "sweep", Trials()).run()
 
 
 def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(

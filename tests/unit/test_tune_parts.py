@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import io
 import json
+import math
 import os
 import re
+import resource
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +23,12 @@ import pytest
 from rich.console import Console
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.launch.process import raise_file_limit
 from tfdist.tuning import directory, plot
 from tfdist.tuning.difference import differences
 from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.lock import FILE_NAME, ChiefLock, is_held
-from tfdist.tuning.options import Show, SweepOptions, parse
+from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, completed, ended
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.screen import SweepScreen, as_json, change_line
@@ -89,6 +95,15 @@ def test_a_wrong_flag_is_one_line(flags: list[str], said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("parallel_trials", "2"), ("workers", 1.5), ("ps", True), ("trial_timeout_s", "60")],
+)
+def test_what_is_no_number_is_one_line_from_python_too(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"--{name}: received {value!r}".replace("'60'", "60")):
+        RunOptions(sweep_dir=Path("s"), **{name: value})
+
+
 def test_no_config_is_one_line() -> None:
     with pytest.raises(UsageError, match="--config: received nothing"):
         parse(["--tuner", "grid"])
@@ -107,10 +122,45 @@ def test_a_line_that_was_cut_short_is_gone_and_the_next_is_whole(tmp_path: Path)
     assert [line["event"] for line in read(first.path)] == ["begun", "finished"]
 
 
+def test_a_line_for_which_there_is_no_room_is_not_there_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chief has its trials end then, and writes that down where there is room again."""
+
+    class Full(FileIO):
+        def write(self, data: Any) -> int:
+            if len(data) < 100:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:10])
+
+    book = journal(tmp_path)
+    book.add("begun", seed=1)
+    with monkeypatch.context() as full:
+        full.setattr("tfdist.tuning.journal.FileIO", Full)
+        with pytest.raises(TfdistError, match=r"journal\.jsonl: No space left on device"):
+            book.add("asked", trial="0", values={"name": "x" * 90})
+    book.add("finished", reason="r", is_complete=True)
+    assert read(book.path) == book.lines
+    assert [line["event"] for line in book.lines] == ["begun", "finished"]
+
+
 def test_a_file_that_is_no_journal_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text('{"event": "begun"}\nhello\n')
     with pytest.raises(UsageError, match=r"journal\.jsonl, line 2: received 'hello'"):
         journal(tmp_path)
+
+
+# --- trials at once
+
+
+def test_a_program_with_many_open_files_waits_for_its_trials() -> None:
+    runner = LauncherRunner(
+        program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=math.inf
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, raise_file_limit(2048))
+        files = [stack.enter_context(open(os.devnull)) for _ in range(1100)]
+        runner.wait([types.SimpleNamespace(pidfd=files[-1].fileno())], 0.0)
 
 
 # --- lock
@@ -413,3 +463,37 @@ def test_the_picture_is_drawn_and_nothing_without_a_trial(tmp_path: Path) -> Non
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plot.draw(fold([]), tmp_path / "none.png") is None
+
+
+def test_what_a_user_names_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No name and no value is markup of a table or a formula of a picture."""
+    book = journal(tmp_path)
+    objective = "$val$ [/b]"
+    book.add("begun", tuner="[/i]", objective=objective, direction="max", seed=1, max_trials=2)
+    for name, value in (("0", "[/b] $^"), ("1", r"[relu] $\x$")):
+        values = {"$_$ [/c]": value}
+        book.add("asked", trial=name, values=values, run=name, until=None)
+        book.add(
+            "ended",
+            trial=name,
+            status="COMPLETED",
+            score=0.5,
+            best_virtual_epoch=1,
+            history=[],
+            reason="",
+            last_lines=[],
+        )
+    show(tmp_path)
+    said = capsys.readouterr().out
+    assert all(text in said for text in ("[/i]: 2 of 2", objective, "$_$ [/c]=[/b] $^", "[relu]"))
+    assert plot.draw(fold(book.lines), tmp_path / "sweep.png") is not None, caplog.text
+
+
+def test_a_picture_that_cannot_be_written_does_not_fail_the_sweep(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = fold(sweep(tmp_path).lines)
+    assert plot.draw(state, tmp_path / "nowhere" / "sweep.png") is None
+    assert "no plot: FileNotFoundError" in caplog.text

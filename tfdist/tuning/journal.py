@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,27 @@ class Journal:
         is_new = not self.path.exists()
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
-            with open(self.path, "ab") as file:
-                file.write(data)
-                file.flush()
-                if not self._is_together:
-                    os.fsync(file.fileno())
+            with FileIO(self.path, "a") as file:
+                self._write(file, data)
             if is_new:
                 _sync_directory(self.path.parent)
         except OSError as error:
             raise TfdistError(f"{self.path}: {error.strerror or error}") from error
         self.lines.append(line)
         return line
+
+    def _write(self, file: FileIO, data: bytes) -> None:
+        """Writes all of a line or, where the disk is full, nothing: others may come after it."""
+        size_before = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+            if not self._is_together:
+                os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), size_before)
+            raise
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -57,10 +57,10 @@ class RunOptions:
         for name in ("workers", "ps", "devices_per_worker", "max_failed_trials"):
             _check_least(name, getattr(self, name), 1)
         _check_hosts(self)
-        if not self.trial_timeout_s > 0:
+        if not (isinstance(self.trial_timeout_s, int | float) and self.trial_timeout_s > 0):
             raise UsageError(
                 "--trial_timeout_s",
-                received=f"{self.trial_timeout_s:g}",
+                received=str(self.trial_timeout_s),
                 expected="more than 0 seconds",
                 fix="leave it out to wait for ever",
             )
@@ -227,6 +227,7 @@ def _check_name(flag: str, value: str, choices: Sequence[str] | dict[str, str]) 
 
 
 def _check_least(flag: str, value: int | None, least: int, *, fix: str = "") -> None:
-    if value is not None and value < least:
+    is_number = isinstance(value, int) and not isinstance(value, bool)  # from Python it may not be
+    if value is not None and not (is_number and value >= least):
         fix = fix or f"write --{flag} {least}, for example"
-        raise UsageError(f"--{flag}", received=value, expected=f"{least} or more", fix=fix)
+        raise UsageError(f"--{flag}", received=repr(value), expected=f"{least} or more", fix=fix)

@@ -18,7 +18,7 @@ from typing import Any
 
 import keras_tuner
 
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.tuning.asking import RUNNING, Answer
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,16 @@ class Search:
                 self._oracle.max_trials = line["max_trials"]
 
     def publish(self, trials: Iterable[str] | None = None) -> None:
-        """Writes the results directory; of the trials only those named, by default all."""
+        """Writes the results directory; of the trials only those named, by default all.
+
+        Raises TfdistError where it cannot be written.
+        """
+        try:
+            self._publish(trials)
+        except OSError as error:
+            raise TfdistError(f"{self._project}: {error.strerror or error}") from error
+
+    def _publish(self, trials: Iterable[str] | None) -> None:
         self._project.mkdir(exist_ok=True)
         if trials is None:
             self._remove_unknown()

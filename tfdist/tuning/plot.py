@@ -32,7 +32,8 @@ def load() -> tuple[Any, Any] | None:
 def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
     """Draws the completed trials as a PNG; returns its path.
 
-    Returns None, and says so in the log, where matplotlib is not installed or no trial is there.
+    Returns None, and says so in the log, where matplotlib is not installed, no trial is there, or
+    the picture cannot be drawn or written: it is no reason for a sweep that is done to fail.
     """
     trials = [t for t in state.trials.values() if t.score is not None]
     if not trials:
@@ -42,7 +43,15 @@ def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
     if loaded is None:
         logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
         return None
-    figure_type, canvas_type = loaded
+    try:
+        _figure(state, trials, *loaded).savefig(path)
+    except Exception as error:
+        logger.warning("no plot: %s: %s", type(error).__name__, error)
+        return None
+    return Path(path)
+
+
+def _figure(state: SweepState, trials: Sequence[Trial], figure_type: Any, canvas_type: Any) -> Any:
     names = _names(trials)
     places = _places(trials, names, space=state.begun.get("space", ()))
     rows = -(-len(names) // _COLUMNS)
@@ -50,16 +59,16 @@ def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
     figure = figure_type(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
     canvas_type(figure)
     grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
-    objective = str(state.begun.get("objective", "score"))
+    objective = _literal(state.begun.get("objective", "score"))
     is_max = state.begun.get("direction") == "max"
     _draw_scores(figure.add_subplot(grid[0, :]), trials, objective=objective, is_max=is_max)
     for number, name in enumerate(names):
         axes = figure.add_subplot(grid[1 + number // _COLUMNS, number % _COLUMNS])
         _draw_effect(axes, trials, name, place=places[name], objective=objective)
     _draw_parallel(figure, grid[rows + 1, :], trials, places, objective=objective, is_max=is_max)
-    figure.suptitle(f"{state.begun.get('tuner')} search, {len(trials)} trials", fontsize=12)
-    figure.savefig(path)
-    return Path(path)
+    tuner = _literal(state.begun.get("tuner"))
+    figure.suptitle(f"{tuner} search, {len(trials)} trials", fontsize=12)
+    return figure
 
 
 def _names(trials: Sequence[Trial]) -> list[str]:
@@ -116,9 +125,9 @@ def _draw_effect(
     if place.is_log:
         axes.set_xscale("log")
     if place.words:
-        axes.set_xticks(range(len(place.words)), place.words)
+        axes.set_xticks(range(len(place.words)), map(_literal, place.words))
         axes.set_xlim(-0.5, len(place.words) - 0.5)
-    axes.set_xlabel(name)
+    axes.set_xlabel(_literal(name))
     axes.set_ylabel(objective)
     _plain(axes)
 
@@ -150,7 +159,7 @@ def _draw_parallel(
     for number, name in enumerate(names):
         for height, text in places[name].ticks():
             axes.annotate(
-                text,
+                _literal(text),
                 (number, height),
                 xytext=(5, 0),
                 textcoords="offset points",
@@ -159,7 +168,7 @@ def _draw_parallel(
                 color="#444444",
             )
         axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), map(_literal, names))
     axes.set_yticks([])
     axes.set_xlim(-0.2, len(names) - 0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -195,6 +204,11 @@ class _Axis:
         if self.words:
             return [(self.share(word), word) for word in self.words]
         return [(self.share(v), f"{v:.3g}") for v in sorted({self._low, self._high})]
+
+
+def _literal(text: object) -> str:
+    """Returns a text as matplotlib shows it as it is, and no formula."""
+    return str(text).replace("$", r"\$")
 
 
 def _plain(axes: Any) -> None:

@@ -88,8 +88,11 @@ class LauncherRunner:
         )
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        fds = [trial.pidfd for trial in running if trial.pidfd is not None]
-        select.select(fds, [], [], timeout_s)
+        poll = select.poll()  # a program may have more files open than `select` can tell of
+        for trial in running:
+            if trial.pidfd is not None:
+                poll.register(trial.pidfd, select.POLLIN)
+        poll.poll(timeout_s * 1000)
 
     def close(self) -> None:
         """Ends what it keeps between trials."""

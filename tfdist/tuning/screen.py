@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import directory, plot
@@ -126,9 +127,9 @@ def leaderboard(
 def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Table:
     """Returns the trials that run, and the best of those that have ended."""
     objective = state.begun.get("objective", "score")
-    drawn = Table(box=box.SIMPLE_HEAD, title=_counts(state), title_justify="left")
+    drawn = Table(box=box.SIMPLE_HEAD, title=Text(_counts(state)), title_justify="left")
     for heading in ("trial", "state", "virtual epoch", objective, "hyperparameters"):
-        drawn.add_column(heading, overflow="fold")
+        drawn.add_column(Text(heading), overflow="fold")
     running = [t for t in state.trials.values() if not t.is_over]
     ranked = state.ranked() if is_final else state.ranked()[:_SHOWN]
     failed = [t for t in state.trials.values() if t.status == FAILED]
@@ -140,7 +141,7 @@ def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Tabl
             trial.status,
             _progress(trial, state, line),
             "" if score is None else f"{score:.4f}",
-            values_text(trial.hyperparameters),
+            Text(values_text(trial.hyperparameters)),  # and no markup of the table's
         )
     return drawn
 
