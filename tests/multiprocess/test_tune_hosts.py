@@ -307,21 +307,36 @@ def space(hp, config):
         one.log = self.path.with_name(f"{name}.log")
         return one.started()
 
-    def until_it_trains(self, trial: str, *, run: str) -> None:
-        """Waits until a trial that was started has saved something new, far from its end."""
-        checkpoints = self.path / "trials" / run / "checkpoints"
+    def lose_the_runner_of(self, trial: str) -> None:
+        """Runs the sweep to its end; the trial's runner is killed in its midst, another comes."""
+        with self.chief() as chief, contextlib.ExitStack() as stack:
+            with self.runner("first") as first:
+                self._until_it_trains(trial)
+                first.send_signal(signal.SIGKILL)
+            second = stack.enter_context(self.runner("second"))
+            assert chief.wait(SWEEP_DEADLINE_S) == 0
+            assert second.wait(SWEEP_DEADLINE_S) == 0
+        self._require_each_once(torn=trial)
+        assert self.summary(self.run_of(trial))["resumed_from_step"], "it began anew"
 
-        def saved() -> set[Path]:
-            return set(checkpoints.glob("step-*"))
+    def run_of(self, trial: str) -> Path:
+        return self.path / "trials" / self.state().trials[trial].run
+
+    def summary(self, run: Path) -> dict[str, Any]:
+        return RunDirectory(run).read_summary() or {}
+
+    def _until_it_trains(self, trial: str) -> None:
+        """Waits until a trial that was started has saved something new, far from its end."""
 
         def has_begun() -> bool:
             return any(name == trial and one.starts for name, one in self.state().trials.items())
 
         until(has_begun, deadline_s=SWEEP_DEADLINE_S)
-        before = saved()
-        until(lambda: saved() - before, deadline_s=SWEEP_DEADLINE_S)
+        checkpoints = self.run_of(trial) / "checkpoints"
+        before = set(checkpoints.glob("step-*"))
+        until(lambda: set(checkpoints.glob("step-*")) - before, deadline_s=SWEEP_DEADLINE_S)
 
-    def require_each_once(self, *, torn: str) -> None:
+    def _require_each_once(self, *, torn: str) -> None:
         """All trials have ended, each once; that which lost its runner was started twice."""
         trials = self.state().trials
         assert {trial.status for trial in trials.values()} == {"completed"}
@@ -332,9 +347,6 @@ def space(hp, config):
         ended = [line["trial"] for line in lines if line["event"] == "ended"]
         assert sorted(ended) == sorted(trials)
 
-    def summary(self, run: Path) -> dict[str, Any]:
-        return RunDirectory(run).read_summary() or {}
-
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
 def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(
@@ -342,25 +354,14 @@ def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(
 ) -> None:
     """The trial that continues another loses its runner, and is that of one run through."""
     monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
-    multiworker = ("--strategy", "multiworker", "--workers", "2", "--retrain_best")
-    sweep = Served(
-        tmp_path, *multiworker, "--tuner", "hyperband", "--max_trials", "4", examples=9600
-    )
-    with sweep.chief() as chief, contextlib.ExitStack() as stack:
-        with sweep.runner("first") as first:
-            until(lambda: "3" in sweep.state().trials, deadline_s=SWEEP_DEADLINE_S)
-            run = sweep.state().trials["3"].run
-            sweep.until_it_trains("3", run=run)
-            first.send_signal(signal.SIGKILL)
-        second = stack.enter_context(sweep.runner("second"))
-        assert chief.wait(SWEEP_DEADLINE_S) == 0
-        assert second.wait(SWEEP_DEADLINE_S) == 0
-    sweep.require_each_once(torn="3")
+    flags = ("--strategy", "multiworker", "--workers", "2", "--retrain_best", "--max_trials", "4")
+    sweep = Served(tmp_path, *flags, "--tuner", "hyperband", examples=9600)
+    sweep.lose_the_runner_of("3")
     trials = sweep.state().trials
     assert [trial.until for trial in trials.values()] == [1, 1, 1, None]
-    assert run in "012"
-    torn, whole = (sweep.summary(sweep.path / name) for name in (f"trials/{run}", "best"))
-    assert torn["resumed_from_step"] > 100, "it began anew"
+    assert trials["3"].run in "012"
+    torn, whole = sweep.summary(sweep.run_of("3")), sweep.summary(sweep.path / "best")
+    assert torn["resumed_from_step"] > 100, "it began anew"  # that is what it continues
     assert whole["resumed_from_step"] is None
     assert torn["weights_sha256"] == whole["weights_sha256"]
 
@@ -371,16 +372,8 @@ def test_a_bayesian_sweep_of_ps_trials_outlives_a_runner(
 ) -> None:
     """The last trial, which the model has chosen, loses its runner, and waits for another."""
     monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
-    ps = ("--strategy", "ps", "--workers", "1", "--ps", "1")
-    sweep = Served(tmp_path, *ps, "--tuner", "bayesian", "--max_trials", "4", examples=2880)
-    with sweep.chief() as chief, contextlib.ExitStack() as stack:
-        with sweep.runner("first") as first:
-            sweep.until_it_trains("3", run="3")
-            first.send_signal(signal.SIGKILL)
-        second = stack.enter_context(sweep.runner("second"))
-        assert chief.wait(SWEEP_DEADLINE_S) == 0
-        assert second.wait(SWEEP_DEADLINE_S) == 0
-    sweep.require_each_once(torn="3")
+    flags = ("--strategy", "ps", "--workers", "1", "--ps", "1", "--max_trials", "4")
+    sweep = Served(tmp_path, *flags, "--tuner", "bayesian", examples=2880)
+    sweep.lose_the_runner_of("3")
     trials = sweep.state().trials
     assert len({trial.values["learning_rate"] for trial in trials.values()}) == 4
-    assert sweep.summary(sweep.path / "trials" / "3")["resumed_from_step"], "it began anew"
