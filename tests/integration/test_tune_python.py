@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -21,7 +22,7 @@ from tests.integration.test_tune import Crash, CrashingJournal, Nobody, result
 from tfdist.errors import UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
-from tfdist.tuning import from_python, hypermodel, inside, trial
+from tfdist.tuning import directory, from_python, hypermodel, inside, trial
 from tfdist.tuning.assigning import Asked, plan_of
 from tfdist.tuning.assignment import Assignment, read
 from tfdist.tuning.chief import Chief
@@ -210,6 +211,66 @@ def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(
     tuner = make_tuner(tmp_path, Late(), distribution_strategy=strategies[1])
     with pytest.raises(UsageError, match="'batch', first asked for in this trial"):
         inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), {})
+
+
+def by_layers(hp: Any) -> keras.Model:
+    """As KerasTuner's guide has it: a loop over layers, and an ``if`` without a condition."""
+    layers = [keras.layers.Dense(hp.Int(f"units_{i}", 2, 4)) for i in range(hp.Int("layers", 1, 3))]
+    if hp.Choice("kind", ["plain", "dropped"]) == "dropped":
+        layers.append(keras.layers.Dropout(hp.Float("rate", 0.1, 0.5)))
+        if hp.Boolean("broken"):
+            hp.Int("lost", 1, 10**12)
+            raise ValueError("a size that cannot be built")
+    model = keras.Sequential([keras.layers.Input((4,)), *layers, keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+NESTED = {"layers", "kind", "units_0", "units_1", "units_2", "rate", "broken", "lost"}
+
+
+def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(
+    tmp_path: Path, strategies: Any
+) -> None:
+    tuner = make_tuner(tmp_path, by_layers)
+    assert {one.name for one in tuner.oracle.get_space().space} == {"layers", "kind", "units_0"}
+    options = RunOptions(sweep_dir=tmp_path)
+    described = from_python._describe(tuner, options, {})["space"]
+    assert {one["config"]["name"] for one in described} == NESTED
+
+    values = tuner.oracle.create_trial("t").hyperparameters.values
+    assert set(values) == NESTED
+    values = {**values, "layers": 3, "units_2": 3, "kind": "dropped", "broken": False}
+    inside.run_assigned(  # in a trial, whose tuner knows as little as the first one
+        make_tuner(tmp_path / "again", by_layers, distribution_strategy=strategies[1]),
+        assigned(tmp_path, **values),
+        (X, Y),
+        {"validation_data": (X, Y)},
+    )
+    summary = RunDirectory(tmp_path / "trials" / "0").read_summary() or {}
+    assert summary["status"] == "done"
+
+
+def test_a_space_that_is_closed_is_left_as_it_is(tmp_path: Path) -> None:
+    space = keras_tuner.HyperParameters()
+    space.Int("layers", 1, 3)
+    closed = {"hyperparameters": space, "tune_new_entries": False}
+    tuner = make_tuner(tmp_path, by_layers, **closed)
+    from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})
+    assert [one.name for one in tuner.oracle.get_space().space] == ["layers"]
+
+
+def test_what_hyperband_goes_by_is_part_of_what_the_sweep_is(tmp_path: Path) -> None:
+    def described(max_epochs: int) -> Any:
+        tuner = keras_tuner.Hyperband(
+            build, "val_accuracy", max_epochs=max_epochs, directory=tmp_path, project_name="p"
+        )
+        return from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {"epochs": 3})
+
+    with pytest.raises(UsageError, match=r"config\.tuner\.max_epochs='9' \(there: '8'\)"):
+        directory.require_same(tmp_path, described(8), described(9))
+    json.dumps(described(8), allow_nan=False)  # the journal's
 
 
 def test_what_a_trial_returns_is_its_result_whatever_the_epochs_say(

@@ -33,12 +33,12 @@ def run_assigned(
     _settle(tuner, assignment)
     keras.utils.set_random_seed(assignment.seed)
     trial = _trial(tuner, assignment)
-    hp, known = trial.hyperparameters, len(trial.hyperparameters.space)
+    hp = trial.hyperparameters
     fitting = _TrialFit(assignment, directory=RunDirectory(assignment.run_dir))
 
     def route(*args: Any, **kwargs: Any) -> Any:
         if tuner.oracle.tune_new_entries:
-            _require_known(hp, known)  # before the training, not after it
+            _require_known(hp, assignment)  # before the training, not after it
         return fitting(*args, **kwargs)
 
     tuner.hypermodel = HyperModel(tuner.hypermodel, fit=route)
@@ -175,13 +175,15 @@ def _reported(results: Any) -> list[str]:
     return sorted(first.history if isinstance(first, History) else first)
 
 
-def _require_known(hp: Any, known: int) -> None:
-    if len(hp.space) > known:
+def _require_known(hp: Any, assignment: Assignment) -> None:
+    """Raises UsageError where the program has asked for a value that the sweep has not chosen."""
+    new = [one.name for one in hp.space if hp.is_active(one) and one.name not in assignment.values]
+    if new:
         raise UsageError(
             "search space",
-            received=f"hyperparameter {hp.space[known].name!r}, first asked for in this trial",
+            received=f"hyperparameter {new[0]!r}, first asked for in this trial",
             expected="a space that is known before the first trial",
-            fix="ask for it in build(hp), or in declare_hyperparameters(hp) of a HyperModel",
+            fix="ask for it in build(hp) under hp.conditional_scope(), or whatever the values are",
         )
 
 

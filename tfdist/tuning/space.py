@@ -26,6 +26,7 @@ from tfdist.configs import check
 from tfdist.configs.check import unknown
 from tfdist.configs.fields import flat
 from tfdist.errors import TfdistError, UsageError
+from tfdist.tuning.exploring import explored
 
 _Build = Callable[[Any, Any], object]
 
@@ -40,7 +41,7 @@ class SearchSpace:
         self._path = path
         self._config = config
         self._build = _load(path)
-        self.hyperparameters = self._explore()
+        self.hyperparameters = explored(self._built, keras_tuner.HyperParameters())
         if not self.hyperparameters.space:
             raise UsageError(
                 path,
@@ -80,27 +81,6 @@ class SearchSpace:
             for name, value in after.items()
             if value != before[name]
         )
-
-    def _explore(self) -> Any:
-        """Returns every hyperparameter, by trying each value of each choice and each condition."""
-        known = keras_tuner.HyperParameters()
-        waiting: list[dict[str, Any]] = [{}]
-        seen: list[dict[str, Any]] = []
-        while waiting:
-            values = waiting.pop(0)
-            seen.append(values)
-            hp = known.copy()
-            _fill(hp, values)
-            self._built(hp)
-            known.merge(hp.space, overwrite=False)
-            scopes = [*hp.active_scopes, *hp.inactive_scopes]
-            found = [{c.name: c.values[0] for c in scope} for scope in scopes]
-            for one in known.space:
-                if isinstance(one.get_config().get("values"), list) or _is_switch(one):
-                    parents = {c.name: c.values[0] for c in one.conditions}
-                    found += [{**parents, one.name: value} for value in one.values]
-            waiting += [new for new in found if new not in seen and new not in waiting]
-        return known
 
     def _built(self, hp: Any) -> Any:
         config = copy.deepcopy(self._config)
@@ -148,20 +128,6 @@ def set_field(config: Any, name: str, value: object) -> None:
         raise unknown(name, where="search space")
     group, _, field = name.rpartition(".")
     (config[group] if group else config)[field] = value
-
-
-def _fill(hp: Any, values: Mapping[str, Any]) -> None:
-    """Gives every active hyperparameter its value, those not in `values` their default."""
-    hp.values = {}
-    for one in hp.space:
-        if hp.is_active(one):
-            hp.values[one.name] = values.get(one.name, one.default)
-    for name, value in values.items():
-        hp.values.setdefault(name, value)
-
-
-def _is_switch(one: Any) -> bool:
-    return type(one).__name__ == "Boolean"
 
 
 def _text(value: object) -> str:
