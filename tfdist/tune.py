@@ -6,11 +6,10 @@ command again goes on with a sweep that was broken off. ``--show DIR`` prints on
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError
@@ -48,9 +47,7 @@ def _sweep(options: SweepOptions) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     from tfdist.launch.machine import this_machine
-
-    with _silent_standard_error():  # TensorFlow writes four lines there, whatever its log level
-        from tfdist.tuning.sweep import run
+    from tfdist.tuning.sweep import run
 
     return run(options, config, machine=this_machine(environ), environ=environ)
 
@@ -61,20 +58,6 @@ def _join(options: SweepOptions, environ: Mapping[str, str]) -> int:
     from tfdist.tuning.train_jobs import join
 
     return join(options, machine=this_machine(environ), environ=environ)
-
-
-@contextlib.contextmanager
-def _silent_standard_error() -> Iterator[None]:
-    """Drops what is written to standard error, by C++ too; an exception is printed later."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 if __name__ == "__main__":

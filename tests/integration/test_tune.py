@@ -369,7 +369,17 @@ def test_values_out_of_range_are_refused_before_anything_is_started(tmp_path: Pa
 
 
 def test_the_chiefs_own_parts_load_no_keras_tuner() -> None:
-    names = ["asking", "chief", "directory", "journal", "options", "plot", "screen", "show"]
+    names = [
+        "asking",
+        "chief",
+        "directory",
+        "journal",
+        "options",
+        "plot",
+        "screen",
+        "show",
+        "sweep",
+    ]
     program = (
         f"import importlib, sys; [importlib.import_module('tfdist.tuning.' + n) for n in {names}];"
         "loaded = {'keras_tuner', 'keras', 'tensorflow'} & set(sys.modules); assert not loaded"

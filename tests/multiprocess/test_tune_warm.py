@@ -73,6 +73,20 @@ def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path: Path)
     assert not Path(f"/proc/{pid}").exists(), "it outlives the sweep"
 
 
+def test_it_imports_before_anything_is_asked_of_it_and_ends_with_its_owner(tmp_path: Path) -> None:
+    with warmed(tmp_path, "done(1); finish()") as trial:
+        assert trial.runner.warm is not None
+        assert trial.runner.warm.pid is None
+        trial.runner.warm_up()
+        pid = pid_of(trial)
+        assert isinstance(trial.run(), Completed)
+        assert told(trial)["warm"] == pid
+    with warmed(tmp_path, "") as trial:
+        trial.runner.warm_up()
+        pid = pid_of(trial)
+    assert not Path(f"/proc/{pid}").exists(), "it goes on importing for nobody"
+
+
 def test_what_the_trials_have_used_is_counted_as_that_of_the_sweep(tmp_path: Path) -> None:
     source = "import time\nwhile time.process_time() < 0.5: pass\ndone(1); finish()"
     before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

@@ -25,6 +25,7 @@ from rich.console import Console
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.process import raise_file_limit
 from tfdist.tuning import directory, plot
+from tfdist.tuning.conduct import Sweep, conduct
 from tfdist.tuning.difference import differences
 from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.lock import FILE_NAME, ChiefLock, is_held
@@ -250,20 +251,67 @@ def test_a_program_that_failed_failed_and_one_that_was_killed_goes_on() -> None:
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UsageError, match=r"with thesis\.tex and no journal\.jsonl"):
-        directory.prepare(tmp_path, overwrite=True)
+        directory.require_own(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_what_a_start_leaves_that_came_to_no_journal_is_no_hindrance(tmp_path: Path) -> None:
+    with ChiefLock(tmp_path):
+        (tmp_path / directory.FORK_LOG).touch()
+        directory.require_own(tmp_path)
+    directory.set_aside(tmp_path)
+    assert not (tmp_path / "old-1").exists()
 
 
 def test_overwrite_moves_the_old_sweep_aside(tmp_path: Path) -> None:
     for _ in range(2):
         journal(tmp_path).add("begun", seed=1)
         (tmp_path / "trials").mkdir()
-        directory.prepare(tmp_path, overwrite=False)
-        assert (tmp_path / "trials").exists()
-        directory.prepare(tmp_path, overwrite=True)
+        directory.require_own(tmp_path)
+        directory.set_aside(tmp_path)
     assert not (tmp_path / "trials").exists()
     assert (tmp_path / "old-1" / "trials").exists()
     assert (tmp_path / "old-2" / "journal.jsonl").exists()
+
+
+def asked_for(path: Path, said: list[str], *, overwrite: bool) -> Sweep:
+    """A sweep that cannot be, with a runner that says what it is told."""
+
+    def describe() -> Mapping[str, Any]:
+        said.append("described")
+        raise UsageError("space", received="nothing", expected="one", fix="name one")
+
+    def never(*_: object) -> Any:
+        raise AssertionError
+
+    runner: Any = types.SimpleNamespace(
+        warm_up=lambda: said.append("imports"), close=lambda: said.append("closed")
+    )
+    return Sweep(
+        options=RunOptions(sweep_dir=path, overwrite=overwrite),
+        describe=describe,
+        search_of=never,
+        plan_of=never,
+        best_of=never,
+        runner=runner,
+    )
+
+
+def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    book = journal(tmp_path)
+    book.add("begun", seed=1)
+    with pytest.raises(UsageError, match="space: received nothing"):
+        conduct(asked_for(tmp_path, said, overwrite=True))
+    assert said == ["imports", "described", "closed"]
+    assert not (tmp_path / "old-1").exists(), "moved aside for nothing"
+    book.add("finished", reason="all trials have ended", is_complete=True)
+    said.clear()
+    with pytest.raises(UsageError, match="space: received nothing"):
+        conduct(asked_for(tmp_path, said, overwrite=False))
+    assert said == ["described", "closed"]
 
 
 def begun(**changes: Any) -> dict[str, Any]:
@@ -291,10 +339,10 @@ def test_a_sweep_is_not_moved_aside_while_a_trial_of_it_runs(tmp_path: Path, hel
     descriptor = os.open(path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(UsageError, match=r"^--overwrite: received it while .*trials/1 is written"):
-        directory.prepare(tmp_path, overwrite=True)
+        directory.set_aside(tmp_path)
     assert (tmp_path / "journal.jsonl").exists()
     os.close(descriptor)
-    directory.prepare(tmp_path, overwrite=True)
+    directory.set_aside(tmp_path)
     assert (tmp_path / "old-1" / "journal.jsonl").exists()
 
 
@@ -412,18 +460,32 @@ def test_a_running_sweep_is_shown_as_one_also_where_nothing_can_be_written(
     assert "not finished: its chief is running; best 0.3000" in capsys.readouterr().out
 
 
-def test_the_drawing_is_loaded_once_when_the_first_trials_have_begun(
+def test_what_takes_a_moment_is_done_once_when_the_first_trials_have_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads: list[bool] = []
-    monkeypatch.setattr(plot, "load", lambda: loads.append(True))
+    done: list[str] = []
+    monkeypatch.setattr(plot, "rehearse", lambda: done.append("picture"))
     state = fold(sweep(tmp_path).lines)
-    with SweepScreen(tmp_path, console=Console(file=io.StringIO())) as screen:
+    console = Console(file=io.StringIO())
+    with SweepScreen(tmp_path, console=console, beforehand=lambda: done.append("board")) as screen:
         screen.begin(state)
-        assert not loads
+        assert not done
         screen.tick(state)
         screen.tick(state)
-        assert loads == [True]
+        assert done == ["picture", "board"]
+
+
+def test_a_rehearsal_of_the_picture_leaves_nothing_to_load_for_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from tfdist.tuning import journal, plot, state\n"
+        "plot.rehearse(); before = set(sys.modules)\n"
+        "plot.draw(state.fold(journal.read(pathlib.Path(sys.argv[1]))), sys.argv[2])\n"
+        "new = {name for name in sys.modules if name not in before}; assert not new, new"
+    )
+    paths = [sweep(tmp_path).path, tmp_path / "sweep.png"]
+    done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert paths[1].exists()
 
 
 def test_sweep_json_has_every_trial_and_the_best(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ is gone with its processes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -28,7 +29,7 @@ _END_TIMEOUT_S = 2.0
 class WarmServer:
     """The process that imports once; it ends with the one that made it.
 
-    It is started on first use, and again when it has been killed.
+    It is started by `start` or on first use, and again when it has been killed.
 
     Args:
       modules: what to import.
@@ -52,15 +53,21 @@ class WarmServer:
         self._log_path = log_path
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_used = False
 
     @property
     def pid(self) -> int | None:
         """Returns its process id; None before its first use."""
         return self._process.pid if self._process else None
 
+    def start(self) -> None:
+        """Begins to import; its owner may do other things until it needs the first fork server."""
+        self._ready_socket()
+
     def connect(self) -> socket.socket:
         """Returns a socket to a fork server of its own, which is forked after the imports."""
         control = self._ready_socket()
+        self._is_used = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):  # it is gone: who reads `ours` sees that
             socket.send_fds(control, [b"+"], [theirs.fileno()])
@@ -75,7 +82,7 @@ class WarmServer:
         if process is None:
             return
         try:
-            process.wait(_END_TIMEOUT_S)
+            process.wait(_END_TIMEOUT_S if self._is_used else 0)
         except subprocess.TimeoutExpired:  # in an import
             process.kill()
             process.wait()
@@ -102,6 +109,7 @@ def main(argv: Sequence[str]) -> None:
     """Serves until its owner is gone: socket descriptor, modules to import, ``--``, and more."""
     control = socket.socket(fileno=int(argv[0]))
     modules, more = argv[1 : argv.index("--")], argv[argv.index("--") + 1 :]
+    gc.disable()  # as `import_once` has it
     for name in more:
         _import_if_it_can_be(name)
     if more and zygote.count_threads() > 1:

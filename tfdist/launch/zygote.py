@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
 def import_once(modules: Sequence[str]) -> None:
     """Imports what all tasks share, and leaves it as it is to be shared."""
     set_title("tfdist fork server")
+    gc.disable()  # what is imported stays: to look for what does not only takes time
     for name in modules:
         importlib.import_module(name)
     threads = count_threads()
@@ -53,6 +54,7 @@ def import_once(modules: Sequence[str]) -> None:
         print(f"fork server: {threads} threads after the imports, where 1 was expected")
     gc.collect()
     gc.freeze()  # so that a task's collector does not touch, and so copy, what all share
+    gc.enable()
 
 
 def count_threads() -> int:

@@ -25,6 +25,12 @@ class HParamsBoard:
     def __init__(self, sweep_dir: Path) -> None:
         self._path = sweep_dir / NAME
 
+    def load(self) -> None:
+        """Loads what `update` writes with, which takes a moment the first time."""
+        import tensorboard.plugins.hparams.api
+        import tensorboard.plugins.scalar.summary_v2
+        import tensorboard.summary.writer.event_file_writer  # noqa: F401
+
     def update(self, state: SweepState) -> None:
         """Brings the directory up to date. Raises TfdistError where it cannot be written."""
         ended = [trial for trial in state.trials.values() if trial.is_over]

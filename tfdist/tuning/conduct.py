@@ -19,7 +19,7 @@ from tfdist.tuning import directory, mark
 from tfdist.tuning.board import HParamsBoard
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.hosts import Meeting, listener_of
-from tfdist.tuning.journal import Journal
+from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.lock import ChiefLock
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.reception import Reception
@@ -43,8 +43,9 @@ class Sweep:
     """A sweep as it was asked for."""
 
     options: RunOptions
-    description: Mapping[str, Any]
-    """What it is, as JSON: a sweep that differs in it is another one."""
+    describe: Callable[[], Mapping[str, Any]]
+    """Returns what it is, as JSON: a sweep that differs in it is another one. It may take seconds,
+    in which the trials' imports are done as well. Raises UsageError for one that cannot be."""
     search_of: Callable[[Mapping[str, Any]], Search]
     """Returns who chooses, from what the journal begins with, where every trial is yet to come."""
     plan_of: Callable[[Mapping[str, Any]], Plan]
@@ -68,10 +69,15 @@ def conduct(sweep: Sweep) -> tuple[int, SweepState]:
     directory.make(sweep_dir)
     with ExitStack() as stack:
         stack.enter_context(ChiefLock(sweep_dir))
-        directory.prepare(sweep_dir, overwrite=sweep.options.overwrite)
-        journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
-        begin(sweep, journal)
+        directory.require_own(sweep_dir)
         stack.callback(sweep.runner.close)
+        if _may_have_trials(sweep):
+            sweep.runner.warm_up()
+        description = sweep.describe()
+        if sweep.options.overwrite:
+            directory.set_aside(sweep_dir)
+        journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
+        begin(sweep, journal, description)
         exit_code, state = _trials(sweep, journal)
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
             best = sweep.best_of(state.ranked()[0], state.begun)
@@ -93,7 +99,8 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
         search = sweep.search_of(journal.lines[0])
         search.replay(journal.lines)
         search.publish()
-        with SweepScreen(sweep_dir, also=HParamsBoard(sweep_dir).update) as screen:
+        board = HParamsBoard(sweep_dir)
+        with SweepScreen(sweep_dir, also=board.update, beforehand=board.load) as screen:
             chief = Chief(
                 sweep.plan_of(state.begun),
                 search=search,
@@ -123,9 +130,14 @@ def _serving(sweep: Sweep) -> ServingRunner | None:
     return ServingRunner(sweep.runner, line, mark=left)
 
 
-def begin(sweep: Sweep, journal: Journal) -> None:
-    """Writes down which sweep this is, or makes sure that it is the one that was."""
-    now = sweep.description
+def _may_have_trials(sweep: Sweep) -> bool:
+    """Whether there is anything to run, as far as it can be told before the sweep is described."""
+    options = sweep.options
+    return options.overwrite or not fold(read(options.sweep_dir / directory.JOURNAL)).is_complete
+
+
+def begin(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
+    """Writes down which sweep this is now, or makes sure that it is the one that was."""
     if not journal.lines:
         seed = now["seed"] or sweep.first_seed or random.SystemRandom().randrange(1, 2**31)
         journal.add("begun", **{**now, "seed": seed})
@@ -147,13 +159,15 @@ def warm_server(
     """Returns what imports once for all trials; None where a GPU may be, which no fork survives."""
     if machine.gpus or machine.has_gpu_driver:
         return None
-    is_runner = options.join is not None
+    log = directory.FORK_LOG
+    if options.join is not None:
+        log = log.replace(".", f"-{socket.gethostname()}.", 1)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
     return WarmServer(
         ("tensorflow", "keras", *modules),
         more=more,
         environ={**quiet, **environ},
-        log_path=options.sweep_dir / f"fork-server{f'-{socket.gethostname()}' * is_runner}.log",
+        log_path=options.sweep_dir / log,
     )
 
 

@@ -16,37 +16,47 @@ JOURNAL = journal.FILE_NAME
 SWEEP = "sweep.json"
 PLOT = "sweep.png"
 TRIALS = "trials"
+FORK_LOG = "fork-server.log"
 
 _SAME = ("tuner", "objective", "factor", "strategy", "workers", "ps", "early_stop")
 
 
-def prepare(path: Path, *, overwrite: bool) -> None:
-    """Makes the directory fit for a sweep; the holder of its lock calls it.
-
-    With `overwrite` an earlier sweep is moved to ``old-1``, ``old-2``, ... inside it.
-
-    Raises UsageError where it holds something that is no sweep, or an earlier one to be moved of
-    which a trial still runs: its processes would go on writing under these names.
-    """
-    names = {name for name in os.listdir(path) if name != lock.FILE_NAME}
-    others = {name for name in names if not name.startswith("old-")}
-    if others and JOURNAL not in names:
+def require_own(path: Path) -> None:
+    """Raises UsageError where the directory holds something that is no sweep."""
+    names = _names(path)
+    if names and JOURNAL not in names:
         raise UsageError(
             f"sweep directory {path}",
-            received=f"a directory with {', '.join(sorted(others)[:3])} and no {JOURNAL}",
+            received=f"a directory with {', '.join(sorted(names)[:3])} and no {JOURNAL}",
             expected="an empty one, a new one, or that of a sweep",
             fix="give the sweep another --sweep_dir",
         )
-    if overwrite and JOURNAL in names:
-        _require_at_rest(path)
-        number = 1
-        while f"old-{number}" in names:
-            number += 1
-        aside = path / f"old-{number}"
-        aside.mkdir()
-        # The journal goes last: until then the directory is still seen as a sweep's.
-        for name in [*sorted(others - {JOURNAL}), JOURNAL]:
-            os.replace(path / name, aside / name)
+
+
+def set_aside(path: Path) -> None:
+    """Moves an earlier sweep to ``old-1``, ``old-2``, ... inside it; the lock's holder calls it.
+
+    Raises UsageError where a trial of it still runs: its processes would go on writing under these
+    names.
+    """
+    names = _names(path)
+    if JOURNAL not in names:
+        return
+    _require_at_rest(path)
+    number = 1
+    while (path / f"old-{number}").exists():
+        number += 1
+    aside = path / f"old-{number}"
+    aside.mkdir()
+    # The journal goes last: until then the directory is still seen as a sweep's.
+    for name in [*sorted(names - {JOURNAL}), JOURNAL]:
+        os.replace(path / name, aside / name)
+
+
+def _names(path: Path) -> set[str]:
+    """Returns what there is of a sweep, without what any start writes before it is one."""
+    mine = (lock.FILE_NAME, FORK_LOG)
+    return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
 
 
 def _require_at_rest(path: Path) -> None:

@@ -133,7 +133,7 @@ def _conduct(tuner: Any, asked: Asked, fit_kwargs: Mapping[str, Any]) -> tuple[i
     return conduct(
         Sweep(
             options=options,
-            description=_describe(tuner, options, fit_kwargs),
+            describe=lambda: _describe(tuner, options, fit_kwargs),
             search_of=lambda begun: _search(tuner, options.sweep_dir, begun),
             plan_of=lambda begun: plan_of(tuner, asked, seed=begun["seed"]),
             best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),

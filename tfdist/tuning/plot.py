@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import math
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.tuning.state import SweepState, Trial
+from tfdist.tuning.state import COMPLETED, SweepState, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,28 @@ _MOST_EFFECTS = 8
 
 
 def load() -> tuple[Any, Any] | None:
-    """Returns what figures are made of, None without matplotlib; the first time takes a moment."""
+    """Returns what figures are made of, None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return None
     return Figure, FigureCanvasAgg
+
+
+def rehearse() -> None:
+    """Draws a small sweep for nobody, so that fonts and all are there for `draw`."""
+    loaded = load()
+    if loaded is None:
+        return
+    trials = [
+        Trial(id=str(n), run=str(n), values={"a": 10.0**-n, "b": str(n)}, status=COMPLETED, score=n)
+        for n in (1, 2)
+    ]
+    try:
+        _figure(SweepState(), trials, *loaded).savefig(io.BytesIO())
+    except Exception as error:
+        logger.debug("the picture: %s", error)  # `draw` will say it
 
 
 def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:

@@ -94,6 +94,11 @@ class LauncherRunner:
                 poll.register(trial.pidfd, select.POLLIN)
         poll.poll(timeout_s * 1000)
 
+    def warm_up(self) -> None:
+        """Begins with the imports that all trials share, where there is anything to begin with."""
+        if self.warm is not None and self._places:
+            self.warm.start()
+
     def close(self) -> None:
         """Ends what it keeps between trials."""
         if self.warm is not None:

@@ -26,7 +26,11 @@ _REFRESH_S = 1.0
 
 
 class SweepScreen:
-    """The chief's observer: shows each change; `tick` writes `sweep.json` and tells `also`."""
+    """The chief's observer: shows each change; `tick` writes `sweep.json` and tells `also`.
+
+    `beforehand` is called once, while the first trials begin: what takes a moment, and would make
+    all wait later on.
+    """
 
     def __init__(
         self,
@@ -34,12 +38,14 @@ class SweepScreen:
         *,
         console: Console | None = None,
         also: Callable[[SweepState], None] = lambda state: None,
+        beforehand: Callable[[], object] = lambda: None,
     ) -> None:
         self._sweep_dir = sweep_dir
         self._console = console or _console()
         self._live: Live | None = None
         self._shown_at_s = 0.0
         self._also = also
+        self._beforehand = beforehand
         self._has_changed = self._has_ticked = False
 
     def __enter__(self) -> SweepScreen:
@@ -81,7 +87,8 @@ class SweepScreen:
             self._refresh(state)
         if not self._has_ticked:
             self._has_ticked = True
-            plot.load()  # now, while the first trials begin, and not when all wait for the end
+            plot.rehearse()
+            self._beforehand()
         if self._has_changed:
             self._write(state)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import UsageError
@@ -14,11 +18,13 @@ from tfdist.tuning import retrain, train_jobs
 from tfdist.tuning.chief import Plan
 from tfdist.tuning.conduct import Sweep, conduct
 from tfdist.tuning.options import SweepOptions
-from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.results import Goal
-from tfdist.tuning.space import SearchSpace
 from tfdist.tuning.state import Trial
 from tfdist.tuning.trial_job import TrialJob
+
+if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
+    from tfdist.tuning.oracle import Search
+    from tfdist.tuning.space import SearchSpace
 
 
 def run(
@@ -40,22 +46,48 @@ def run(
       TfdistError: the sweep directory cannot be written.
     """
     _check(options, config)
-    space = SearchSpace(options.config, config)
     meeting = train_jobs.meeting(options, environ)
+
+    @functools.cache
+    def space() -> SearchSpace:
+        return _space(options, config)
+
     exit_code, _ = conduct(
         Sweep(
             options=options,
-            description=describe(options, config, space),
-            search_of=lambda begun: _search(options, config, space, begun),
-            plan_of=lambda begun: _plan(options, config, space, seed=begun["seed"]),
+            describe=lambda: describe(options, config, space()),
+            search_of=lambda begun: _search(options, config, space(), begun),
+            plan_of=lambda begun: _plan(options, config, space(), seed=begun["seed"]),
             best_of=lambda trial, begun: _best(
-                options, _flags_of(trial, config=config, space=space, seed=begun["seed"])
+                options, _flags_of(trial, config=config, space=space(), seed=begun["seed"])
             ),
             runner=train_jobs.runner(options, machine=machine, environ=environ),
             meeting=meeting,
         )
     )
     return exit_code
+
+
+def _space(options: SweepOptions, config: Any) -> SearchSpace:
+    """Returns the search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
+    with _silent_standard_error():  # TensorFlow writes four lines there, whatever its log level
+        from tfdist.tuning.space import SearchSpace
+
+    return SearchSpace(options.config, config)
+
+
+@contextlib.contextmanager
+def _silent_standard_error() -> Iterator[None]:
+    """Drops what is written to standard error, by C++ too; an exception is printed later."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _check(options: SweepOptions, config: Any) -> None:
@@ -111,6 +143,8 @@ def describe(options: SweepOptions, config: Any, space: SearchSpace) -> dict[str
 def _search(
     options: SweepOptions, config: Any, space: SearchSpace, begun: Mapping[str, Any]
 ) -> Search:
+    from tfdist.tuning.oracle import Search, make_oracle
+
     oracle = make_oracle(
         options.tuner,
         hyperparameters=space.hyperparameters,

@@ -130,7 +130,7 @@ def _conduct(
     exit_code, _ = conduct.conduct(
         conduct.Sweep(
             options=options,
-            description={**same, "objective": "val_accuracy", "tuner": "counting"},
+            describe=lambda: {**same, "objective": "val_accuracy", "tuner": "counting"},
             search_of=lambda begun: Counting(trials),  # type: ignore[arg-type,return-value]
             plan_of=lambda begun: plan,
             best_of=lambda trial, begun: sys.exit("no such thing"),
