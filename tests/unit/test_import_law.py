@@ -94,3 +94,9 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_launcher_loads_nothing_that_only_jobs_on_several_hosts_need() -> None:
+    program = "import sys, tfdist.launch.job; assert 'importlib.metadata' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ import hashlib
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
 _OWN = re.compile(
@@ -38,6 +37,8 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms of a launcher's start
+
     try:
         return version(name)
     except PackageNotFoundError:
