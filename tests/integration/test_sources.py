@@ -464,6 +464,23 @@ def test_python_is_refused_under_ps_with_the_reason(source):
     assert "\n" not in str(error.value)
 
 
+def with_a_layer(layer, value):
+    data = tf.data.Dataset.from_tensors(tf.constant(value)).map(layer)
+    return StreamSource(data.interleave(tf.data.Dataset.from_tensors).prefetch(1))
+
+
+def test_layers_with_variables_in_the_data_are_refused_under_ps_with_the_reason():
+    dense, lookup = keras.layers.Dense(2), keras.layers.IntegerLookup(vocabulary=[1, 2])
+    dense.build((None, 3))
+    for source in (with_a_layer(dense, [[1.0, 2.0, 3.0]]), with_a_layer(lookup, [[1, 2]])):
+        check_supported(source, "single")
+        with pytest.raises(UsageError, match="uses a variable or a table") as error:
+            check_supported(source, "ps")
+        assert "\n" not in str(error.value)
+    scaled = keras.layers.Normalization(mean=1.0, variance=2.0)
+    check_supported(with_a_layer(scaled, [[1.0]]), "ps")
+
+
 @pytest.mark.parametrize(
     "source",
     [

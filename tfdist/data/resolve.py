@@ -12,7 +12,12 @@ from tfdist.data.array_input import is_array
 from tfdist.data.arrays import ArraySource
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import Nest, Source
-from tfdist.data.stream import InputFunctionSource, StreamSource, python_operation
+from tfdist.data.stream import (
+    InputFunctionSource,
+    StreamSource,
+    python_operation,
+    takes_from_its_process,
+)
 from tfdist.errors import UsageError
 
 _ACCEPTED = (
@@ -41,17 +46,20 @@ def check_supported(source: Source, strategy_kind: str) -> None:
     """Raises `UsageError` where a strategy ("single", "mirrored", "multiworker", "ps") cannot.
 
     Under ps the workers build their batches from graph operations alone: Python code would run
-    only in the chief's process.
+    only in the chief's process, and variables of it are out of reach.
     """
     if strategy_kind != "ps":
         return
     if source.kind == "python":
         raise _needs_python(source, "reads examples by Python code")
     if isinstance(source, StreamSource | InputFunctionSource):
-        operation = python_operation(source.dataset_for())
+        dataset = source.dataset_for()
+        operation = python_operation(dataset)
         if operation is not None:
             reason = f"calls Python code ({operation}, as from_generator and py_function do)"
             raise _needs_python(source, reason)
+        if takes_from_its_process(dataset):
+            raise _needs_variables(source)
 
 
 def _source_of(x: Any) -> tuple[Source, str]:
@@ -121,4 +129,14 @@ def _needs_python(source: Source, reason: str) -> UsageError:
         expected="data that graph operations can read, since Python runs only in the chief",
         fix="pass arrays (np.memmap past memory) or a tf.data.Dataset without Python code, "
         "or choose multiworker",
+    )
+
+
+def _needs_variables(source: Source) -> UsageError:
+    what = source.describe().partition(":")[0]
+    return UsageError(
+        "data under the ps strategy",
+        received=f"{what}, which uses a variable or a table, as a layer with weights or a lookup",
+        expected="functions of the data alone, since a worker cannot reach what the chief holds",
+        fix="make the layer a part of the model, or apply it to the data beforehand",
     )

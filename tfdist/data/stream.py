@@ -140,20 +140,29 @@ def python_operation(dataset: tf.data.Dataset) -> str | None:
     Such an operation runs only in the process that made it. Looks at the dataset and all it was
     made from; what it cannot look into counts as free of Python.
     """
+    for graph in _graphs(dataset):
+        definition = graph.as_graph_def()
+        nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+        for node in nodes:
+            if node.op in _PYTHON_OPERATIONS:
+                return str(node.op)
+    return None
+
+
+def takes_from_its_process(dataset: tf.data.Dataset) -> bool:
+    """Whether a function of this dataset uses a variable or a table of the process that made it."""
+    return any(
+        outer.dtype == tf.resource for graph in _graphs(dataset) for outer, _ in graph.captures
+    )
+
+
+def _graphs(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Those of the functions of a dataset and of all it was made from."""
     for part in _parts(dataset):
         for wrapper in getattr(part, "_functions", list)():
             graph = getattr(getattr(wrapper, "function", None), "graph", None)
-            if graph is None:
-                continue
-            definition = graph.as_graph_def()
-            nodes = [
-                *definition.node,
-                *(n for f in definition.library.function for n in f.node_def),
-            ]
-            for node in nodes:
-                if node.op in _PYTHON_OPERATIONS:
-                    return str(node.op)
-    return None
+            if graph is not None:
+                yield graph
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
