@@ -139,3 +139,38 @@ def test_a_piece_is_not_blamed_for_idle_workers_that_are_gone(crew, members):
     let_go[0].set()
     assert piece.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
     assert all(future.result(DEADLINE_S) for future in busy)
+
+
+def cannot_reach(ps, *workers):
+    """Work that some workers cannot do, as they do not reach a ps that the chief does."""
+
+    def work(place):
+        if place.worker_index in workers:
+            raise tf.errors.UnavailableError(None, None, f"{ps}: No route to host\nand more")
+        return place.worker_index
+
+    return work
+
+
+def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason(crew, caplog):
+    end_s = time.monotonic() + DEADLINE_S
+    while "going on without it" not in caplog.text:
+        assert time.monotonic() < end_s
+        assert crew.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).worker_index != 1
+    (line,) = [r.message for r in caplog.records if "going on" in r.message]
+    assert line == (
+        "worker-1 answers, but none of 3 pieces of work got done: ps-0: No route to host; "
+        "going on without it"
+    )
+    losses = crew.shares[1].losses
+    assert losses == 3
+    for _ in range(20):
+        assert crew.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).times == 1
+    assert crew.shares[1].losses == losses
+
+
+def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(members):
+    members.num_workers, members.connected = 1, frozenset({0})
+    alone = Crew(members, patience_s=DEADLINE_S)
+    with pytest.raises(PeerLost, match="worker-0 answers, but none of 3 pieces of work got done"):
+        alone.submit(cannot_reach("ps-0", 0)).result(DEADLINE_S)

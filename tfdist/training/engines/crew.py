@@ -24,6 +24,7 @@ from tfdist.cluster import phases
 from tfdist.errors import PeerLost
 from tfdist.strategy.members import Members
 from tfdist.training.engines.account import Account, Share
+from tfdist.training.engines.doubts import Doubts
 from tfdist.training.engines.in_flight import InFlight
 from tfdist.training.engines.piece import Done, Piece, Place, is_of_the_network, running_at
 
@@ -47,6 +48,7 @@ class Crew:
         self._held: dict[Place, Piece] = {}
         self._under_way: dict[Place, phases.Awaited] = {}
         self._begun: set[Place] = set()
+        self._doubts = Doubts()
         self.shares = {i: Share() for i in range(members.num_workers)}
         self.account = Account()
         for worker in self.shares:
@@ -113,7 +115,7 @@ class Crew:
                 executor.clear_error()  # which it would raise again at its end
 
     def _admitted(self, worker: int) -> bool:
-        if self._members.admit(worker):
+        if worker not in self._doubts.left_out and self._members.admit(worker):
             _LOG.info("worker-%d takes work", worker)
             with self._changed:
                 self._nobody_since = None
@@ -178,6 +180,7 @@ class Crew:
                 return False
             piece.future.set_exception(failed)
             return True
+        self._doubts.did(place.worker_index)
         share = self.shares[place.worker_index]
         share.pieces += 1
         share.steps += piece.steps
@@ -216,7 +219,16 @@ class Crew:
             return True
         if not is_of_the_network(error):
             return False
+        if self._members.answers(place.worker_index):
+            self._doubt(place.worker_index, error)
         return self._lost(piece, place)
+
+    def _doubt(self, worker: int, error: tf.errors.OpError) -> None:
+        line = self._doubts.failed(worker, error)
+        if line and self._doubts.left_out == self.shares.keys():
+            self._fail(PeerLost(line))
+        elif line:
+            _LOG.warning("%s; going on without it", line)
 
     def _lost(self, piece: Piece, place: Place) -> bool:
         """Gives the piece of a worker that is gone to another; False after too many of them."""
