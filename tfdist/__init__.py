@@ -33,13 +33,15 @@ _HOME_OF = {
     "StartupTimeout": "tfdist.errors",
     "PeerLost": "tfdist.errors",
     "Stopped": "tfdist.errors",
+    "data": "tfdist.data",
     "errors": "tfdist.errors",
+    "tuning": "tfdist.tuning",
 }
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from tfdist import errors
+    from tfdist import data, errors, tuning
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
     from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
@@ -64,6 +66,7 @@ __all__ = [
     "__version__",
     "barrier",
     "broadcast",
+    "data",
     "errors",
     "evaluate",
     "fit",
@@ -72,6 +75,7 @@ __all__ = [
     "make_strategy",
     "on_chief",
     "predict",
+    "tuning",
 ]
 
 

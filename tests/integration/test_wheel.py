@@ -70,6 +70,10 @@ def test_the_installed_program_trains_the_digits(site: Path, tmp_path: Path) -> 
     assert (run_dir / "summary.json").exists()
 
 
-def test_the_console_script_is_the_launcher(site: Path, tmp_path: Path) -> None:
-    output = run(site / "bin" / "tfdist", "--help", cwd=tmp_path, site=site)
-    assert "--strategy auto|single|mirrored|multiworker|ps" in output
+def test_the_console_script_runs_every_program(site: Path, tmp_path: Path) -> None:
+    tfdist = site / "bin" / "tfdist"
+    assert run(tfdist, "--version", cwd=tmp_path, site=site).startswith("tfdist 0.")
+    flags = run(tfdist, "launch", "--help", cwd=tmp_path, site=site)
+    assert "--strategy auto|single|mirrored|multiworker|ps" in flags
+    assert "tfdist.train" in run(tfdist, "train", "--help", cwd=tmp_path, site=site)
+    assert "D101" in run(tfdist, "doctor", "--list", cwd=tmp_path, site=site)

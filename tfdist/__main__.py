@@ -1,0 +1,73 @@
+"""``tfdist PROGRAM ...``, as ``python -m tfdist``: the programs of tfdist under one name.
+
+Where the first word names none of them, all is the launcher's: ``tfdist --workers 2 train.py`` is
+``tfdist launch --workers 2 train.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist import __version__
+from tfdist.errors import UsageError, near
+
+PROGRAMS = {
+    "launch": "start a job: its processes on this machine, or this host's of a job on several",
+    "train": "train an image classifier that a config file describes",
+    "tune": "search for hyperparameters; every trial is a job",
+    "submit": "give a job to Slurm or Kubernetes",
+    "doctor": "say what is wrong with the hosts of a job before it starts",
+    "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests, scripts",
+    "ledger": "prove that a run consumed each example exactly once",
+    "replay": "run one step of a run again",
+    "bench": "measure jobs of several sizes beside each other",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program that the first word names and returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help", "--version"):
+        print(f"tfdist {__version__}" if first == "--version" else _overview())
+        return 0
+    if first in PROGRAMS:
+        return _run(first, words[1:])
+    meant = near(first, PROGRAMS) if first.isidentifier() and not Path(first).exists() else ""
+    if meant:
+        error = UsageError(
+            "tfdist",
+            received=f"{first!r}{meant}",
+            expected=f"a program ({', '.join(PROGRAMS)}), or a script or flags for the launcher",
+            fix="correct the name, or see tfdist --help",
+        )
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return _run("launch", words)
+
+
+def _run(name: str, words: list[str]) -> int:
+    module = importlib.import_module(f"tfdist.{name}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"tfdist.{name}.__main__")
+    code: int = module.main(words)
+    return code
+
+
+def _overview() -> str:
+    lines = [
+        "usage: tfdist PROGRAM [flags]",
+        "       tfdist [flags of launch] script.py [the script's own flags]",
+        "",
+        *(f"  {name:<8} {about}" for name, about in PROGRAMS.items()),
+        "",
+        "tfdist PROGRAM is python -m tfdist.PROGRAM; each has --help. tfdist --version tells it.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
