@@ -7,7 +7,6 @@ the data, or lists what was repeated or missed. Exit code 0: proved; 1: not; 2: 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError
 from tfdist.outputs.run_directory import RunDirectory
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         if arguments.same_as:
             return _compare(arguments.run_dir, arguments.same_as, as_json=arguments.json)
         return _prove(arguments.run_dir, as_json=arguments.json)
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m tfdist.ledger",
         description="Proves that a run consumed every example of every pass exactly once.",
     )

@@ -7,7 +7,6 @@ one that follows k others; the first is 0. Writes nothing into the run directory
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -15,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 
@@ -26,10 +26,10 @@ _SHOWN_EXAMPLES = 16
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
-    arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     try:
+        arguments = _parser().parse_args(argv)
         config = _config_of(arguments.run_dir)
         # Only now: a wrong directory is answered without the seconds TensorFlow takes to load.
         from tfdist.training.replaying import replay
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m tfdist.replay",
         description="Runs one step of a run of tfdist.train again, in one process.",
     )

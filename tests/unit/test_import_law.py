@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "tfdist"
 MAY_IMPORT = {
     "errors": set[str](),
+    "argument_parser": {"errors"},
     "cluster": {"errors"},
     "rendezvous": {"errors", "cluster"},
     "launch": {"errors", "cluster", "configs", "rendezvous"},
@@ -22,14 +23,14 @@ MAY_IMPORT = {
     "preflight": {"errors", "cluster", "rendezvous", "launch", "lint"},
     "tuning": {
         *("errors", "configs", "outputs", "cluster", "rendezvous", "launch", "strategy"),
-        *("checkpoint", "training"),
+        *("checkpoint", "training", "argument_parser"),
     },
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},
     "data": {"errors", "cluster", "strategy"},
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
-    "bench": {"errors", "outputs"},
+    "bench": {"errors", "outputs", "argument_parser"},
 }
 WITHOUT_TENSORFLOW = (
     *("errors", "cluster", "rendezvous", "launch", "preflight"),

@@ -13,7 +13,7 @@ from tfdist.errors import UsageError
 from tfdist.launch import job
 from tfdist.launch.command import run
 from tfdist.launch.flags import FLAGS, help_text, parse
-from tfdist.launch.options import Program
+from tfdist.launch.options import OF_OTHERS, Program
 from tfdist.launch.target import check_program, imports_tensorflow
 
 
@@ -256,3 +256,24 @@ def test_an_error_that_is_no_limit_is_no_users_mistake(monkeypatch):
     monkeypatch.setattr(job, "run_job", run_job)
     with pytest.raises(OSError, match="Bad file descriptor"):
         run(["train.py"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("-n", "workers"),
+        ("-np", "workers"),
+        ("--nproc-per-node=2", "workers"),
+        ("--nnodes", "hosts"),
+    ],
+)
+def test_the_flags_of_other_launchers_lead_to_ours(theirs, ours):
+    with pytest.raises(UsageError) as caught:
+        parse([theirs, "2", "train.py"])
+    assert f"(did you mean --{ours}?)" in str(caught.value)
+
+
+def test_what_other_launchers_call_a_flag_is_none_of_ours_and_leads_to_one():
+    names = {flag.name for flag in FLAGS}
+    assert not names & set(OF_OTHERS)
+    assert set(OF_OTHERS.values()) <= names

@@ -514,7 +514,7 @@ def test_a_range_of_ports_comes_from_a_flag_or_a_variable() -> None:
         (["--ports", "2000"], "first-last"),
         (["--hosts", "a:2", "--node_rank", "0", "--ports", "2000-2001"], "expected 3 or more"),
         (["--shared_dir", ""], "the path of a directory"),
-        (["--shard_dir", "x"], "did you mean 'shared_dir'"),
+        (["--shard_dir", "x"], "did you mean '--shared_dir'"),
         (["train.py"], "a flag of the doctor"),
     ],
 )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.argument_parser import Parser
 from tfdist.bench import jobs, judge, outlook, picture, scaling, wire
 from tfdist.bench.shapes import Shape, parse_shapes
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
@@ -22,10 +23,9 @@ _SHAPES = "1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
-    arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     try:
-        print("\n".join(_scaling(arguments)))
+        print("\n".join(_scaling(_parser().parse_args(argv))))
     except TfdistError as error:
         print(f"tfdist.bench: {error}", file=sys.stderr)
         return error.exit_code
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m tfdist.bench",
         description="Measures whole jobs of tfdist.train on this machine, through the launcher.",
     )

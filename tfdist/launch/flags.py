@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import UsageError, near
-from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, Program
+from tfdist.launch.options import DEFAULT_MODULE, OF_OTHERS, LaunchOptions, Program
 
 Value = str | int | float | bool
 
@@ -236,7 +236,7 @@ def help_text() -> str:
             f"{DEFAULT_MODULE}, which gets everything from the first --config flag, or after --.",
             "",
             "  python -m tfdist.launch --strategy multiworker --workers 2 train.py --lr 0.1",
-            "  python -m tfdist.launch --strategy ps --workers 4 --ps 1 --config.steps=100",
+            "  python -m tfdist.launch --strategy ps --workers 4 --ps 1 --config.seed=1",
         ]
     )
 
@@ -263,8 +263,9 @@ def _next_flag(rest: list[str]) -> tuple[_Flag, str, list[str]]:
 
 
 def _unknown(head: str) -> UsageError:
-    meant = near(head.lstrip("-").replace("-", "_"), _BY_NAME)
-    fix = f"correct the flag{meant.replace(chr(39), '--', 1).replace(chr(39), '')}"
+    name = head.lstrip("-").replace("-", "_")
+    meant = OF_OTHERS.get(name) or near(name, _BY_NAME).removeprefix(" (did you mean '")[:-3]
+    fix = f"correct the flag (did you mean --{meant}?)"
     if not meant:
         fix = "put the program's own flags after the program, or those of tfdist.train after --"
     expected = "a flag of the launcher (--help lists them)"

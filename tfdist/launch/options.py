@@ -12,6 +12,16 @@ from tfdist.errors import UsageError, near
 StartMethod = Literal["exec", "fork"]
 
 STARTS = ("auto", "exec", "fork")
+OF_OTHERS = {
+    **dict.fromkeys(("n", "np", "nproc", "nproc_per_node", "num_proc", "num_processes"), "workers"),
+    **dict.fromkeys(("num_workers", "num_processes_per_node"), "workers"),
+    **dict.fromkeys(
+        ("nnodes", "num_machines", "H", "host", "master_addr", "rdzv_endpoint"), "hosts"
+    ),
+    **dict.fromkeys(("machine_rank", "rank"), "node_rank"),
+    **dict.fromkeys(("master_port", "rdzv_port", "main_process_port"), "rendezvous_port"),
+}
+"""How other launchers call what ours has a flag for."""
 DEFAULT_MODULE = "tfdist.train"
 
 _MAX_TASKS = 10_000

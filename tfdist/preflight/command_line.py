@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Command:
                 raise _refuse(head, "no value", "a value", f"write {head}=...")
             values[name] = text if equals else rest.pop(0)
         else:
-            meant = near(name, (*_VALUES, *_SWITCHES))
+            meant = near(f"--{name}", [f"--{flag}" for flag in (*_VALUES, *_SWITCHES)])
             raise _refuse("command line", f"{head}{meant}", "a flag of the doctor", "see --help")
     return Command(
         hosts=values.get("hosts"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from tfdist.argument_parser import Parser
 from tfdist.cluster.address import check_address
 from tfdist.errors import UsageError, near
 
@@ -131,17 +130,7 @@ def parse(argv: Sequence[str]) -> SweepOptions | Show:
             fix = f"write {word}=VALUE"
             raise UsageError(word, received="no value", expected="a value behind =", fix=fix)
     parser = _parser()
-    values, rest = parser.parse_known_args([w for w in argv if not w.startswith("--config.")])
-    if rest:
-        flags = [action.option_strings[-1].lstrip("-") for action in parser._actions]
-        name = rest[0].partition("=")[0]  # what follows may be a secret
-        hint = near(name.lstrip("-"), flags)
-        raise UsageError(
-            "command line",
-            received=f"{name}{hint}",
-            expected="a flag of tfdist.tune, or --config.FIELD=VALUE",
-            fix="see --help",
-        )
+    values = parser.parse_args([w for w in argv if not w.startswith("--config.")])
     given = {name: value for name, value in vars(values).items() if value is not None}
     show = given.pop("show", None)
     if show is not None:
@@ -176,19 +165,13 @@ def _check_hosts(options: RunOptions) -> None:
         )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError("command line", received=message, expected="flags", fix="see --help")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m tfdist.tune",
         description="Searches for hyperparameters; every trial is a job of its own. The same "
         "command again goes on with a sweep that was broken off.",
         epilog="--config.FIELD=VALUE changes a field of every trial. "
         "--show DIR prints a sweep that is finished or running.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="a config file with space(hp, config)")

@@ -1,0 +1,57 @@
+"""Programs that argparse reads tell a mistake in one line, as the others do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist import ledger, replay
+from tfdist.bench import __main__ as bench
+from tfdist.errors import UsageError
+from tfdist.tuning.options import parse as tune
+
+PROGRAMS = {
+    "ledger": ledger._parser().parse_args,
+    "replay": replay._parser().parse_args,
+    "bench": bench._parser().parse_args,
+    "tune": tune,
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "said"),
+    [
+        ("ledger", [], "command line: received no run_dir; expected python -m tfdist.ledger"),
+        ("ledger", ["a", "--jsn"], "received --jsn (did you mean '--json'?); expected a flag of"),
+        ("ledger", ["a", "b"], "received b; expected no more than"),
+        ("ledger", ["a", "--same"], "received --same (did you mean '--same_as'?)"),
+        (
+            "ledger",
+            ["a", "--same_as"],
+            "--same_as: received no value; expected a value. Fix:",
+        ),
+        ("replay", ["a", "--step", "x"], "--step: received 'x'; expected an integer. Fix: write"),
+        (
+            "replay",
+            ["a", "--step=1", "--strategy=ps"],
+            "received 'ps'; expected one of single",
+        ),
+        ("bench", [], "command line: received no command; expected python -m tfdist.bench"),
+        ("bench", ["scaling", "--out=o", "--loss=x"], "--loss: received 'x'; expected a number"),
+        ("tune", ["--max_trial", "3"], "received --max_trial (did you mean '--max_trials'?)"),
+        ("tune", ["--hub_token=secret"], "command line: received --hub_token; expected"),
+    ],
+)
+def test_a_mistake_is_one_line(program, words, said):
+    with pytest.raises(UsageError) as caught:
+        PROGRAMS[program](words)
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("program", [ledger, replay, bench])
+def test_a_program_ends_with_its_line_and_2(program, capsys):
+    assert program.main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith(program.__name__.removesuffix(".__main__") + ": ")

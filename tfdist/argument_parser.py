@@ -1,0 +1,56 @@
+"""argparse with the mistakes of a command line in one line, as everything else tells them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from tfdist.errors import UsageError, near
+
+_KINDS = {"int": "an integer", "float": "a number"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises `UsageError`, and takes no flag for its beginning alone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Returns the values; raises UsageError, with the near name, for a flag that is unknown."""
+        values, rest = self.parse_known_args(args, namespace)
+        if rest:
+            raise self.unknown(rest[0])
+        return values
+
+    def unknown(self, word: str) -> UsageError:
+        """Returns the error for a word that is no flag; a value behind it may be a secret."""
+        name = word.partition("=")[0]
+        flags = [option for action in self._actions for option in action.option_strings]
+        is_flag = name.startswith("--")
+        hint = near("--" + name[2:].replace("-", "_"), flags) if is_flag else ""
+        return UsageError(
+            "command line",
+            received=f"{name}{hint}",
+            expected=f"a flag of {self.prog}" if is_flag else "no more than its --help tells",
+            fix="correct it, or leave it out; --help lists the flags",
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what argparse has found as a UsageError."""
+        where, received, fix = "command line", message, "see --help"
+        expected = f"what {self.prog} takes"
+        if match := re.fullmatch(r"argument (\S+): (.*)", message):
+            where, message = match.groups()
+            received = message
+        if match := re.fullmatch(r"invalid (\w+) value: (.*)", message):
+            expected, received = _KINDS.get(match[1], f"a value of type {match[1]}"), match[2]
+            fix = f"write {where} 2, for example"
+        elif match := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message):
+            received, expected = match[1], "one of " + match[2].replace("'", "")
+        elif message == "expected one argument":
+            received, expected, fix = "no value", "a value", f"write {where}=VALUE"
+        elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
+            received, expected = f"no {match[1]}", " ".join(self.format_usage().split()[1:])
+        raise UsageError(where, received=received, expected=expected, fix=fix)
