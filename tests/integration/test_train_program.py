@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked_python
 from tfdist.outputs.digest import weights_sha256
 from tfdist.outputs.run_directory import RunDirectory
 
@@ -28,14 +29,8 @@ def environment(**more: str) -> dict[str, str]:
 
 def train(run_dir: Path | None, *arguments: str, cwd: Path | None = None) -> Any:
     where = [f"--config.run_dir={run_dir}"] if run_dir else []
-    return subprocess.run(
-        [sys.executable, "-m", "tfdist.train", *arguments, *where],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment(),
-        cwd=cwd,
-    )
+    program = ("-m", "tfdist.train", *arguments, *where)
+    return forked_python.run(*program, timeout=DEADLINE_S, env=environment(), cwd=cwd)
 
 
 def trained(run_dir: Path, *arguments: str) -> dict[str, Any]:
@@ -48,9 +43,11 @@ def trained(run_dir: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 22 steps; tests that change it copy what they need."""
+    """A run of 22 steps; tests that change it copy what they need. It alone is no fork."""
     run_dir = tmp_path_factory.mktemp("runs") / "digits"
-    trained(run_dir, *SHORT, "--config.seed=5", "--config.save_model=true")
+    flags = (*SHORT, "--config.seed=5", "--config.save_model=true", f"--config.run_dir={run_dir}")
+    command = [sys.executable, "-m", "tfdist.train", *flags]
+    subprocess.run(command, check=True, timeout=DEADLINE_S, env=environment())
     return run_dir
 
 
@@ -119,10 +116,8 @@ def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(
     run_dir = tmp_path / "run"
     arguments = [*SHORT, "--config.seed=5", "--config.backup_every_steps=4"]
     undisturbed = trained(tmp_path / "undisturbed", *arguments)
-    command = [sys.executable, "-m", "tfdist.train", *arguments, f"--config.run_dir={run_dir}"]
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    where = f"--config.run_dir={run_dir}"
+    process = forked_python.Program("-m", "tfdist.train", *arguments, where, env=environment())
     deadline = time.monotonic() + DEADLINE_S
     try:
         while not list(run_dir.glob("checkpoints/step-*")):
