@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
+from tests import forked_python
 from tests.multiprocess.test_training import PROGRAMS, launch
 from tests.multiprocess.warm import forked
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
@@ -63,24 +62,20 @@ def test_workers_that_take_different_branches_end_with_what_each_of_them_sums(tm
 def test_a_worker_that_dies_is_named_by_its_neighbour_without_a_launcher_too(tmp_path):
     ports = hold_ports(2)
     cluster = ClusterSpec(worker=tuple(port.address for port in ports))
-    tasks = []
-    for index in range(2):
+    tasks, logs = [], [tmp_path / f"{index}.log" for index in range(2)]
+    for index, log in enumerate(logs):
         config = encode(TaskConfig(cluster=cluster, task=Task("worker", index)))
-        tasks.append(
-            subprocess.Popen(
-                [sys.executable, str(PROGRAM), str(tmp_path), "dies"],
-                env={**os.environ, **THREADS, "TF_CONFIG": config},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        env = {**os.environ, **THREADS, "TF_CONFIG": config}
+        with log.open("w") as file:
+            task = forked_python.Program(str(PROGRAM), str(tmp_path), "dies", env=env, stderr=file)
+        tasks.append(task)
     try:
-        said = [task.communicate(timeout=DEADLINE_S)[1] for task in tasks]
-    except subprocess.TimeoutExpired:
+        codes = [task.wait(DEADLINE_S) for task in tasks]
+    finally:
         for task in tasks:
             task.kill()
-        pytest.fail("\n".join(task.communicate()[1] for task in tasks))
-    assert tasks[1].returncode == -signal.SIGKILL, said[1]
-    assert tasks[0].returncode == EXIT_PEER_MISSING, said[0]
+        said = [log.read_text() for log in logs]
+        print(*said)
+    assert codes == [EXIT_PEER_MISSING, -signal.SIGKILL]
     (line,) = [text for text in said[0].splitlines() if text.startswith("tfdist: ")]
     assert line.startswith(f"tfdist: worker-0: worker-1 ({ports[1].address}) has gone")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 
+from tests import forked_python
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_STOPPED
 
@@ -22,12 +21,14 @@ def test_a_server_takes_no_notice_of_a_warning_and_ends_at_sigterm(monkeypatch):
     cluster = ClusterSpec(chief=(chief,), worker=(worker,), ps=(ps,))
     config = TaskConfig(cluster=cluster, task=Task("ps", 0), options=JobOptions())
     monkeypatch.setenv("TF_CONFIG", encode(config))
-    server = subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE)
+    errors, theirs = os.pipe()
+    server = forked_python.Program("-c", PROGRAM, stderr=theirs)
+    os.close(theirs)
     said, end_s = b"", time.monotonic() + DEADLINE_S
     try:
         while b"ps-0 serves at" not in said:
-            ready = select.select([server.stderr], [], [], end_s - time.monotonic())[0]
-            data = os.read(server.stderr.fileno(), 1 << 16) if ready else b""
+            ready = select.select([errors], [], [], end_s - time.monotonic())[0]
+            data = os.read(errors, 1 << 16) if ready else b""
             assert data, said.decode(errors="replace")
             said += data
         server.send_signal(signal.SIGUSR1)
@@ -35,5 +36,4 @@ def test_a_server_takes_no_notice_of_a_warning_and_ends_at_sigterm(monkeypatch):
         assert server.wait(timeout=DEADLINE_S) == EXIT_STOPPED
     finally:
         server.kill()
-        server.wait()
-        server.stderr.close()
+        os.close(errors)
