@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from tests import forked_python
 from tests.multiprocess.warm import forked
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 
@@ -30,44 +31,47 @@ class Job:
         self.options = JobOptions(threads_per_task=1, **options)
         self.logs = logs
         self.tasks = {}
+        reads, to_chief = os.pipe()
+        from_chief, writes = os.pipe()
+        self.stdio_of_chief = {"stdin": reads, "stdout": writes}
+        self.to_chief, self.from_chief = os.fdopen(to_chief, "w"), os.fdopen(from_chief)
 
     def start(self, *tasks):
         for task in tasks:
             config = TaskConfig(cluster=self.cluster, task=task, options=self.options)
             env = {**os.environ, "TF_CONFIG": encode(config), "CUDA_VISIBLE_DEVICES": "-1"}
             env |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "6"}
-            chief = task.type == "chief"
-            log = (self.logs / f"{task}.log").open("ab")
-            self.tasks[task] = subprocess.Popen(
-                [sys.executable, str(PROGRAM)],
-                stdin=subprocess.PIPE if chief else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if chief else subprocess.DEVNULL,
-                stderr=log,
-                env=env,
-                text=True,
-            )
-            log.close()
+            files = self.stdio_of_chief if task == CHIEF else {}
+            with (self.logs / f"{task}.log").open("ab") as log:
+                program = forked_python.Program(str(PROGRAM), env=env, stderr=log, **files)
+            for fd in files.values():
+                os.close(fd)
+            self.tasks[task] = program
 
     def kill(self, *tasks):
         for task in tasks:
             self.tasks[task].kill()
             self.tasks[task].wait()
 
+    def ask(self, seconds):
+        """Has the chief hand out work for so long."""
+        print(seconds, file=self.to_chief, flush=True)
+
     def work(self, seconds):
         """Returns asked, applied, losses, and the pieces of each worker."""
-        chief = self.tasks[CHIEF]
-        chief.stdin.write(f"{seconds}\n")
-        chief.stdin.flush()
-        for line in chief.stdout:
+        self.ask(seconds)
+        for line in self.from_chief:
             if line.startswith("did "):
                 asked, applied, losses, *pieces = map(int, line.split()[1:])
                 return asked, applied, losses, pieces
-        raise AssertionError(f"the chief ended with {chief.wait()}")
+        raise AssertionError(f"the chief ended with {self.tasks[CHIEF].wait()}")
 
     def end(self):
-        for process in self.tasks.values():
-            process.kill()
-            process.wait()
+        self.kill(*self.tasks)
+
+    def close(self):
+        self.to_chief.close()
+        self.from_chief.close()
 
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
@@ -89,6 +93,7 @@ def job(tmp_path):
     late.cancel()
     for made in jobs:
         made.end()
+        made.close()
     logs = "\n".join(f"{log.name}:\n{log.read_text()}" for log in tmp_path.glob("*.log"))
     print(logs)
     assert timely, f"not done in {DEADLINE_S} s"
@@ -132,10 +137,8 @@ def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(jo
     assert pieces[1] * 10 == asked
 
     job.kill(ONE)
-    chief = job.tasks[CHIEF]
-    chief.stdin.write("5\n")
-    chief.stdin.flush()
-    assert chief.wait(timeout=DEADLINE_S) == 75
+    job.ask(5)
+    assert job.tasks[CHIEF].wait(DEADLINE_S) == 75
     assert "no worker for 8 s; all of them have ended" in (tmp_path / "chief-0.log").read_text()
 
 
@@ -163,9 +166,7 @@ def test_the_end_of_a_ps_ends_the_chief_with_its_name(job, tmp_path):
     job = job(startup_timeout_s=150.0)
     job.start(PS, ZERO, ONE, TWO, CHIEF)
     job.work(1)
-    chief = job.tasks[CHIEF]
     threading.Timer(1.0, lambda: job.kill(PS)).start()
-    chief.stdin.write("20\n")
-    chief.stdin.flush()
-    assert chief.wait(timeout=DEADLINE_S) == 75
+    job.ask(20)
+    assert job.tasks[CHIEF].wait(DEADLINE_S) == 75
     assert "ps-0 does not answer any more" in (tmp_path / "chief-0.log").read_text()
