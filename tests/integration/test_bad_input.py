@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests import forked_python
 from tfdist.errors import EXIT_USAGE, UsageError
 
 RNG = np.random.RandomState(0)
@@ -490,10 +489,7 @@ print(json.dumps(said))
 
 def said_by(program):
     environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=120, check=False, env=environ,
-    )  # fmt: skip
+    ran = forked_python.run("-c", program, timeout=120, env=environ)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from tests import forked_python
 from tfdist import replay
 from tfdist.checkpoint import CheckpointStore
 from tfdist.outputs.run_directory import RunDirectory
@@ -39,13 +38,7 @@ KINDS = {
 
 def run(module: str, *arguments: str) -> Any:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment,
-    )
+    return forked_python.run("-m", module, *arguments, timeout=DEADLINE_S, env=environment)
 
 
 def replayed(run_dir: Path, step: int, *more: str) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets
 
+from tests import forked_python
 from tfdist.data import tfds
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import RandomFlip
@@ -111,21 +110,16 @@ def test_examples_are_converted_one_by_one(data_dir, limit):
 
 def test_three_processes_prepare_once(tmp_path):
     """Without the lock two of three crash on a rename (tensorflow/datasets)."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PREPARE, str(tmp_path)]
-    started = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
-        )
-        for _ in range(3)
-    ]
+    with open(tmp_path / "said", "ab") as said:
+        program = ("-c", PREPARE, str(tmp_path / "data"))
+        started = [forked_python.Program(*program, stdout=said, stderr=said) for _ in range(3)]
     try:
-        outputs = [process.communicate(timeout=180)[0] for process in started]
+        codes = [process.wait(180) for process in started]
     finally:
         for process in started:
             process.kill()
-    whole = "\n".join(outputs)
-    assert [process.returncode for process in started] == [0, 0, 0], whole
+    whole = (tmp_path / "said").read_text()
+    assert codes == [0, 0, 0], whole
     assert whole.count("examples 355") == 3, whole
     assert whole.count("preparing dataset tfdist_digits in") == 1, whole
 
