@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import keras
 import pytest
 
+from tests import forked_python
 from tests.multiprocess.jobs import report
 from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
 from tests.multiprocess.warm import QUIET
@@ -107,12 +107,12 @@ def told_by_a_scheduler(first: str, second: str, beside: str) -> list[dict[str, 
 def codes_of(told: list[dict[str, Any]], folder: Path, *flags: str) -> list[int]:
     """Starts tfdist.train with each TF_CONFIG, as a scheduler would, and waits for all."""
     small = ("--config.total_examples=3000", "--config.checkpoints=3", *flags)
-    command = [sys.executable, "-m", "tfdist.train", "--config.global_batch_size=50", *small]
+    command = ("-m", "tfdist.train", "--config.global_batch_size=50", *small)
     processes = []
     for config in told:
         environ = {**os.environ, **QUIET, "TF_CONFIG": json.dumps(config)}
         with (folder / f"{len(processes)}.log").open("wb") as log:
-            processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+            processes.append(forked_python.Program(*command, env=environ, stdout=log, stderr=log))
     try:
         return [process.wait(DEADLINE_S) for process in processes]
     except subprocess.TimeoutExpired:
@@ -120,7 +120,6 @@ def codes_of(told: list[dict[str, Any]], folder: Path, *flags: str) -> list[int]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
 
 
 def logs(folder: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked_python
 from tests.multiprocess.warm import QUIET, forked
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -28,22 +29,22 @@ CONFIG = (
 )  # fmt: skip
 
 
-def run(*arguments: str, pass_fds: tuple[int, ...] = ()) -> Any:
+def run(*arguments: str) -> Any:
     """Runs a program to its end; raises when it is not done in time."""
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **QUIET},
-        pass_fds=pass_fds,
-    )
+    return forked_python.run("-m", *arguments, timeout=DEADLINE_S, env={**os.environ, **QUIET})
 
 
 def launched(kind: str, run_dir: Path, *program: str) -> Any:
     with forked() as (flags, fds):
         command = ("tfdist.launch", *JOBS[kind], *flags, "--run_dir", str(run_dir), *program)
-        return run(*command, pass_fds=fds)
+        return subprocess.run(
+            [sys.executable, "-m", *command],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env={**os.environ, **QUIET},
+            pass_fds=fds,
+        )
 
 
 def logs(run_dir: Path, done: Any) -> str:
