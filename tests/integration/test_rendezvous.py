@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+import types
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout
@@ -17,7 +18,7 @@ DEADLINE_S = 60.0
 class Waiting(threading.Thread):
     """Worker 1 of two, which waits for its chief."""
 
-    def __init__(self, *, clock=time.monotonic):
+    def __init__(self):
         super().__init__(daemon=True)
         self.ports = hold_ports(2)
         chief, own = (port.address for port in self.ports)
@@ -25,13 +26,12 @@ class Waiting(threading.Thread):
         cluster = ClusterSpec(worker=(chief, own))
         self.config = TaskConfig(cluster=cluster, task=Task("worker", 1))
         self.address = own
-        self.clock = clock
         self.raised = None
         self.start()
 
     def run(self):
         try:
-            rendezvous.await_peers(self.config, timeout_s=DEADLINE_S, clock=self.clock)
+            rendezvous.await_peers(self.config, timeout_s=DEADLINE_S)
         except StartupTimeout as error:
             self.raised = str(error)
 
@@ -73,9 +73,11 @@ def test_a_worker_goes_on_once_the_chiefs_server_is_there_and_not_sooner():
     assert worker.raised is None
 
 
-def test_a_chief_that_has_seen_all_and_is_gone_is_named():
+def test_a_chief_that_has_seen_all_and_is_gone_is_named(monkeypatch):
     now_s = [0.0]
-    worker = Waiting(clock=lambda: now_s[0])
+    clock = types.SimpleNamespace(monotonic=lambda: now_s[0], sleep=time.sleep)
+    monkeypatch.setattr(rendezvous, "time", clock)
+    worker = Waiting()
     with contextlib.ExitStack() as stack, worker.listen() as listener:
         await_question(listener, stack)
         now_s[0] = DEADLINE_S + rendezvous.LATER_S
