@@ -206,3 +206,12 @@ def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server)
     # Each worker has begun a step before the first of them is written.
     assert seen["staleness of a meeting"] == {str(age): 3 for age in range(workers)}
     assert (seen["applied twice"], seen["repeated"]) == (0, [])
+
+
+@pytest.mark.parametrize("job", ["multiworker", "ps"])
+def test_stock_fit_fails_before_its_first_step(tmp_path, job):
+    """keras#20329; https://github.com/keras-team/keras/issues/20585. What tfdist.fit is for."""
+    tasks = ("--strategy", job, "--workers", "2")
+    came = tmp_path / "came"
+    launch(tmp_path / "run", *tasks, str(PROGRAMS / "stock.py"), str(came), timeout_s=150)
+    assert came.read_text() == "ValueError after 0 steps"

@@ -1,0 +1,151 @@
+"""What the pages tell a user to type is understood; every flag and option is in its page."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import tfdist.tuning.options
+from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
+from tfdist import __main__ as programs
+from tfdist import ledger, replay, submit
+from tfdist.bench import __main__ as bench
+from tfdist.cluster import JobOptions
+from tfdist.configs import command_line
+from tfdist.launch import flags
+from tfdist.lint import command_line as lint
+from tfdist.preflight import command_line as doctor
+from tfdist.schedulers.flags import FLAGS as SUBMIT_FLAGS
+
+_COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
+
+
+def _launch(words: Sequence[str]) -> None:
+    options = flags.parse(words)
+    if options is not None and options.program.target == "tfdist.train":
+        command_line.parse(options.program.args)
+
+
+def _submit(words: Sequence[str]) -> None:
+    assert submit.main(["--dry_run", *words]) == 0
+
+
+READ: dict[str, Callable[[Sequence[str]], Any]] = {
+    "launch": _launch,
+    "train": command_line.parse,
+    "tune": tfdist.tuning.options.parse,
+    "submit": _submit,
+    "doctor": doctor.parse,
+    "lint": lint.parse,
+    "ledger": lambda words: ledger._parser().parse_args(words),
+    "replay": lambda words: replay._parser().parse_args(words),
+    "bench": lambda words: bench._parser().parse_args(words),
+}
+
+
+def commands() -> Iterator[tuple[str, str, str]]:
+    """Page, program and arguments of every line in a block that starts a program."""
+    for page in PAGES:
+        for _, language, block in _FENCE.findall(page.read_text()):
+            for name, rest in _COMMAND.findall("" if language else block):
+                if "[" not in rest:  # not a line of usage
+                    yield name_of(page), name, re.split(r"\s+[#>]\s?", rest)[0]
+
+
+@pytest.mark.parametrize(("page", "name", "rest"), list(commands()))
+def test_every_command_in_the_pages_is_understood(
+    page: str, name: str, rest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    READ[name](shlex.split(rest))
+
+
+def test_commands_were_found_of_every_program() -> None:
+    assert {name for _, name, _ in commands()} == set(READ) == set(programs.PROGRAMS)
+
+
+def test_every_program_is_in_the_index() -> None:
+    index = (DOCS / "index.md").read_text()
+    assert [name for name in programs.PROGRAMS if f"`tfdist {name}`" not in index] == []
+
+
+def _flags_by_page() -> Iterator[tuple[str, str]]:
+    pages = {
+        "launch.md": [flag.name for flag in flags.FLAGS],
+        "submit.md": [flag.name for flag in SUBMIT_FLAGS],
+        "tuning.md": [a.option_strings[-1][2:] for a in tfdist.tuning.options._parser()._actions],
+        "doctor.md": [*doctor._VALUES, *doctor._SWITCHES],
+        "lint.md": [flag[2:] for flag in lint._FLAGS],
+        "ledger.md": [
+            action.option_strings[-1][2:]
+            for parser in (ledger._parser(), replay._parser())
+            for action in parser._actions
+            if action.option_strings
+        ],
+    }
+    for page, names in pages.items():
+        yield from ((page, name) for name in dict.fromkeys(names) if name != "help")
+
+
+@pytest.mark.parametrize(("page", "flag"), list(_flags_by_page()))
+def test_every_flag_is_in_its_page(page: str, flag: str) -> None:
+    assert f"--{flag}" in (DOCS / page).read_text()
+
+
+@pytest.mark.parametrize("option", dataclasses.fields(JobOptions), ids=lambda option: option.name)
+def test_every_option_of_tf_config_is_in_the_table(option: dataclasses.Field[Any]) -> None:
+    rows = [row.split("|") for row in (DOCS / "strategies.md").read_text().splitlines()]
+    told = {row[1].strip(): row[2].strip(" `") for row in rows if len(row) > 3}
+    assert told[f"`{option.name}`"] == json.dumps(option.default).removesuffix(".0")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "page"),
+    [
+        ("strategy/make.py", "make_strategy", "strategies.md"),
+        ("training/fitting.py", "fit", "training.md"),
+    ],
+)
+def test_every_argument_of_our_own_is_in_its_page(module: str, function: str, page: str) -> None:
+    tree = ast.parse((ROOT / "tfdist" / module).read_text())
+    found = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
+    text = (DOCS / page).read_text()
+    assert [a.arg for a in found.args.kwonlyargs if f"| `{a.arg}` |" not in text] == []
+
+
+def test_every_dependency_has_its_reason() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"].values()
+    needed = "\n".join([config["options"]["install_requires"], *extras])
+    text = (DOCS / "dependencies.md").read_text()
+    names = re.findall(r"^([\w-]+(?:\[[\w-]+\])?)", needed, re.MULTILINE)
+    assert len(names) > 15
+    assert [name for name in names if name not in text] == []
+
+
+def test_every_test_that_the_readme_names_is_there() -> None:
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    named = re.findall(r"\btest_\w+\.py", (ROOT / "README.md").read_text())
+    assert named
+    assert set(named) <= tests
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
+    """In backticks, in the first column; an ellipsis stands for what differs."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    sources = " ".join(path.read_text() for path in sorted((ROOT / "tfdist").rglob("*.py")))
+    sources = re.sub(r'"\s*f?"', "", sources)  # of texts that go over several lines
+    rows = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+    told = [message for row in rows for message in row.split("`")[1::2]]
+    assert len(told) > 10
+    parts = [part.strip() for message in told for part in message.split("…")]
+    assert [part for part in parts if part not in sources] == []
