@@ -164,6 +164,32 @@ def test_a_call_in_the_models_own_scope_works(strategies):
         assert tfdist.predict(model, X, verbose=0).shape == (12, 1)
 
 
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict", "load_weights", "loop"])
+@pytest.mark.parametrize("kind", ["mirrored", "multiworker", "ps"])
+def test_a_task_that_made_no_strategy_does_not_train_by_itself(monkeypatch, act, kind):
+    hosts = {"worker": ["a:2222", "b:2222"]}
+    if kind == "ps":
+        hosts |= {"chief": ["c:2222"], "ps": ["d:2222"]}
+    config = {
+        "cluster": {} if kind == "mirrored" else hosts,
+        "task": {"type": "worker", "index": 0},
+        "tfdist": {"strategy": kind},
+    }
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    calls = {
+        "fit": lambda: fit(model, X, Y),
+        "evaluate": lambda: tfdist.evaluate(model, X, Y),
+        "predict": lambda: tfdist.predict(model, X),
+        "load_weights": lambda: tfdist.load_weights(model, "weights.keras"),
+        "loop": lambda: tfdist.StepLoop(lambda x: {}, X, global_batch_size=4),
+    }
+    line = refusal(calls[act])
+    assert f"a model of strategy single in worker-0 of a {kind} job" in line
+    assert "tfdist.make_strategy()" in line
+
+
 def test_an_optimizer_made_outside_the_scope_is_refused(strategies):
     optimizer = keras.optimizers.Adam()
     with strategies[2].scope():
@@ -260,6 +286,27 @@ def test_a_step_that_is_a_tf_function_is_refused_on_several_replicas(strategies)
     with strategies[2].scope():
         line = refusal(lambda: tfdist.StepLoop(tf.function(lambda x: {}), X, global_batch_size=4))
     assert "StepLoop: received a tf.function" in line
+
+
+def test_data_without_targets_are_refused_where_the_loss_needs_them(strategies):
+    model = regression(strategies[2])
+    assert "no targets" in refusal(lambda: fit(model, X))
+    assert "no targets" in refusal(lambda: fit(model, X, Y, validation_data=X))
+    assert "no targets" in refusal(lambda: tfdist.evaluate(model, X))
+    with strategies[2].scope():
+        inside = keras.Input((4,))
+        model = keras.Model(inside, keras.layers.ActivityRegularization(1.0)(inside))
+        model.compile("sgd")
+    assert fit(model, X).history["loss"][0] > 0
+
+
+@pytest.mark.parametrize("returned", [[1.0], {}, None])
+def test_a_step_that_returns_no_dict_of_scalars_is_refused(strategies, returned):
+    for replicas in (1, 2):
+        with strategies[replicas].scope():
+            loop = tfdist.StepLoop(lambda x: returned, X, global_batch_size=4)
+        line = refusal(lambda loop=loop: loop.run(1))
+        assert line.startswith(f"step: received a {type(returned).__name__} ")
 
 
 EMPTY = {
@@ -367,7 +414,9 @@ def test_two_lengths_of_a_run_are_refused(strategies):
 def test_callbacks_that_cannot_be_are_refused(strategies, tmp_path):
     model = regression(strategies[1])
     assert "a str" in refusal(lambda: fit(model, X, Y, callbacks=["EarlyStopping"]))
-    assert "a type" in refusal(lambda: fit(model, X, Y, callbacks=[keras.callbacks.History]))
+    assert "write History(...)" in refusal(
+        lambda: fit(model, X, Y, callbacks=[keras.callbacks.History])
+    )
     container = keras.callbacks.CallbackList([keras.callbacks.History()], model=model)
     assert "a CallbackList" in refusal(lambda: fit(model, X, Y, callbacks=container))
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")

@@ -7,7 +7,8 @@ import os
 
 import tensorflow as tf
 
-from tfdist.cluster import TaskConfig, read_environment
+from tfdist.cluster import TaskConfig, read_environment, resolved_strategy
+from tfdist.errors import UsageError
 from tfdist.strategy.ring import Ring
 
 KINDS = ("single", "mirrored", "multiworker", "ps")
@@ -84,6 +85,9 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
     """The job of a strategy, also of one that `make_strategy` did not make.
 
     One of several processes is then told by TF_CONFIG which task it is.
+
+    Raises:
+      UsageError: TF_CONFIG asks for a strategy that nobody has made: each task would train alone.
     """
     for job in _made:
         if job.strategy is strategy:
@@ -94,4 +98,19 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
         config = read_environment(os.environ)
         return remember(Job(strategy=strategy, kind="multiworker", config=config))
     kind = "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "single"
+    _require_as_told(kind)
     return Job(strategy=strategy, kind=kind)
+
+
+def _require_as_told(kind: str) -> None:
+    config = read_environment(os.environ)
+    told = resolved_strategy(config) if config else "auto"
+    if config is None or told in ("auto", "single", kind):
+        return
+    raise UsageError(
+        "tfdist",
+        received=f"a model of strategy {kind} in {config.task} of a {told} job",
+        expected="one made in the scope of the job's strategy: each task would train by itself",
+        fix="call strategy = tfdist.make_strategy() first, and make and compile the model inside "
+        "`with strategy.scope():`",
+    )

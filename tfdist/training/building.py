@@ -84,6 +84,7 @@ def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
     a collective under multiworker.
     """
     batch = tf.nest.map_structure(_symbolic, batch_spec)
+    _require_targets(model, batch_spec)
     _require_optimizer_of_scope(model, job)
     _require_one_state(model, job)
     has_call = type(model).call is not keras.Model.call
@@ -122,6 +123,20 @@ def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:
     with job.strategy.scope():
         if not all(layer.built for layer in model._flatten_layers()):
             compute_output_spec(model, x, training=False)
+
+
+def _require_targets(model: keras.Model, batch_spec: Any) -> None:
+    """Raises UsageError for data without targets where Keras' own loss needs them."""
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch_spec)
+    own = ("train_step", "test_step", "compute_loss")
+    stock = all(getattr(type(model), name) is getattr(keras.Model, name) for name in own)
+    if y is None and stock and model._compile_loss is not None:
+        raise UsageError(
+            "y",
+            received="no targets for a model compiled with a loss",
+            expected="targets beside x",
+            fix="pass y, give validation_data as (x, y), or let the dataset give (x, y)",
+        )
 
 
 def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:

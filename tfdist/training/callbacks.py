@@ -74,11 +74,13 @@ def _require_callback(callback: Any) -> None:
             fix="write tfdist.BackupAndRestore(directory)",
         )
     if not isinstance(callback, keras.callbacks.Callback):
+        name = getattr(callback, "__name__", "")
+        is_class = isinstance(callback, type)
         raise UsageError(
             "callbacks",
-            received=f"a {type(callback).__name__}",
-            expected="a keras.callbacks.Callback, or a list of them",
-            fix="pass instances of classes derived from keras.callbacks.Callback",
+            received=f"the class {name}" if is_class else f"a {type(callback).__name__}",
+            expected="instances of keras.callbacks.Callback, or a list of them",
+            fix=f"write {name}(...)" if is_class else "derive it from keras.callbacks.Callback",
         )
 
 

@@ -93,7 +93,22 @@ def run_replica(
         outputs = program.function(part.data)
     for variable, old in zip(guarded, before, strict=True):
         variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
-    return keras_compat.logs_by_share(flat_logs(outputs), trace) if program.keep_logs else outputs
+    if not program.keep_logs:
+        return outputs
+    return keras_compat.logs_by_share(flat_logs(_require_logs(outputs)), trace)
+
+
+def _require_logs(outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, dict) and outputs:
+        return outputs
+    raise UsageError(
+        "step",
+        received=f"a {type(outputs).__name__} with nothing in it from a step"
+        if isinstance(outputs, dict)
+        else f"a {type(outputs).__name__} from a step",
+        expected="a dict of scalars by name",
+        fix='return {"loss": loss}, for example',
+    )
 
 
 def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
