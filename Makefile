@@ -29,7 +29,7 @@ demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 test: setup  ## every test; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
 	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile tests/unit tests/integration
-	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile -m "not alone" tests/multiprocess
+	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/multiprocess
 	$(CPU_ONLY) $(PY) -m pytest -m alone tests/multiprocess
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)

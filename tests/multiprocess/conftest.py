@@ -13,6 +13,19 @@ import pytest
 from tests.multiprocess import warm
 from tests.multiprocess.jobs import LAUNCH, ROOT, Job, default_signals, take_terminal
 
+LONGEST_FIRST = (
+    *("test_training", "test_tune_hosts", "test_ps_job", "test_tune", "test_deadlocks"),
+    *("test_crew", "test_tune_python", "test_evaluator", "test_placement", "test_hangs"),
+    *("test_preemption", "test_ledger_jobs", "test_train_program", "test_ring", "test_resized"),
+)
+"""Files whose tests take long, so that of two files at once none is left for the end."""
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the files that take longest first; the order within a file stays."""
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 @pytest.fixture(autouse=True)
 def _what_the_fork_server_said():
