@@ -1,6 +1,8 @@
 """A job that stands still ends, names the task that holds it up, and shows where the others are.
 
-The tasks are plain Python: they say what they are doing, as the training does.
+The tasks are plain Python: they say what they are doing, as the training does. Each case has its
+job wait in its first half, which ends at `yield`, and looks at it in its second: so that jobs wait
+side by side.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import FORK, LAUNCH, ROOT, STARTS
+from tests.multiprocess.jobs import FORK, LAUNCH, ROOT
 from tfdist.launch.watchdog import proc_state
 
 DEADLINE_S = 150.0
 HANG_S = 6
 
+# The tasks import a part of tfdist and no TensorFlow: `auto` would import it all for each job.
+EXEC = (*LAUNCH, "--start=exec")
 # One that stops itself while it imports.
 STOPPED = (sys.executable, "-c", FORK[2].replace("('json',)", "('stops',)"), "--start=fork")
 
@@ -54,17 +58,20 @@ def works(seconds=1e9, until="/none"):
 
 
 class Job:
-    """A launcher that is running, and what it has said."""
+    """A launcher that is running, what it has said, and its directory."""
 
-    def __init__(self, process):
+    def __init__(self, process, path):
         self.process = process
+        self.path = path
         self.text = ""
+        self.ready_s = 0.0
 
     def pids(self, count):
         """Waits until `count` tasks are ready; returns their process ids by name."""
         deadline_s = time.monotonic() + DEADLINE_S
         while len(found := re.findall(r"ready (\S+) (\d+)\n", self.text)) < count:
             assert self._read(deadline_s), "the job ended before its tasks were ready"
+        self.ready_s = time.monotonic()
         return {name: int(pid) for name, pid in found}
 
     def said(self, words):
@@ -73,12 +80,25 @@ class Job:
         while words not in self.text:
             assert self._read(deadline_s), f"the job ended before it said {words!r}"
 
-    def end(self, within_s=DEADLINE_S):
+    def leave_alone(self, seconds):
+        """Returns when its tasks have been ready for so long."""
+        time.sleep(max(0.0, self.ready_s + seconds - time.monotonic()))
+
+    def end(self):
         """Reads to the end and returns the exit code."""
-        deadline_s = time.monotonic() + within_s
+        deadline_s = time.monotonic() + DEADLINE_S
         while self._read(deadline_s):
             pass
         return self.process.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def attempts(self):
+        return json.loads((self.path / "run" / "report.json").read_text())["attempts"]
+
+    def first_failure(self):
+        return self.attempts()[-1]["first_failure"]
+
+    def log(self, task):
+        return (self.path / "run" / "logs" / "attempt-1" / f"{task}.log").read_text()
 
     def _read(self, deadline_s):
         left_s = max(0.0, deadline_s - time.monotonic())
@@ -90,11 +110,13 @@ class Job:
 
 @pytest.fixture
 def launch(tmp_path):
-    """Starts jobs; prints all they said, and their logs, at the end."""
+    """Starts jobs in directories of their own; prints all they said, and their logs, at the end."""
     jobs = []
 
-    def start(source, *flags, first="", command=LAUNCH, hang_timeout_s=HANG_S):
-        script = tmp_path / "program.py"
+    def start(source, *flags, first="", command=EXEC, hang_timeout_s=HANG_S):
+        path = tmp_path / f"job-{len(jobs)}"
+        path.mkdir()
+        script = path / "program.py"
         script.write_text(textwrap.dedent(first) + TASK + textwrap.dedent(source))
         flags = ("--run_dir=run", f"--hang_timeout_s={hang_timeout_s}", "--grace_s=1", *flags)
         process = subprocess.Popen(
@@ -102,10 +124,10 @@ def launch(tmp_path):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=tmp_path,
+            cwd=path,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         )
-        jobs.append(Job(process))
+        jobs.append(Job(process, path))
         return jobs[-1]
 
     yield start
@@ -120,39 +142,37 @@ def launch(tmp_path):
         print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
 
 
-def first_failure(tmp_path):
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    return report["attempts"][-1]["first_failure"]
-
-
-def log(tmp_path, task):
-    return (tmp_path / "run" / "logs" / "attempt-1" / f"{task}.log").read_text()
+def side_by_side(*cases):
+    """Runs the first half of each case, one after the other, and then the second halves."""
+    for case in cases:
+        next(case)
+    for case in cases:
+        assert next(case, "over") == "over"
 
 
 def is_gone(pid):
     return proc_state(pid) in (None, "Z")
 
 
-@STARTS
-def test_a_stopped_task_is_named_and_the_others_show_their_stacks(launch, tmp_path, command):
+def a_stopped_task_is_named_and_the_others_show_their_stacks(launch, command):
     job = launch(
         "waits_for_the_others(7)", "--strategy=multiworker", "--workers=3", command=command
     )
     pids = job.pids(3)
     os.kill(pids["worker-1"], signal.SIGSTOP)
+    yield
     assert job.end() == 1
-    failure = first_failure(tmp_path)
+    failure = job.first_failure()
     assert failure["task"] == "worker-1"
     assert "its process is stopped (SIGSTOP)" in failure["cause"]
     assert "worker-1 failed first: hangs: its process is stopped" in job.text
     for task in ("worker-0", "worker-2"):
-        assert "in waits_for_the_others" in log(tmp_path, task)
-    assert "waits_for_the_others" not in log(tmp_path, "worker-1")
+        assert "in waits_for_the_others" in job.log(task)
+    assert "waits_for_the_others" not in job.log("worker-1")
     assert all(map(is_gone, pids.values()))
 
 
-@STARTS
-def test_a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(launch, tmp_path, command):
+def a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(launch, command):
     job = launch(
         """
         def on_epoch_end():
@@ -168,17 +188,18 @@ def test_a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(launch, tmp_path
         command=command,
     )
     job.pids(3)
+    yield
     assert job.end() == 1
-    failure = first_failure(tmp_path)
+    failure = job.first_failure()
     assert failure["task"] == "worker-2"
     assert failure["cause"].startswith("hangs: in a callback after 7 steps for ")
     assert failure["cause"].endswith("; worker-0, worker-1 wait for it")
-    assert "in on_epoch_end" in log(tmp_path, "worker-2")
+    assert "in on_epoch_end" in job.log("worker-2")
     for task in ("worker-0", "worker-1"):
-        assert "in waits_for_the_others" in log(tmp_path, task)
+        assert "in waits_for_the_others" in job.log(task)
 
 
-def test_a_deadlock_before_the_training_is_found_though_others_wait_for_it(launch, tmp_path):
+def a_deadlock_before_the_training_is_found_though_others_wait_for_it(launch):
     job = launch(
         """
         def loads_the_data():
@@ -197,19 +218,19 @@ def test_a_deadlock_before_the_training_is_found_though_others_wait_for_it(launc
         "--startup_timeout_s=600",
     )
     job.pids(2)
+    yield
     assert job.end() == 1
-    failure = first_failure(tmp_path)
+    failure = job.first_failure()
     assert failure["task"] == "worker-1"
     assert failure["cause"].startswith(
         "hangs: not in its training yet, and all its threads wait for each other for "
     )
     assert failure["cause"].endswith("; worker-0 waits for it")
-    assert "in loads_the_data" in log(tmp_path, "worker-1")
-    assert "in waits_to_begin" in log(tmp_path, "worker-0")
+    assert "in loads_the_data" in job.log("worker-1")
+    assert "in waits_to_begin" in job.log("worker-0")
 
 
-@STARTS
-def test_a_program_that_cannot_end_after_its_training_is_found(launch, tmp_path, command):
+def a_program_that_cannot_end_after_its_training_is_found(launch, command):
     job = launch(
         """
         def reports():
@@ -225,16 +246,17 @@ def test_a_program_that_cannot_end_after_its_training_is_found(launch, tmp_path,
         command=command,
     )
     job.pids(1)
+    yield
     assert job.end() == 1
-    failure = first_failure(tmp_path)
+    failure = job.first_failure()
     assert failure["task"] == "worker-0"
     assert failure["cause"].startswith(
         "hangs: done with its training after 30 steps, and all its threads wait for each other for "
     )
-    assert "in reports" in log(tmp_path, "worker-0")
+    assert "in reports" in job.log("worker-0")
 
 
-def test_a_task_that_never_speaks_is_named_and_still_shows_its_stack(launch, tmp_path):
+def a_task_that_never_speaks_is_named_and_still_shows_its_stack(launch):
     # Before all else: the first word of a task is due a second after its start.
     loads = """
         import ctypes, os
@@ -250,25 +272,27 @@ def test_a_task_that_never_speaks_is_named_and_still_shows_its_stack(launch, tmp
         "--startup_timeout_s=2",
         first=loads,
     )
+    job.pids(2)
+    yield
     assert job.end() == 1
-    failure = first_failure(tmp_path)
+    failure = job.first_failure()
     assert failure["task"] == "worker-1"
     assert failure["cause"].startswith("hangs: has not started: silent for ")
-    assert "in loads_its_libraries" in log(tmp_path, "worker-1")
-    assert "in waits_for_the_others" in log(tmp_path, "worker-0")
+    assert "in loads_its_libraries" in job.log("worker-1")
+    assert "in waits_for_the_others" in job.log("worker-0")
 
 
-def test_tasks_of_a_fork_server_that_stands_still_are_found(launch, tmp_path):
-    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    (tmp_path / "stops.py").write_text(stops)
+def tasks_of_a_fork_server_that_stands_still_are_found(launch, tmp_path):
+    (tmp_path / "stops.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
     job = launch("", "--workers=2", "--startup_timeout_s=2", command=STOPPED)
+    yield
     assert job.end() == 1
-    failure = first_failure(tmp_path)
+    failure = job.first_failure()
     assert failure["cause"].startswith("hangs: has not started: silent for ")
     assert "(it has no process)" in failure["cause"]
 
 
-def test_a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(launch, tmp_path):
+def a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(launch):
     job = launch(
         """
         waits_for_the_others(7) if attempt == 1 else ready()
@@ -283,8 +307,9 @@ def test_a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(launch, 
     server = int(stat.rpartition(")")[2].split()[1])
     os.kill(server, signal.SIGSTOP)
     os.kill(pids["worker-1"], signal.SIGKILL)
+    yield
     assert job.end() == 0
-    first, second = json.loads((tmp_path / "run" / "report.json").read_text())["attempts"]
+    first, second = job.attempts()
     failure = first["first_failure"]
     assert failure["task"] == "worker-1"
     assert "its process has ended, and its parent does not say so" in failure["cause"]
@@ -292,7 +317,7 @@ def test_a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(launch, 
     assert is_gone(server)
 
 
-def test_a_task_that_falls_silent_is_named(launch, tmp_path):
+def a_task_that_falls_silent_is_named(launch):
     job = launch(
         """
         import ctypes
@@ -308,13 +333,14 @@ def test_a_task_that_falls_silent_is_named(launch, tmp_path):
         "--strategy=multiworker",
         "--workers=2",
     )
+    yield
     job.pids(2)
     assert job.end() == 1
-    failure = first_failure(tmp_path)
+    failure = job.first_failure()
     assert failure["task"] == "worker-1"
     assert failure["cause"].startswith("hangs: does not answer: silent for ")
     assert "(its process sleeps)" in failure["cause"]
-    assert "in native_code" in log(tmp_path, "worker-1")
+    assert "in native_code" in job.log("worker-1")
 
 
 PS_JOB = """
@@ -328,63 +354,74 @@ else:
 """
 
 
-@pytest.mark.parametrize("frozen", ["worker-0", "ps-0"])
-def test_a_stopped_server_that_a_ps_job_cannot_do_without_is_named(launch, tmp_path, frozen):
+def a_stopped_server_that_a_ps_job_cannot_do_without_is_named(launch, frozen):
     job = launch(PS_JOB, "--strategy=ps", "--workers=1", "--ps=1")
     os.kill(job.pids(3)[frozen], signal.SIGSTOP)
+    yield
     assert job.end() == 1
-    assert first_failure(tmp_path)["task"] == frozen
+    assert job.first_failure()["task"] == frozen
 
 
-def test_a_stopped_worker_of_several_is_killed_and_done_without(launch, tmp_path):
+def a_stopped_worker_of_several_is_killed_and_done_without(launch):
     job = launch(PS_JOB, "--strategy=ps", "--workers=2", "--ps=1")
     os.kill(job.pids(4)["worker-1"], signal.SIGSTOP)
+    yield
     job.said("; going on with worker-0\n")
-    (tmp_path / "enough").touch()
+    (job.path / "enough").touch()
     assert job.end() == 0
-    (attempt,) = json.loads((tmp_path / "run" / "report.json").read_text())["attempts"]
+    (attempt,) = job.attempts()
     assert [lost["task"] for lost in attempt["lost"]] == ["worker-1"]
     assert "stopped (SIGSTOP)" in attempt["lost"][0]["cause"]
     assert "done without worker-1\n" in job.text
 
 
-def test_a_job_that_goes_on_is_left_alone(launch):
+def a_job_that_goes_on_is_left_alone(launch):
     flags = ("--strategy=multiworker", "--workers=2", "--startup_timeout_s=0.5")
-    job = launch(f"works({2 * HANG_S + 1})", *flags)
+    job = launch(f"ready(); works({2 * HANG_S + 1})", *flags)
+    job.pids(2)
+    yield
     assert job.end() == 0
 
 
-def test_a_script_that_trains_by_itself_may_take_its_time(launch):
-    job = launch(f"time.sleep({2 * HANG_S + 1})", "--startup_timeout_s=0.5")
+def a_script_that_trains_by_itself_may_take_its_time(launch):
+    job = launch(f"ready(); time.sleep({2 * HANG_S + 1})", "--startup_timeout_s=0.5")
+    job.pids(1)
+    yield
     assert job.end() == 0
 
 
-def test_who_waits_for_another_process_may_take_its_time(launch):
+def who_waits_for_another_process_may_take_its_time(launch):
     source = """
     import subprocess
+    ready()
     waiting = threading.Thread(target=subprocess.run, args=(["sleep", "{seconds}"],))
     waiting.start()
     waiting.join()
     """
     job = launch(source.format(seconds=2 * HANG_S + 1), "--startup_timeout_s=0.5")
+    job.pids(1)
+    yield
     assert job.end() == 0
 
 
-def test_a_script_that_becomes_another_program_is_not_expected_to_speak(launch):
+def a_script_that_becomes_another_program_is_not_expected_to_speak(launch):
     again = f"import time; time.sleep({2 * HANG_S + 1}); print('done')"
-    source = f"os.execv(sys.executable, [sys.executable, '-c', {again!r}])"
+    source = f"ready(); os.execv(sys.executable, [sys.executable, '-c', {again!r}])"
     job = launch(source, "--startup_timeout_s=0.5")
+    job.pids(1)
+    yield
     assert job.end() == 0
     assert "done" in job.text
 
 
-def test_after_a_sleep_of_the_whole_machine_nobody_is_blamed(launch):
+def after_a_sleep_of_the_whole_machine_nobody_is_blamed(launch):
     job = launch(f"ready(); works({2 * HANG_S + 6})", "--strategy=multiworker", "--workers=2")
     tasks = job.pids(2).values()
     job.process.send_signal(signal.SIGSTOP)
     for pid in tasks:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2 * HANG_S)
+    yield
+    job.leave_alone(2 * HANG_S)
     job.process.send_signal(signal.SIGCONT)
     time.sleep(1)  # the launcher looks at tasks that have said nothing for long
     for pid in tasks:
@@ -392,7 +429,7 @@ def test_after_a_sleep_of_the_whole_machine_nobody_is_blamed(launch):
     assert job.end() == 0
 
 
-def test_tasks_that_wait_for_someone_to_read_their_output_do_not_hang(launch):
+def tasks_that_wait_for_someone_to_read_their_output_do_not_hang(launch):
     job = launch(
         """
         phases.enter("step", step=1)
@@ -402,15 +439,57 @@ def test_tasks_that_wait_for_someone_to_read_their_output_do_not_hang(launch):
         """
     )
     job.pids(1)
-    time.sleep(2 * HANG_S)  # is what is tested: behind a pager
+    yield
+    job.leave_alone(2 * HANG_S)  # is what is tested: behind a pager
     assert job.end() == 0
 
 
-def test_without_a_timeout_a_job_stands_still_for_ever(launch, tmp_path):
+def without_a_timeout_a_job_stands_still_for_ever(launch):
     job = launch("waits_for_the_others(3)", hang_timeout_s=0)
     job.pids(1)
-    with pytest.raises(AssertionError, match="nothing more came in time"):
-        job.end(HANG_S + 2)
+    yield
+    job.leave_alone(2 * HANG_S)
+    assert job.process.poll() is None
     job.process.terminate()
     assert job.end() == 143
-    assert first_failure(tmp_path) is None
+    assert job.first_failure() is None
+    assert "hangs" not in job.text
+
+
+@STARTS
+def test_who_holds_up_the_others_is_named(launch, command):
+    side_by_side(
+        a_stopped_task_is_named_and_the_others_show_their_stacks(launch, command),
+        a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(launch, command),
+        a_program_that_cannot_end_after_its_training_is_found(launch, command),
+    )
+
+
+def test_who_does_not_speak_or_does_not_come_to_train_is_named(launch, tmp_path):
+    side_by_side(
+        a_task_that_falls_silent_is_named(launch),
+        a_deadlock_before_the_training_is_found_though_others_wait_for_it(launch),
+        a_task_that_never_speaks_is_named_and_still_shows_its_stack(launch),
+        a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(launch),
+        tasks_of_a_fork_server_that_stands_still_are_found(launch, tmp_path),
+    )
+
+
+def test_a_server_of_a_ps_job_that_is_stopped_is_named_or_done_without(launch):
+    side_by_side(
+        a_stopped_server_that_a_ps_job_cannot_do_without_is_named(launch, "worker-0"),
+        a_stopped_server_that_a_ps_job_cannot_do_without_is_named(launch, "ps-0"),
+        a_stopped_worker_of_several_is_killed_and_done_without(launch),
+    )
+
+
+def test_who_may_take_its_time_is_left_alone(launch):
+    side_by_side(
+        after_a_sleep_of_the_whole_machine_nobody_is_blamed(launch),
+        a_job_that_goes_on_is_left_alone(launch),
+        a_script_that_trains_by_itself_may_take_its_time(launch),
+        who_waits_for_another_process_may_take_its_time(launch),
+        a_script_that_becomes_another_program_is_not_expected_to_speak(launch),
+        tasks_that_wait_for_someone_to_read_their_output_do_not_hang(launch),
+        without_a_timeout_a_job_stands_still_for_ever(launch),
+    )
