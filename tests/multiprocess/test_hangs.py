@@ -300,6 +300,7 @@ def a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(launch):
         "--strategy=multiworker",
         "--workers=2",
         "--max_restarts=1",
+        "--startup_timeout_s=2",
         command=FORK,
     )
     pids = job.pids(2)
