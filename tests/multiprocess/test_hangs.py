@@ -29,6 +29,7 @@ HANG_S = 6
 
 # The tasks import a part of tfdist and no TensorFlow: `auto` would import it all for each job.
 EXEC = (*LAUNCH, "--start=exec")
+STARTS = pytest.mark.parametrize("command", [EXEC, FORK], ids=["exec", "fork"])
 # One that stops itself while it imports.
 STOPPED = (sys.executable, "-c", FORK[2].replace("('json',)", "('stops',)"), "--start=fork")
 
