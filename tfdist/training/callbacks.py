@@ -73,7 +73,8 @@ def _require_callback(callback: Any) -> None:
             expected="tfdist.BackupAndRestore, which resumes at the step",
             fix="write tfdist.BackupAndRestore(directory)",
         )
-    if not isinstance(callback, keras.callbacks.Callback):
+    # A list of Keras' own is a callback too, and what is in it would be passed over.
+    if isinstance(callback, CallbackList) or not isinstance(callback, keras.callbacks.Callback):
         name = getattr(callback, "__name__", "")
         is_class = isinstance(callback, type)
         raise UsageError(
