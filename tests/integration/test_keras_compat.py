@@ -6,6 +6,7 @@ step, where stock behaviour must be what it was.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -165,6 +166,31 @@ def test_stock_loss_scaling_looks_at_the_first_replica_alone(strategies):
     assert not np.isfinite(weights[0]).all()
 
 
+def unscaled_after_another_worker_changed_the_scale(context):
+    """The size of an update by a gradient of 1, as two workers on one ps may make it."""
+    weight = keras.Variable(0.0)
+    inner = keras.optimizers.SGD(1.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+    optimizer.build([weight])
+
+    @tf.function
+    def step():
+        with context():
+            gradient = optimizer.scale_loss(tf.ones([]))
+            with tf.control_dependencies([optimizer.dynamic_scale._value.assign(16.0)]):
+                gradient = tf.identity(gradient)
+            optimizer.apply([gradient])
+
+    step()
+    return -float(weight.numpy())
+
+
+def test_stock_loss_scaling_reads_its_scale_twice():
+    assert unscaled_after_another_worker_changed_the_scale(contextlib.nullcontext) == 0.5
+    by_step = unscaled_after_another_worker_changed_the_scale(lambda: keras_compat.tracing(trace()))
+    assert by_step == 1.0
+
+
 def test_stock_accumulation_fails_under_a_strategy(strategies):
     model = make_model(
         strategies[2], lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -270,6 +296,7 @@ FAULT_SHOWN_BY = {
     "Mean.update_state": test_stock_losses_of_several_outputs_are_means_over_batches,
     "BaseOptimizer.apply": test_stock_clips_before_it_reduces,
     "LossScaleOptimizer.apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
+    "LossScaleOptimizer.scale_loss": test_stock_loss_scaling_reads_its_scale_twice,
     "LossScaleOptimizer._tf_apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
     "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,

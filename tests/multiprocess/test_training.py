@@ -195,6 +195,23 @@ def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
     assert max(ages) >= min(workers - 1, 1)
 
 
+def test_ps_puts_metrics_of_every_kind_together(parameter_server):
+    _, _, seen = parameter_server
+    model = zoo.judged()
+    found = model.evaluate(zoo.IMAGES, zoo.JUDGED, batch_size=7, verbose=0, return_dict=True)
+    assert seen["judged"].keys() == found.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(seen["judged"][name], value, rtol=1e-5, err_msg=name)
+    assert "metrics: received a metric whose least/least does not begin at 0" in seen["least"]
+
+
+def test_ps_optimizers_go_by_the_step_that_was_handed_out(parameter_server):
+    """Whatever the workers' order: each learning rate once, and one update of three steps."""
+    _, _, seen = parameter_server
+    assert seen["went down by ramp"] == sum(range(2 * 7 * 15 + 1))
+    assert seen["went down by accumulation"] == 2 * 7 * 15 / 3
+
+
 def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server):
     workers, _, seen = parameter_server
     for bound in (None, 0, 1, 5):

@@ -56,6 +56,11 @@ class Members:
         return len(self._cluster.ps)
 
     @property
+    def server_devices(self) -> list[str]:
+        """The devices on which the parameter servers hold variables."""
+        return [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)]
+
+    @property
     def connected(self) -> frozenset[int]:
         """The indices of the workers that work can be given to."""
         return self._connected

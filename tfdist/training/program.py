@@ -67,12 +67,14 @@ def run_replica(
     num_replicas: int,
     local: dict[int, tf.Tensor] | None = None,
     at_door: Callable[[Sequence[Any]], None] | None = None,
+    counts: keras_compat.UpdateCounts | None = None,
 ) -> Any:
     """Runs one step on one replica, in its context; returns what the step function returned.
 
     Logs are returned as this replica's part of a sum over the replicas.
     `local` holds the values of variables, by `id`, that the step keeps to itself: reads and writes
-    of them go there. `at_door` is called with the gradients where they enter an optimizer.
+    of them go there. `at_door` is called with the gradients where they enter an optimizer. `counts`
+    is what optimizers have for their counts of updates.
     """
     share = part.share
     if program.feed.counts_shares and num_replicas > 1:
@@ -86,6 +88,7 @@ def run_replica(
         training=program.training,
         local=local or {},
         at_door=at_door,
+        counts=counts,
     )
     guarded = [v.value for v in program.metrics] if program.feed.may_be_empty else []
     before = [tf.identity(v) for v in guarded]

@@ -195,6 +195,68 @@ def own_step():
     SEEN["own step"] = [sorted(logs), loop.step, loop.results()]
 
 
+def one_weight_loop():
+    with strategy.scope():
+        model, x = zoo.descending("sgd")
+        model.optimizer.build(model.trainable_variables)
+
+    def step(data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(data[0]))
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+    return tfdist.StepLoop(step, (x, x), global_batch_size=8, seed=3)
+
+
+class Least(keras.metrics.Metric):
+    """Keeps the least target, which begins at infinity."""
+
+    def __init__(self):
+        super().__init__(name="least")
+        self.least = self.add_weight(name="least", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.least.assign(tf.minimum(self.least, tf.reduce_min(y_true)))
+
+    def reset_state(self):
+        self.least.assign(float("inf"))
+
+    def result(self):
+        return self.least
+
+
+def metrics():
+    """Metrics of many kinds, over a model that stays as it is."""
+    with strategy.scope():
+        model = zoo.judged()
+    found = tfdist.evaluate(
+        model, zoo.IMAGES, zoo.JUDGED, batch_size=7, verbose=0, return_dict=True
+    )
+    SEEN["judged"] = {name: np.asarray(value).tolist() for name, value in found.items()}
+    with strategy.scope():
+        model = zoo.dense()
+        model.compile("sgd", "mse", metrics=[Least()])
+    try:
+        tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, verbose=0)
+    except tfdist.UsageError as error:
+        SEEN["least"] = str(error)
+
+
+def steps_of_optimizers():
+    optimizers = {
+        "ramp": lambda: keras.optimizers.SGD(zoo.Ramp()),
+        "accumulation": lambda: keras.optimizers.Lion(1.0, gradient_accumulation_steps=3),
+    }
+    for name, optimizer in optimizers.items():
+        with strategy.scope():
+            model, x = zoo.descending(optimizer())
+        for _ in range(2):
+            tfdist.fit(model, x, x, batch_size=4, epochs=7, verbose=0)
+        SEEN[f"went down by {name}"] = -zoo.flat(model)[0]
+
+
 def staleness():
     account = crew_of(strategy, patience_s=0).account
     for bound in (None, 0, 1, 5):
@@ -204,6 +266,10 @@ def staleness():
         tfdist.fit(model, zoo.X, zoo.Y, batch_size=4, epochs=7, verbose=0, max_staleness=bound)
         SEEN[f"staleness {bound}"] = account.summary()["staleness"]
     SEEN["staleness of a meeting"] = zoo.stalenesses_of_a_meeting(strategy, times=3)
+    loops = [one_weight_loop() for _ in range(2)]
+    for _ in range(2):
+        for loop in loops:
+            loop.run(3)
     SEEN["applied twice"] = account.summary()["steps_applied_twice"]
     SEEN["repeated"] = account.summary()["repeated_ranges"]
 
@@ -251,9 +317,11 @@ def ranges_that_go_on():
     SEEN["staleness of slow steps"] = account.summary()["staleness"]
 
 
-for part in (
-    counts, grid, sources, callbacks, resume, own_step, staleness, ranges_that_go_on
-):  # fmt: skip
+PARTS = (
+    counts, grid, sources, callbacks, resume, own_step, metrics, steps_of_optimizers, staleness,
+    ranges_that_go_on,
+)  # fmt: skip
+for part in PARTS:
     print(f"doing {part.__name__}", flush=True)
     part()
 (OUT / "seen.json").write_text(json.dumps(SEEN))

@@ -78,6 +78,62 @@ def two_updates(second_optimizer=None):
     return model
 
 
+JUDGED = np.eye(3, dtype="float32")[RNG.randint(0, 3, 90)]
+
+
+class Mistakes(keras.metrics.Metric):
+    """Adds up by reading and assigning, in whole numbers."""
+
+    def __init__(self):
+        super().__init__(name="mistakes")
+        self.count = self.add_weight(name="count", shape=(3,), initializer="zeros", dtype="int64")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        wrong = keras.ops.not_equal(keras.ops.argmax(y_true, -1), keras.ops.argmax(y_pred, -1))
+        self.count.assign(
+            self.count + keras.ops.sum(keras.ops.cast(wrong[:, None] & (y_true > 0), "int64"), 0)
+        )
+
+    def result(self):
+        return keras.ops.sum(self.count * keras.ops.convert_to_tensor([1, 100, 10_000], "int64"))
+
+
+def judged():
+    """A model of three classes, whose metrics put together what they have seen in many ways."""
+    keras.utils.set_random_seed(1)
+    layers, metrics = keras.layers, keras.metrics
+    model = keras.Sequential(
+        [keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(3, activation="softmax")]
+    )
+    listed = [
+        metrics.AUC(name="auc"), metrics.AUC(multi_label=True, num_labels=3, name="auc_of_each"),
+        metrics.OneHotMeanIoU(3, name="iou"), metrics.F1Score(), metrics.R2Score(),
+        metrics.Precision(name="precision"), metrics.CosineSimilarity(),
+        metrics.SensitivityAtSpecificity(0.5, name="sensitivity"),
+        metrics.RootMeanSquaredError(), metrics.CategoricalAccuracy(), Mistakes(),
+    ]  # fmt: skip
+    model.compile(loss="categorical_crossentropy", metrics=listed)
+    return model
+
+
+class Ramp(keras.optimizers.schedules.LearningRateSchedule):
+    """1 in the first step, and 1 more in each other."""
+
+    def __call__(self, step):
+        return keras.ops.cast(step, "float32") + 1.0
+
+    def get_config(self):
+        return {}
+
+
+def descending(optimizer):
+    """A model of one weight, which begins at 0 and whose gradient is 1; and its data."""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), layer])
+    model.compile(optimizer, lambda y, predicted: tf.reduce_mean(predicted))
+    return model, np.ones((60, 1), "float32")
+
+
 def meeting(*, workers):
     """A step, of a model of one variable, that goes on once each worker has begun one."""
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, use_bias=False)])

@@ -13,7 +13,7 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,16 +21,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.strategy import Job
+from tfdist.strategy.members import Members
 from tfdist.training.engines.crew import crew_of
 from tfdist.training.engines.in_flight import steps_of_a_piece
 from tfdist.training.engines.piece import Done
-from tfdist.training.engines.reads import read_together
+from tfdist.training.engines.piece_graph import PieceGraph
 from tfdist.training.engines.update_clock import UpdateClock
-from tfdist.training.engines.work import HandedOut, Work, require_sums, told
-from tfdist.training.feed import Part
+from tfdist.training.engines.work import HandedOut, Work, require_sums, require_zeros
 from tfdist.training.keras_compat import compiled
-from tfdist.training.profile import Phases, PsProfile, profile_of
-from tfdist.training.program import StepProgram, run_replica
+from tfdist.training.profile import PsProfile, profile_of
+from tfdist.training.program import StepProgram
 
 _CLOSURE_STEPS = 32
 _CLOSURES_PER_WORKER = 2
@@ -46,7 +46,7 @@ class ParameterServerEngine:
         self._crew = crew_of(job.strategy, patience_s=patience_s)
         self._workers = len(self._crew.shares)
         self._clock: UpdateClock | None = None
-        self._applied_before = self._crew.account.applied
+        self._applied = 0
         self._work: weakref.WeakKeyDictionary[StepProgram, Work] = weakref.WeakKeyDictionary()
         self._under_way: list[HandedOut] = []
         self._times: list[tuple[int, Any]] = []
@@ -63,7 +63,10 @@ class ParameterServerEngine:
         Waits for all of them, or where the next range `goes_on` from here, until the last one has
         begun, so that no worker waits for the others' last pieces.
         """
-        work = self._prepared(program, self._range_of)
+        if program not in self._work:
+            require_zeros(program)  # none but a new run, or one of another program, begins here
+        work = self._prepared(program)
+        work.count_from(first)
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
         each = min(max(each, 1), self._most_steps(program))
         if not self._under_way:
@@ -111,7 +114,7 @@ class ParameterServerEngine:
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yields each step's outputs, in order; a few steps a worker are under way at a time."""
-        work = self._prepared(program, self._output_closure)
+        work = self._prepared(program, outputs=True)
         waiting: collections.deque[Future[Done]] = collections.deque()
         for step in range(first, last):
             waiting.append(self._hand_out(work, step, step + 1))
@@ -140,7 +143,7 @@ class ParameterServerEngine:
     def take_metrics(self, program: StepProgram) -> None:
         """Starts from the totals that are in the model's metrics."""
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
-        self._prepared(program, self._range_of).totals = np.concatenate([*flat, np.zeros(0)])
+        self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
 
     def _hand_out(
         self, work: Work, first: int, last: int, *, max_staleness: int | None = None
@@ -168,133 +171,40 @@ class ParameterServerEngine:
     def _account_at_rest(self) -> None:
         """Adds up what can be told only while nobody works."""
         if self._clock is not None:
-            self._crew.account.applied = self._applied_before + self._clock.applied
+            before, self._applied = self._applied, self._clock.applied
+            self._crew.account.applied += self._applied - before
         if self._profile is not None and self._times:
             self._profile.add(self._times, wall_s=time.perf_counter() - self._since_s)
             self._times = []
 
-    def _prepared(self, program: StepProgram, make: Callable[..., Any]) -> Work:
+    def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
         work = self._work.get(program)
         if work is None:
             require_sums(program)
-            names: list[str] = []
+            training = program.training
             with self._job.strategy.scope():
-                if program.training and self._clock is None:
-                    self._clock = UpdateClock()
+                if training and self._clock is None:
+                    self._clock = UpdateClock(Members.of(self._job.strategy).server_devices)
                 dataset = compiled(program.feed.worker_dataset).get_concrete_function()
                 iterator = tf.data.IteratorSpec(dataset.structured_outputs.element_spec)
-                bound = tf.TensorSpec([], tf.int64)
+                graph = PieceGraph(
+                    program,
+                    self._job.strategy,
+                    clock=self._clock if training else None,
+                    profile=self._profile if training else None,
+                )
                 # Traced here once: called by many threads at once it might be traced by each.
-                closure = compiled(make(program, names))
-                closure = closure.get_concrete_function(iterator, bound, bound)
+                closure = compiled(graph.outputs if outputs else graph.steps)
+                numbers = tf.TensorSpec([None], tf.int64)
+                closure = closure.get_concrete_function(iterator, numbers)
             work = Work(
                 closure=closure,
                 dataset=dataset,
-                log_names=names,
+                log_names=graph.log_names,
+                counted=graph.counted,
+                counts_each=np.array(graph.counts_each, np.int64),
                 num_totals=sum(int(np.prod(v.shape)) for v in program.metrics),
-                training=program.training,
+                training=training,
             )
             self._work[program] = work
         return work
-
-    def _range_of(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
-        shapes = [tuple(v.shape) for v in program.metrics]
-        recorder = program.recorder
-        clock = self._clock if program.training else None
-        profile = self._profile if program.training else None
-
-        def run_range(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
-            part_of = program.feed.worker_parts(data, first, last)
-            logs: list[tf.Tensor] = []
-            rows = recorder.rows(last - first) if recorder else []
-
-            start, now, updates = clock.begin(first) if clock else (first, first, [])
-            times = [tf.TensorArray(tf.float64, tf.cast(last - first, tf.int32))] * bool(profile)
-
-            def body(
-                step: tf.Tensor, kept: Any, rows: Any, updates: Any, times: Any, *totals: Any
-            ) -> Any:
-                graph = tf.compat.v1.get_default_graph()
-                before = len(graph.get_operations())
-                phases = Phases(step) if profile else None
-                part = part_of(step)
-                if recorder:
-                    rows = list(recorder.noted(rows, step - first, [part]))
-                one_step = functools.partial(self._step, program, step, part, totals, phases)
-                if clock:
-                    (outputs, totals), updates = clock.step(updates, work=one_step)
-                else:
-                    outputs, totals = one_step()
-                if profile and phases:
-                    at = tf.cast(step - first, tf.int32)
-                    times = [array.write(at, phases.end()) for array in times]
-                read_together(graph.get_operations()[before:])
-                if profile and phases:
-                    profile.links = phases.links()
-                if program.keep_logs:
-                    names[:] = sorted(outputs)
-                    logs[:] = [tf.cast(outputs[name], tf.float32) for name in names]
-                    kept = tf.stack(logs)
-                return step + 1, kept, rows, updates, times, *totals
-
-            zeros = [tf.zeros(s, v.dtype) for s, v in zip(shapes, program.metrics, strict=True)]
-            kept, rows, updates, times, *totals = tf.while_loop(
-                lambda step, *_: step < last,
-                body,
-                [start, tf.zeros([0]), rows, updates, times, *zeros],
-                shape_invariants=[
-                    tf.TensorShape([]),
-                    tf.TensorShape([None]),
-                    [tf.TensorShape(None) for _ in rows],
-                    [tf.TensorShape([]) for _ in updates],
-                    [tf.TensorShape(None) for _ in times],
-                    *map(tf.TensorShape, shapes),
-                ],
-                parallel_iterations=1,
-            )[1:]
-            ages = clock.staleness(now, updates) if clock else tf.zeros([0])
-            numbers = told(totals, kept, ages)
-            return numbers, [row.stack() for row in rows], *(t.stack() for t in times)
-
-        return run_range
-
-    def _output_closure(self, program: StepProgram, names: list[str]) -> Callable[..., Any]:
-        def run_step(data: Any, first: tf.Tensor, last: tf.Tensor) -> Any:
-            part = program.feed.worker_parts(data, first, last)(first)
-            outputs = self._step(program, first, part, ())[0]
-            read_together(tf.compat.v1.get_default_graph().get_operations())
-            return outputs
-
-        return run_step
-
-    def _step(
-        self,
-        program: StepProgram,
-        step: Any,
-        part: Part,
-        totals: Any,
-        phases: Phases | None = None,
-        watcher: contextlib.AbstractContextManager[Any] | None = None,
-    ) -> tuple[Any, Any]:
-        """Runs one step; returns what it returned, and the metric totals after it."""
-        at_door = phases.gradients if phases else None
-        if phases:
-            phases.batch(part.data)
-        returned: list[Any] = []
-        local = dict(zip(map(id, program.metrics), totals, strict=False))
-
-        def in_replica() -> None:
-            with watcher or contextlib.nullcontext():
-                outputs = run_replica(
-                    program,
-                    part,
-                    step=step,
-                    replica=0,
-                    num_replicas=1,
-                    local=local,
-                    at_door=at_door,
-                )
-            returned.append(outputs)
-
-        self._job.strategy.run(in_replica)
-        return returned[0], [local[id(v)] for v in program.metrics] if totals else ()

@@ -21,23 +21,35 @@ class Work:
     """A program, ready to be handed out, and what its steps have told.
 
     Attributes:
-      closure: traced; from a worker's iterator and two bounds to what `Told` takes apart.
+      closure: traced, of a `PieceGraph`.
       dataset: makes what a worker iterates over.
       log_names: of the last step's logs, in the order in which they are told.
+      counted: the counts of the optimizers that each step applies.
+      counts_each: what a step adds to each of them.
       num_totals: how many numbers the metrics of the program have.
       data: the workers' iterators, each with the life of the worker in which it was made.
       totals: of the metrics since they were reset, None where nothing has been told.
       logs: of the last step that was told of.
+      counts_of_step_0: what the optimizers count before it, None until a step is run.
     """
 
     closure: Callable[..., Any]
     dataset: Callable[[], tf.data.Dataset]
     log_names: list[str]
+    counted: list[Any]
+    counts_each: np.ndarray
     num_totals: int
     training: bool
     data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
     totals: np.ndarray | None = None
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts_of_step_0: np.ndarray | None = None
+
+    def count_from(self, step: int) -> None:
+        """Has what optimizers count follow the step from here on; the first call decides."""
+        if self.counts_of_step_0 is None:
+            counts = np.array([v.numpy() for v in self.counted], np.int64)
+            self.counts_of_step_0 = counts - step * self.counts_each
 
     def __call__(self, first: int, last: int, place: Place) -> Any:
         """Runs the steps ``[first, last)`` on a worker; returns arrays."""
@@ -45,8 +57,10 @@ class Work:
         if life != place.life:
             given = iter(self.dataset())
             self.data[place.worker_index] = place.life, given
-        bounds = tf.constant(first, tf.int64), tf.constant(last, tf.int64)
-        return keras.tree.map_structure(np.asarray, self.closure(given, *bounds))
+        numbers = np.array([first, last], np.int64)
+        if self.counts_of_step_0 is not None:
+            numbers = np.append(numbers, self.counts_of_step_0 + first * self.counts_each)
+        return keras.tree.map_structure(np.asarray, self.closure(given, tf.constant(numbers)))
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Takes in the totals and logs of a range; returns the staleness of its steps."""
@@ -83,4 +97,16 @@ def require_sums(program: StepProgram) -> None:
                 received=f"a metric whose {variable.name} is combined by {variable.aggregation!r}",
                 expected="totals that add up over workers, under strategy ps",
                 fix="create the metric's variables with aggregation='sum'",
+            )
+
+
+def require_zeros(program: StepProgram) -> None:
+    """Refuses metrics that do not begin at 0: each piece begins there."""
+    for variable in program.metrics:
+        if np.any(variable.numpy()):
+            raise UsageError(
+                "metrics",
+                received=f"a metric whose {variable.path} does not begin at 0",
+                expected="totals that add up over workers, each of which begins at 0, under ps",
+                fix="have the metric's reset_state set its variables to 0",
             )

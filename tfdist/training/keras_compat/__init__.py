@@ -16,6 +16,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     losses        a replica's loss counts by its share of the global batch
     metrics       means count examples
     variables     statistics travel with the gradients; additions in one operation; local values
+    counts        an optimizer goes by the step that was handed out
     randomness    draws come from (seed, step, replica)
     functions     `tf.function` without its warning of tracing often
     packing       small gradients go to a parameter server together
@@ -28,6 +29,7 @@ what one device would see, and every replica does the same update on its own cop
 
 from __future__ import annotations
 
+from tfdist.training.keras_compat.counts import UpdateCounts
 from tfdist.training.keras_compat.functions import compiled
 from tfdist.training.keras_compat.installing import REPLACEMENTS, install, tracing
 from tfdist.training.keras_compat.losses import logs_by_share
@@ -40,6 +42,7 @@ __all__ = [
     "REPLACEMENTS",
     "Replacement",
     "StepTrace",
+    "UpdateCounts",
     "compiled",
     "install",
     "logs_by_share",

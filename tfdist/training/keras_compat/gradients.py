@@ -32,6 +32,8 @@ def _door(original: Callable[..., Any]) -> Callable[..., Any]:
         trace = current()
         if trace is None or trace.in_door or not (trace.num_replicas > 1 or _on_ps()):
             return original(self, grads, trainable_variables)
+        if trace.counts is not None:
+            trace.counts.follow(self._iterations)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         require_by_rows(self, trainable_variables or self._trainable_variables)
@@ -87,6 +89,19 @@ def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
     return tf_apply
 
 
+def _scaling_as_it_will_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The scale of the gradients is the one that the loss had; another worker may change it."""
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        trace = current()
+        if trace is not None and trace.is_in_step() and self.built:
+            scale = tf.convert_to_tensor(self.dynamic_scale)
+            trace.held.setdefault(id(self.dynamic_scale), scale)
+        return original(self, loss)
+
+    return scale_loss
+
+
 def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(self: Any, grads_and_vars: Any) -> Any:
         trace = current()
@@ -116,6 +131,12 @@ REPLACEMENTS = (
         name="_tf_apply",
         make=_loss_scaling,
         issue="https://github.com/keras-team/keras/issues/18666",
+    ),
+    Replacement(
+        owner=LossScaleOptimizer,
+        name="scale_loss",
+        make=_scaling_as_it_will_unscale,
+        issue=f"{_SOURCE}/loss_scale_optimizer.py#L315",
     ),
     # The update sums once more, and has no switch against it. Nothing is done with gradients after
     # it but the update, so that it is also where they are packed.

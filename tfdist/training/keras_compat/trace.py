@@ -11,6 +11,8 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 
+from tfdist.training.keras_compat.counts import UpdateCounts
+
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class StepTrace:
@@ -24,6 +26,8 @@ class StepTrace:
       training: False leaves the statistics of layers to each replica.
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_door: called with the gradients where they enter an optimizer.
+      held: values of variables, by `id`, that the step has read once and goes on with.
+      counts: what optimizers have for their counts of updates; None for what is in the variable.
     """
 
     num_replicas: int
@@ -33,6 +37,8 @@ class StepTrace:
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_door: Callable[[Sequence[Any]], None] | None = None
+    held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    counts: UpdateCounts | None = None
     draws: int = 0
     sums: int = 0
     in_door: bool = False
@@ -42,6 +48,10 @@ class StepTrace:
     unscaled: set[str] = dataclasses.field(default_factory=set)
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
+
+    def is_in_step(self) -> bool:
+        """Whether what is traced now is of the step itself, and not of a condition in it."""
+        return tf.compat.v1.get_default_graph() is self.graph
 
 
 _thread = threading.local()

@@ -1,7 +1,8 @@
 """Reads and writes of Keras variables in a step.
 
-Three workarounds share these names: BatchNormalization's statistics are noted to be reduced, what
-lives in the step is read and written there, and additions are one operation.
+Four workarounds share these names: BatchNormalization's statistics are noted to be reduced, what
+lives in the step is read and written there, an optimizer's count is that of the step, and
+additions are one operation.
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -59,13 +60,19 @@ def _local_value(original: property) -> property:
 
     def value(self: Any) -> Any:
         trace = current()
-        if trace is not None and trace.local:
-            found = trace.local.get(id(self))
-            if found is not None:
-                return found
-        return original.fget(self)  # type: ignore[misc]
+        found = None if trace is None else _in_step(self, trace)
+        return original.fget(self) if found is None else found  # type: ignore[misc]
 
     return property(value, doc=original.__doc__)
+
+
+def _in_step(variable: Any, trace: StepTrace) -> tf.Tensor | None:
+    found = trace.local.get(id(variable))
+    if found is None:
+        found = trace.held.get(id(variable))
+    if found is None and trace.counts is not None:
+        found = trace.counts.value(variable)
+    return found
 
 
 # Keras adds by reading, adding and assigning, which loses updates under a parameter server.
@@ -88,12 +95,14 @@ def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[...,
                 and id(self) not in trace.local
                 and (trace.num_replicas == 1 or trace.in_door or self.synchronization == "on_read")
             )
-            if not at_once or in_stateless_scope():
+            if trace is None or not at_once or in_stateless_scope():
                 return original(self, value)
             with _where_added(value, self._value):
                 value = tf.cast(value, self._value.dtype)
             if value.shape != self._value.shape:
                 return original(self, value)
+            if trace.counts is not None and name == "assign_add":
+                trace.counts.add(self)
             return getattr(self._value, name)(value)
 
         return assign
