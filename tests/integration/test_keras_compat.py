@@ -29,6 +29,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 
 import tfdist
 from tfdist.training import keras_compat
+from tfdist.training.keras_compat import at_once
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(8, 4).astype("float32")
@@ -191,6 +192,41 @@ def test_stock_loss_scaling_reads_its_scale_twice():
     assert by_step == 1.0
 
 
+UPDATES = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+}
+
+
+def updated(optimizer, *, traced_in=contextlib.nullcontext):
+    """A weight and its optimizer's variables after some updates, and how many operations write."""
+    weight = keras.Variable(np.random.RandomState(1).randn(7).astype("float32"))
+    optimizer.build([weight])
+
+    @tf.function
+    def step(gradient):
+        with traced_in():
+            optimizer.apply([gradient])
+
+    for seed in range(5):
+        step(tf.constant(np.random.RandomState(seed).randn(7), tf.float32))
+    graph = step.get_concrete_function(tf.zeros([7])).graph
+    writes = [op for op in graph.get_operations() if op.type.startswith(("Assign", "ResourceApp"))]
+    return [v.numpy() for v in (weight, *optimizer.variables)], len(writes)
+
+
+@pytest.mark.parametrize("optimizer", list(UPDATES))
+def test_stock_updates_write_one_by_one(optimizer, monkeypatch):
+    monkeypatch.setattr(at_once, "server_of", lambda variable: 0)
+    stock, writes = updated(UPDATES[optimizer]())
+    assert writes == len(stock) - 1  # all but the learning rate
+    mine, writes = updated(UPDATES[optimizer](), traced_in=lambda: keras_compat.tracing(trace()))
+    assert writes == 2
+    for one, other in zip(stock, mine, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_stock_accumulation_fails_under_a_strategy(strategies):
     model = make_model(
         strategies[2], lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -298,6 +334,8 @@ FAULT_SHOWN_BY = {
     "LossScaleOptimizer.apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
     "LossScaleOptimizer.scale_loss": test_stock_loss_scaling_reads_its_scale_twice,
     "LossScaleOptimizer._tf_apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
+    "SGD.update_step": test_stock_updates_write_one_by_one,
+    "Adam.update_step": test_stock_updates_write_one_by_one,
     "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,
     "Variable._direct_assign": test_stock_statistics_drift_apart,

@@ -7,7 +7,15 @@ import functools
 from collections.abc import Iterator
 
 from tfdist.strategy.split import reading_once
-from tfdist.training.keras_compat import gradients, losses, metrics, randomness, updates, variables
+from tfdist.training.keras_compat import (
+    at_once,
+    gradients,
+    losses,
+    metrics,
+    randomness,
+    updates,
+    variables,
+)
 from tfdist.training.keras_compat.reduction import reduce_statistics
 from tfdist.training.keras_compat.trace import StepTrace, following
 
@@ -18,6 +26,7 @@ REPLACEMENTS = (
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
     *updates.REPLACEMENTS,
+    *at_once.REPLACEMENTS,
 )
 
 
