@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests import forked_python
 from tests.multiprocess import warm
+from tfdist.cluster import HeldPort, hold_ports
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.journal import read
 from tfdist.tuning.lock import is_held
@@ -196,6 +198,15 @@ def test_a_trial_is_told_to_stop_when_its_chief_is_killed(tmp_path: Path) -> Non
             os.kill(launcher, signal.SIGTERM)
 
 
+def free_address() -> str:
+    """An address for a chief; nobody else is given its port while the tests run."""
+    _held.extend(hold_ports(1))
+    return _held[-1].address
+
+
+_held: list[HeldPort] = []
+
+
 def until(true: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> None:
     end_s = time.monotonic() + deadline_s
     while not true():
@@ -218,14 +229,11 @@ class Sweep:
         self.log = path.with_suffix(".log")
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self) -> Iterator[forked_python.Program]:
+        program = ("-m", "tfdist.tune", "--sweep_dir", str(self.path), *self.flags)
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         with open(self.log, "ab") as log:
-            chief = subprocess.Popen(
-                [sys.executable, "-m", "tfdist.tune", "--sweep_dir", str(self.path), *self.flags],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-            )
+            chief = forked_python.Program(*program, env=env, stdout=log, stderr=log)
         try:
             yield chief
         finally:
@@ -245,8 +253,19 @@ class Sweep:
         return found
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """An undisturbed sweep."""
+    sweep = Sweep(tmp_path_factory.mktemp("undisturbed") / "whole")
+    with sweep.started() as chief:
+        assert chief.wait(SWEEP_DEADLINE_S) == 0, sweep.log.read_text()
+    return sweep
+
+
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
+    whole: Sweep, tmp_path: Path
+) -> None:
     torn = Sweep(tmp_path / "torn")
     checkpoints = torn.path / "trials" / "1" / "checkpoints"
     with torn.started() as chief:
@@ -259,11 +278,29 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_pa
     assert [t.starts for t in trials.values()] == [1, 2, 1]
     summary = RunDirectory(torn.path / "trials" / "1").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"
-
-    whole = Sweep(tmp_path / "whole")
-    with whole.started() as chief:
-        assert chief.wait(SWEEP_DEADLINE_S) == 0
     assert torn.weights("012") == whole.weights("012")
+
+
+@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
+def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
+    whole: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", "a secret that nobody must see")
+    address, few = free_address(), ("--max_trials", "2")
+    torn = Sweep(tmp_path / "torn", *few, "--serve", address, "--parallel_trials", "0")
+    first, second = (Sweep(torn.path, *few, "--join", address) for _ in range(2))
+    first.log, second.log = tmp_path / "first.log", tmp_path / "second.log"
+    checkpoints = torn.path / "trials" / "0" / "checkpoints"
+    with torn.started() as chief, contextlib.ExitStack() as stack:
+        with first.started() as runner:
+            until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
+            runner.send_signal(signal.SIGKILL)
+        other = stack.enter_context(second.started())
+        assert chief.wait(SWEEP_DEADLINE_S) == 0
+        assert other.wait(SWEEP_DEADLINE_S) == 0
+    assert torn.weights("01") == whole.weights("01")
+    summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
+    assert summary["resumed_from_step"], "it was not torn"
 
 
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 
+from tests.forked_python import Program
 from tests.multiprocess.test_tune import (
     DEADLINE_S,
     ROOT,
     SWEEP_DEADLINE_S,
     Sweep,
     _logs,  # noqa: F401  # shows the logs
+    free_address,
     until,
 )
-from tfdist.cluster import HeldPort, hold_ports
 from tfdist.launch.watchdog import proc_state
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import mark
@@ -34,15 +35,6 @@ from tfdist.tuning.state import SweepState, fold
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
 TOKEN = "a secret that nobody must see"
 GIVEN_BACK_S = 15.0  # 10 of them pass by design
-
-
-def free_address() -> str:
-    """An address for a chief; nobody else is given its port while the tests run."""
-    _held.extend(hold_ports(1))
-    return _held[-1].address
-
-
-_held: list[HeldPort] = []
 
 
 class Hosts:
@@ -241,31 +233,6 @@ def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts: Host
     hosts.until_said("late", "no chief of the sweep was there for .*Connection refused")
 
 
-@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
-    address, few = free_address(), ("--max_trials", "2")
-    torn = Sweep(tmp_path / "torn", *few, "--serve", address, "--parallel_trials", "0")
-    first, second = (Sweep(torn.path, *few, "--join", address) for _ in range(2))
-    first.log, second.log = tmp_path / "first.log", tmp_path / "second.log"
-    checkpoints = torn.path / "trials" / "0" / "checkpoints"
-    with torn.started() as chief, contextlib.ExitStack() as stack:
-        with first.started() as runner:
-            until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
-            runner.send_signal(signal.SIGKILL)
-        other = stack.enter_context(second.started())
-        assert chief.wait(SWEEP_DEADLINE_S) == 0
-        assert other.wait(SWEEP_DEADLINE_S) == 0
-    whole = Sweep(tmp_path / "whole", *few)
-    with whole.started() as chief:
-        assert chief.wait(SWEEP_DEADLINE_S) == 0
-    assert torn.weights("01") == whole.weights("01")
-    summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
-    assert summary["resumed_from_step"], "it was not torn"
-
-
 class Served(Sweep):
     """A sweep over the learning rate alone, in a directory with a space in its name."""
 
@@ -293,15 +260,13 @@ def space(hp, config):
         config.write_text(self.CONFIG.format(examples=examples))
         super().__init__(path / "found", "--config", str(config), *flags)
 
-    def chief(self, *flags: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    def chief(self, *flags: str) -> contextlib.AbstractContextManager[Program]:
         return self._as("chief", "--serve", self.address, "--parallel_trials", "0", *flags)
 
-    def runner(self, name: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    def runner(self, name: str) -> contextlib.AbstractContextManager[Program]:
         return self._as(name, "--join", self.address)
 
-    def _as(
-        self, name: str, *flags: str
-    ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    def _as(self, name: str, *flags: str) -> contextlib.AbstractContextManager[Program]:
         one = Sweep(self.path)
         one.flags = (*self.flags, *flags)
         one.log = self.path.with_name(f"{name}.log")
