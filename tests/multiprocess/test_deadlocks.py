@@ -1,4 +1,7 @@
-"""A deadlock is found wherever a real training has one: in it, before and after it."""
+"""A deadlock is found wherever a real training has one: in it, before and after it.
+
+Of one task, and of one of two: the jobs wait for their limits side by side.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests.multiprocess.warm import forked
 
@@ -24,30 +25,40 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("workers", "places"), [(1, [*CAUSES]), (2, ["before", "callback", "after"])]
-)
-def test_a_deadlock_is_found_wherever_it_is(tmp_path, workers, places):
+PLACES = {1: [*CAUSES], 2: ["before", "callback", "after"]}
+"""Where tasks deadlock, one attempt after the other, by the number of workers."""
+
+
+def started(run_dir, workers):
     strategy = "multiworker" if workers > 1 else "single"
-    flags = [f"--strategy={strategy}", f"--workers={workers}", f"--run_dir={tmp_path}"]
+    flags = [f"--strategy={strategy}", f"--workers={workers}", f"--run_dir={run_dir}"]
     flags += ["--hang_timeout_s=10", "--startup_timeout_s=120", "--grace_s=1", "--max_restarts=9"]
-    program = [str(PROGRAM), *places, "nowhere"]
-    with forked() as (start, fds):
-        job = subprocess.run(
-            [sys.executable, "-m", "tfdist.launch", *flags, *start, *program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=fds,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-    assert job.returncode == 0, job.stdout
-    *failed, done = json.loads((tmp_path / "report.json").read_text())["attempts"]
+    program = [str(PROGRAM), *PLACES[workers], "nowhere"]
+    with forked() as (start, fds), run_dir.with_suffix(".log").open("w") as said:
+        command = [sys.executable, "-m", "tfdist.launch", *flags, *start, *program]
+        return subprocess.Popen(command, stdout=said, stderr=said, pass_fds=fds)
+
+
+def test_a_deadlock_is_found_wherever_it_is(tmp_path):
+    jobs = {workers: started(tmp_path / str(workers), workers) for workers in PLACES}
+    try:
+        codes = {workers: job.wait(DEADLINE_S) for workers, job in jobs.items()}
+    finally:
+        for workers, job in jobs.items():
+            job.kill()
+            job.wait()
+            print((tmp_path / f"{workers}.log").read_text())
+    assert codes == {1: 0, 2: 0}
+    for workers in PLACES:
+        require_found(tmp_path / str(workers), workers)
+
+
+def require_found(run_dir, workers):
+    *failed, done = json.loads((run_dir / "report.json").read_text())["attempts"]
     assert done["first_failure"] is None
-    for place, attempt in zip(places, failed, strict=True):
+    for place, attempt in zip(PLACES[workers], failed, strict=True):
         failure = attempt["first_failure"]
-        assert failure["task"] == f"worker-{workers - 1}", place
-        assert re.match(CAUSES[place], failure["cause"]), (place, failure["cause"])
-        log = tmp_path / "logs" / f"attempt-{attempt['attempt']}" / f"{failure['task']}.log"
-        assert "in stands_still" in log.read_text(), place
+        assert failure["task"] == f"worker-{workers - 1}", (workers, place)
+        assert re.match(CAUSES[place], failure["cause"]), (workers, place, failure["cause"])
+        log = run_dir / "logs" / f"attempt-{attempt['attempt']}" / f"{failure['task']}.log"
+        assert "in stands_still" in log.read_text(), (workers, place)
