@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.training.keras_compat import reduction
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(64, 6).astype("float32")
@@ -123,6 +124,34 @@ def test_replicas_equal_one_device(strategies, on_one_device, optimizer, replica
     assert difference(one, many) < 1e-6
     assert many.optimizer.iterations.numpy() == one.optimizer.iterations.numpy() > 0
     np.testing.assert_allclose(many_history.history["loss"], one_history.history["loss"], rtol=1e-5)
+
+
+def sequences(strategy):
+    """A layer over sequences: the shape of its kernel's gradient is known at run time alone."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4, 6)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    x = np.stack([X, X[::-1], X**2, X - 1], 1)[:21]
+    tfdist.fit(model, x, x[:, :, :2], batch_size=8, epochs=2, seed=3, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_gradients_whose_shape_is_not_known_are_summed(strategies, replicas):
+    one, many = sequences(strategies[1]), sequences(strategies[replicas])
+    assert difference(one, many) < 1e-6
+
+
+@pytest.mark.parametrize("shapes", [[None, (2,)], [(0,), (3,)], [None, None, (2**20,), (1,)]])
+def test_every_tensor_travels_once(shapes):
+    @tf.function(input_signature=[tf.TensorSpec(shape) for shape in shapes])
+    def packs(*tensors):
+        found.extend(index for pack in reduction._packs(tensors) for index in pack)
+
+    found = []
+    packs.get_concrete_function()
+    assert sorted(found) == list(range(len(shapes)))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_clipped"])

@@ -137,11 +137,11 @@ def _by_collectives(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
     """Groups of tensors that travel together: of one type, of no more than `_PACK_BYTES`."""
     packs: list[list[int]] = []
-    open_packs: dict[Any, tuple[list[int], int]] = {}
+    open_packs: dict[Any, tuple[list[int] | None, int]] = {}
     for i, tensor in enumerate(tensors):
         size_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
-        pack, filled = open_packs.get(tensor.dtype, ([], _PACK_BYTES))
-        if filled + size_bytes > _PACK_BYTES:
+        pack, filled = open_packs.get(tensor.dtype, (None, 0))
+        if pack is None or filled + size_bytes > _PACK_BYTES:
             pack, filled = [], 0
             packs.append(pack)
         pack.append(i)
