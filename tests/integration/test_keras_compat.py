@@ -195,7 +195,6 @@ def test_stock_loss_scaling_reads_its_scale_twice():
 UPDATES = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: keras.optimizers.Adam(0.1),
 }
 
 
@@ -224,7 +223,7 @@ def test_stock_updates_write_one_by_one(optimizer, monkeypatch):
     mine, writes = updated(UPDATES[optimizer](), traced_in=lambda: keras_compat.tracing(trace()))
     assert writes == 2
     for one, other in zip(stock, mine, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+        np.testing.assert_array_equal(one, other)
 
 
 def test_stock_accumulation_fails_under_a_strategy(strategies):
@@ -335,7 +334,6 @@ FAULT_SHOWN_BY = {
     "LossScaleOptimizer.scale_loss": test_stock_loss_scaling_reads_its_scale_twice,
     "LossScaleOptimizer._tf_apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
     "SGD.update_step": test_stock_updates_write_one_by_one,
-    "Adam.update_step": test_stock_updates_write_one_by_one,
     "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,
     "Variable._direct_assign": test_stock_statistics_drift_apart,

@@ -58,7 +58,7 @@ def test_more_servers_than_variables_is_said_and_not_refused(tmp_path):
         "ps: received 4 for a model whose weights are on 1 of them; ps-1, ps-2, ps-3: next to"
         in said
     )
-    # The clock is on a server that holds nothing of the model.
+    # On whichever server the model is.
     assert seen["waste"]["staleness"] == {"0": 10, "1": 10}
 
 

@@ -60,6 +60,9 @@ class NoBoard:
     def __init__(self, sweep_dir: Path) -> None:
         pass
 
+    def load(self) -> None:
+        pass
+
     def update(self, state: SweepState) -> None:
         pass
 

@@ -1,9 +1,10 @@
-"""The update of a variable on a parameter server is one operation.
+"""SGD with momentum updates a variable on a parameter server in one operation.
 
-Keras makes it of several, as SGD with momentum: it writes the momentum, reads it again and adds it
-to the variable. Of two workers that update at once, one's gradient may be lost to the momentum, or
-be added twice; and each operation goes through the whole of the variable. TensorFlow has the same
-update in one operation, which locks what it writes until it is done.
+Keras makes it of several: it writes the momentum, reads it again and adds it to the variable. Of
+two workers that update at once, one's gradient may be lost to the momentum, or be added twice; and
+each operation goes through the whole of the variable. TensorFlow has the same update in one
+operation, to the same bits, which locks what it writes until it is done. (Its Adam rounds in
+another way than Keras', whose slots lose nothing: what a worker adds to them is added.)
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.optimizers.adam import Adam
 from keras.src.optimizers.sgd import SGD
 
 from tfdist.strategy.servers import server_of
@@ -42,30 +42,6 @@ def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_step
 
 
-def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        if self.amsgrad or not _is_for_a_server(gradient, variable):
-            return original(self, gradient, variable, learning_rate)
-        place, dtype = self._get_variable_index(variable), variable.dtype
-        updates = tf.cast(self.iterations + 1, dtype)
-        beta_1, beta_2 = tf.cast(self.beta_1, dtype), tf.cast(self.beta_2, dtype)
-        return tf.raw_ops.ResourceApplyAdam(
-            var=variable.handle,
-            m=self._momentums[place].value.handle,
-            v=self._velocities[place].value.handle,
-            beta1_power=tf.pow(beta_1, updates),
-            beta2_power=tf.pow(beta_2, updates),
-            lr=tf.cast(learning_rate, dtype),
-            beta1=beta_1,
-            beta2=beta_2,
-            epsilon=tf.cast(self.epsilon, dtype),
-            grad=tf.cast(gradient, dtype),
-            use_locking=True,
-        )
-
-    return update_step
-
-
 def _is_for_a_server(gradient: Any, variable: Any) -> bool:
     """Whether this is a dense gradient of a whole variable on a parameter server, in a step."""
     if current() is None or not isinstance(gradient, tf.Tensor):
@@ -75,5 +51,4 @@ def _is_for_a_server(gradient: Any, variable: Any) -> bool:
 
 REPLACEMENTS = (
     Replacement(owner=SGD, name="update_step", make=_momentum, issue=f"{_SOURCE}/sgd.py#L95"),
-    Replacement(owner=Adam, name="update_step", make=_moments, issue=f"{_SOURCE}/adam.py#L102"),
 )
