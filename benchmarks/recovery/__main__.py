@@ -44,13 +44,13 @@ RAW = BENCHMARKS / "recovery" / "recovery.jsonl"
 REPORT = BENCHMARKS / "RECOVERY.md"
 TWO: dict[str, Any] = {"strategy": "multiworker", "workers": 2}
 SIDES = (
-    (Case(name="multiworker, 2 workers", **TWO), TFDIST),
+    (Case(name="multiworker, 2 workers", start="exec", **TWO), TFDIST),
     (Case(name="torchrun, 2 workers", **TWO), launcher(random_states=False)),
     (Case(name="torchrun, 2 workers, random states saved", **TWO), launcher(random_states=True)),
     (Case(name="multiworker, 2 workers, forked", start="fork", **TWO), TFDIST),
-    (Case(name="single", strategy="single"), TFDIST),
-    (Case(name="mirrored, 2 devices", strategy="mirrored", devices=2), TFDIST),
-    (Case(name="multiworker, 3 workers", strategy="multiworker", workers=3), TFDIST),
+    (Case(name="single", start="exec", strategy="single"), TFDIST),
+    (Case(name="mirrored, 2 devices", start="exec", strategy="mirrored", devices=2), TFDIST),
+    (Case(name="multiworker, 3 workers", start="exec", strategy="multiworker", workers=3), TFDIST),
 )
 LEAST_KILLS = 200
 _OWN_PATH = re.compile(r' of binary: [^"]*')  # torchrun names the interpreter
