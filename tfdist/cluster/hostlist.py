@@ -137,11 +137,14 @@ def _with_brackets_at_the_end(
         raise _mistake(f"[{parts[ranges.index(range(0))]}]", where, _NUMBERS)
     if sum(map(len, ranges)) > MAX_HOSTS:
         raise _mistake(text, where, _FEWER)
+    if ",0" not in f",{joined}":
+        numbered = zip(beginnings, ranges, strict=True)
+        return [f"{begin}{number}" for begin, those in numbered for number in those]
     widths = map(str.find, parts, itertools.repeat("-"))  # that of the first number of a range
     return [
         begin + str(number).zfill(width)
-        for begin, numbers, width in zip(beginnings, ranges, widths, strict=True)
-        for number in numbers
+        for begin, those, width in zip(beginnings, ranges, widths, strict=True)
+        for number in those
     ]
 
 
