@@ -67,8 +67,8 @@ def test_a_list_of_forty_thousand_brackets_takes_less_than_50_ms() -> None:
     text = ",".join(f"r{number}n[{4 * number}-{4 * number + 3}]" for number in range(39_744))
     count = 158_976
     least_s = took_s(lambda: expand(text, where="X"))
-    # On a slow machine: twice what it takes to write the names.
-    assert least_s < 0.05 or least_s < 2 * took_s(lambda: [f"n{n:06}" for n in range(count)])
+    # On a slow machine: two and a half times what it takes to write the names.
+    assert least_s < 0.05 or least_s < 2.5 * took_s(lambda: [f"n{n:06}" for n in range(count)])
     assert len(expand(text, where="X")) == count
 
 
