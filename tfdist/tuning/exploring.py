@@ -6,8 +6,11 @@ or in a loop over a number of layers. So it is asked with other values than the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _MOST = 64
 """What is higher is a size and no count, and what is built of it may be too large to be tried."""
@@ -38,6 +41,24 @@ def explored(build: Callable[[Any], object], known: Any) -> Any:
             if one not in seen and one not in waiting:
                 waiting.append(one)
     return known
+
+
+def complete_space(tuner: Any) -> None:
+    """Adds what `build` asks for only with other values than the defaults that the tuner has tried.
+
+    What cannot be built has asked for its hyperparameters before; a trial of it fails by itself.
+    """
+    oracle = tuner.oracle
+    if tuner.hypermodel is None or not (oracle.tune_new_entries and oracle.allow_new_entries):
+        return
+
+    def build(hp: Any) -> None:
+        try:
+            tuner.hypermodel.build(hp)
+        except Exception as error:
+            logger.debug("%s cannot be built: %s", hp.values, error)
+
+    oracle.update_space(explored(build, oracle.get_space()))
 
 
 def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
 import os
 import sys
@@ -24,7 +23,7 @@ from tfdist.tuning import directory, journal, retrain
 from tfdist.tuning.assigning import Asked, best_of, plan_of
 from tfdist.tuning.assignment import read as read_assignment
 from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
-from tfdist.tuning.exploring import explored
+from tfdist.tuning.exploring import complete_space
 from tfdist.tuning.hosts import Meeting, meeting_of
 from tfdist.tuning.joined import JoinedRunner
 from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions
@@ -32,8 +31,6 @@ from tfdist.tuning.oracle import PROJECT, Search
 from tfdist.tuning.own_program import imports_of, own_program, require_alone, require_known
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.state import SweepState
-
-logger = logging.getLogger(__name__)
 
 _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points", "alpha", "beta")
 """What an oracle of KerasTuner's goes by, beside the space, the objective and the seed."""
@@ -124,7 +121,7 @@ def search(
         exit_code, state = _conduct(tuner, asked, fit_kwargs)
         _raise_unless_done(exit_code, state, options)
     else:
-        _complete_space(tuner)
+        complete_space(tuner)
     _take_over_results(tuner, options.sweep_dir)
 
 
@@ -218,27 +215,9 @@ def _require_fresh(tuner: Any) -> None:
         )
 
 
-def _complete_space(tuner: Any) -> None:
-    """Adds what `build` asks for only with other values than the defaults that the tuner has tried.
-
-    What cannot be built has asked for its hyperparameters before; a trial of it fails by itself.
-    """
-    oracle = tuner.oracle
-    if tuner.hypermodel is None or not (oracle.tune_new_entries and oracle.allow_new_entries):
-        return
-
-    def build(hp: Any) -> None:
-        try:
-            tuner.hypermodel.build(hp)
-        except Exception as error:
-            logger.debug("%s cannot be built: %s", hp.values, error)
-
-    oracle.update_space(explored(build, oracle.get_space()))
-
-
 def _describe(tuner: Any, options: RunOptions, fit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the sweep is; of the arguments of fit, those that JSON has."""
-    _complete_space(tuner)
+    complete_space(tuner)
     oracle = tuner.oracle
     if not isinstance(oracle.objective.name, str) or not oracle.objective.direction:
         raise UsageError(

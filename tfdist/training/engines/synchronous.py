@@ -59,7 +59,7 @@ class SynchronousEngine:
 
     @property
     def steps_under_way(self) -> int:
-        """None."""
+        """0, always."""
         return 0
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
