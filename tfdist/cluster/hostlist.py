@@ -7,7 +7,9 @@ as in ``n[1-2]-ib``, which Slurm refuses and Intel MPI and DNS names have, is ta
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -131,21 +133,38 @@ def _with_brackets_at_the_end(
         counts = [inside.count(",") + 1 for inside in insides]
         beginnings = [*itertools.chain.from_iterable(map(itertools.repeat, beginnings, counts))]
         parts = joined.split(",")
+    if joined.count("-") == len(parts):
+        names = _all_of_ranges(beginnings, joined)
+        if names is not None:
+            return names
     ends = map(str.partition, parts, itertools.repeat("-"))
     ranges = [range(int(low), int(high) + 1) if high else (low,) for low, _, high in ends]
     if not all(ranges):
         raise _mistake(f"[{parts[ranges.index(range(0))]}]", where, _NUMBERS)
     if sum(map(len, ranges)) > MAX_HOSTS:
         raise _mistake(text, where, _FEWER)
-    if ",0" not in f",{joined}":
-        numbered = zip(beginnings, ranges, strict=True)
-        return [f"{begin}{number}" for begin, those in numbered for number in those]
     widths = map(str.find, parts, itertools.repeat("-"))  # that of the first number of a range
     return [
         begin + str(number).zfill(width)
         for begin, those, width in zip(beginnings, ranges, widths, strict=True)
         for number in those
     ]
+
+
+def _all_of_ranges(beginnings: Sequence[str], joined: str) -> list[str] | None:
+    """Returns the names of ``a[1-3],b[7-9]``.
+
+    None where a number has zeros before it, some range has no number, or all have too many.
+    """
+    try:
+        numbers = json.loads(f"[{joined.replace('-', ',')}]")  # what reads numbers fastest
+    except ValueError:  # JSON knows no 007
+        return None
+    lows, highs = numbers[::2], numbers[1::2]
+    if any(map(operator.gt, lows, highs)) or sum(highs) - sum(lows) + len(lows) > MAX_HOSTS:
+        return None
+    ranges = zip(beginnings, lows, highs, strict=True)
+    return [f"{begin}{number}" for begin, low, high in ranges for number in range(low, high + 1)]
 
 
 def _with_brackets_anywhere(
