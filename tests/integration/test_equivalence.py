@@ -42,7 +42,7 @@ class HandMadeLoss(keras.Sequential):
 
 
 def loss_scaled():
-    inner = keras.optimizers.SGD(0.05, clipnorm=1.0)
+    inner = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=1.0)
     return keras.optimizers.LossScaleOptimizer(inner)
 
 
@@ -54,7 +54,7 @@ OPTIMIZERS = {
     "clipnorm": lambda: keras.optimizers.SGD(0.05, clipnorm=0.5),
     "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "accumulation_clipped": lambda: keras.optimizers.SGD(
-        0.05, global_clipnorm=0.5, gradient_accumulation_steps=3
+        0.05, momentum=0.9, global_clipnorm=0.5, gradient_accumulation_steps=3
     ),
     "ema": lambda: keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=2),
     "loss_scaling": loss_scaled,

@@ -13,7 +13,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     by_rows       which optimizers may update a variable in parts
     reduction     the sum over replicas itself, in few messages
     updates       behind the door: each replica updates its own copy of a variable
-    at_once       SGD with momentum updates a variable on a server in one operation
+    at_once       SGD with momentum updates a variable in one operation
     losses        a replica's loss counts by its share of the global batch
     metrics       means count examples
     variables     statistics travel with the gradients; additions in one operation; local values

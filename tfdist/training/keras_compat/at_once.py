@@ -1,10 +1,11 @@
-"""SGD with momentum updates a variable on a parameter server in one operation.
+"""SGD with momentum updates a variable in one operation.
 
-Keras makes it of several: it writes the momentum, reads it again and adds it to the variable. Of
-two workers that update at once, one's gradient may be lost to the momentum, or be added twice; and
-each operation goes through the whole of the variable. TensorFlow has the same update in one
-operation, to the same bits, which locks what it writes until it is done. (Its Adam rounds in
-another way than Keras', whose slots lose nothing: what a worker adds to them is added.)
+Keras makes it of several: it writes the momentum, reads it again and adds it to the variable. Each
+goes through the whole of the variable, which costs a step of a few megabytes some percent of its
+time; and of two workers that update a parameter server at once, one's gradient may be lost to the
+momentum, or be added twice. TensorFlow has the same update in one operation, to the same bits,
+which locks what it writes until it is done. (Its Adam rounds in another way than Keras', whose
+slots lose nothing: what a worker adds to them is added.)
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -14,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.optimizers.sgd import SGD
 
-from tfdist.strategy.servers import server_of
 from tfdist.strategy.split import SplitVariable
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import current
@@ -26,7 +27,7 @@ _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers
 
 def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        if not self.momentum or not _is_for_a_server(gradient, variable):
+        if not self.momentum or not _is_ours(gradient, variable):
             return original(self, gradient, variable, learning_rate)
         momentum = self.momentums[self._get_variable_index(variable)]
         return tf.raw_ops.ResourceApplyKerasMomentum(
@@ -42,11 +43,12 @@ def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_step
 
 
-def _is_for_a_server(gradient: Any, variable: Any) -> bool:
-    """Whether this is a dense gradient of a whole variable on a parameter server, in a step."""
-    if current() is None or not isinstance(gradient, tf.Tensor):
+def _is_ours(gradient: Any, variable: Any) -> bool:
+    """Whether this is a dense gradient of a whole variable, in a step, behind the door."""
+    trace = current()
+    if trace is None or not (trace.num_replicas == 1 or trace.in_door) or in_stateless_scope():
         return False
-    return not isinstance(variable, SplitVariable) and server_of(variable) is not None
+    return isinstance(gradient, tf.Tensor) and not isinstance(variable, SplitVariable)
 
 
 REPLACEMENTS = (
