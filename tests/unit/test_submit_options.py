@@ -80,6 +80,57 @@ def test_pods_with_gpus_have_shared_memory(
     assert [{k: v for k, v in vol.items() if k != "name"} for vol in volumes] == sources
 
 
+def pod_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The spec of the pods of a Job."""
+    assert main(["--to", "kubernetes", "--dry_run", "--image", "x", *shlex.split(arguments)]) == 0
+    return list(yaml.safe_load_all(capsys.readouterr().out))[-1]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("text", "toleration"),
+    [
+        ("spot", {"operator": "Exists"}),
+        ("spot:NoExecute", {"operator": "Exists", "effect": "NoExecute"}),
+        ("spot=yes:NoSchedule", {"operator": "Equal", "value": "yes", "effect": "NoSchedule"}),
+        ("spot=:NoSchedule", {"operator": "Equal", "value": "", "effect": "NoSchedule"}),
+        ("spot=yes", {"operator": "Equal", "value": "yes"}),
+    ],
+)
+def test_a_toleration_is_written_as_the_taint(
+    text: str, toleration: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pod = pod_of(f"--toleration example.org/gpu:NoSchedule --toleration {text} train.py", capsys)
+    first = {"key": "example.org/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert pod["tolerations"] == [first, {"key": "spot", **toleration}]
+
+
+SECCOMP = {"seccompProfile": {"type": "RuntimeDefault"}}
+GROUP = {"runAsGroup": 20, "fsGroup": 20, "fsGroupChangePolicy": "OnRootMismatch"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "user"),
+    [
+        ("", {"runAsNonRoot": True}),
+        ("--run_as_user 10", {"runAsNonRoot": True, "runAsUser": 10}),
+        ("--run_as_user 10:20", {"runAsNonRoot": True, "runAsUser": 10, **GROUP}),
+    ],
+)
+def test_tasks_run_as_an_ordinary_user(
+    flag: str, user: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pod = pod_of(f"{flag} train.py", capsys)
+    assert pod["securityContext"] == {**user, **SECCOMP}
+    own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert pod["containers"][0]["securityContext"] == own
+
+
+def test_only_who_asks_for_root_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    pod = pod_of("--run_as_user 0 train.py", capsys)
+    assert pod["securityContext"] == {"runAsUser": 0, **SECCOMP}
+    assert pod["containers"][0]["securityContext"] == {"allowPrivilegeEscalation": False}
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan"])
 def test_a_time_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="TFDIST_STARTUP_TIMEOUT_S: received"):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from tfdist.cluster.port_range import parse_ports
 from tfdist.cluster.wishes import FLAGS, RUN_DIR
 from tfdist.errors import UsageError, near
-from tfdist.schedulers import kubernetes, secrets, slurm, units
+from tfdist.schedulers import kubernetes, pod_flags, secrets, slurm, units
 from tfdist.schedulers.flags import Given
 from tfdist.schedulers.pods import PodOptions
-from tfdist.schedulers.request import JobRequest, Resources, Volume
+from tfdist.schedulers.request import JobRequest, Resources
 from tfdist.schedulers.yaml_text import text_of
 
 _FORMS = {
@@ -71,7 +71,7 @@ def render(given: Given, *, to: str, job: Job) -> Rendered:
             features=given.all("node_selector"),
         )
         return Rendered(name=request.name, text=slurm.render(request, options))
-    pods = _pod_options(given)
+    pods = pod_flags.pod_options(given)
     made = kubernetes.render(request, pods, kind=kind(given))
     text = text_of(made, comments=kubernetes.comments(request, pods, kind=kind(given)))
     return Rendered(name=request.name, text=text, notes=_notes(request, pods))
@@ -80,7 +80,7 @@ def render(given: Given, *, to: str, job: Job) -> Rendered:
 def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
     """Returns the job, whatever its scheduler."""
     form, pattern = _FORMS[to]
-    env = dict(_pair(text, "env") for text in given.all("env"))
+    env = given.pairs("env")
     secrets.refuse_values(job.program, env=env, form=form)
     references = (secrets.reference(t, pattern=pattern, form=form) for t in given.all("secret"))
     name = given.one("name") or _name_of(job)
@@ -157,24 +157,8 @@ def _name_of(job: Job) -> str:
 
 def _run_dir(given: Given, name: str) -> str:
     """Returns a directory with a name of its own, by which a job that is started again goes on."""
-    writable = [volume for volume in map(_volume, given.all("volume")) if not volume.read_only]
+    writable = [volume for volume in pod_flags.volumes(given) if not volume.read_only]
     return f"{writable[0].mount.rstrip('/')}/{name}" if writable else f"runs/{name}"
-
-
-def _pod_options(given: Given) -> PodOptions:
-    image = given.one("image")
-    if not image:
-        fix = "write --image registry/name:tag"
-        expected = "the image of the pods, with tfdist in it"
-        raise UsageError("--image", received="nothing", expected=expected, fix=fix)
-    return PodOptions(
-        image=image,
-        namespace=given.one("namespace"),
-        node_selector=dict(_pair(text, "node_selector") for text in given.all("node_selector")),
-        volumes=tuple(_volume(text) for text in given.all("volume")),
-        service_account=given.one("service_account"),
-        image_pull_secret=given.one("image_pull_secret"),
-    )
 
 
 def _notes(request: JobRequest, pods: PodOptions) -> tuple[str, ...]:
@@ -194,22 +178,3 @@ def _notes(request: JobRequest, pods: PodOptions) -> tuple[str, ...]:
 def _count(given: Given, flag: str, *, least: int = 1) -> int | None:
     text = given.one(flag)
     return None if text is None else units.count(text, flag=flag, least=least, most=100_000)
-
-
-def _pair(text: str, flag: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        fix, expected = f"write --{flag} NAME=VALUE", "a name, = and a value"
-        raise UsageError(f"--{flag}", received=repr(name), expected=expected, fix=fix)
-    return name, value
-
-
-def _volume(text: str) -> Volume:
-    source, _, rest = text.partition("=")
-    mount, _, mode = rest.partition(":")
-    is_source = re.fullmatch(r"/[^\0:]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?", source)
-    if not is_source or not re.fullmatch("/[^:]+", mount) or mode not in ("", "ro"):
-        fix = "write --volume data=/data, or --volume data=/data:ro"
-        expected = "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only"
-        raise UsageError("--volume", received=repr(text), expected=expected, fix=fix)
-    return Volume(source=source, mount=mount, read_only=mode == "ro")

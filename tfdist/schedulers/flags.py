@@ -61,6 +61,20 @@ FLAGS = (
         only="kubernetes",
         help="the Secret that opens the image's registry",
     ),
+    Flag(
+        name="toleration",
+        shown="KEY[=VALUE][:EFFECT]",
+        repeats=True,
+        only="kubernetes",
+        help="a taint of nodes that the pods put up with, as kubectl taint writes it",
+    ),
+    Flag(name="priority_class", shown="NAME", only="kubernetes", help="the pods' PriorityClass"),
+    Flag(
+        name="run_as_user",
+        shown="UID[:GID]",
+        only="kubernetes",
+        help="whom the tasks run as (the image's user, who must not be root)",
+    ),
     Flag(name="nodes", shown="N", only="slurm", help="on how many nodes"),
     Flag(name="partition", shown="NAME", only="slurm", help="the partition"),
     Flag(name="account", shown="NAME", only="slurm", help="whose hours"),
@@ -87,6 +101,17 @@ class Given:
     def all(self, name: str) -> tuple[str, ...]:
         """Returns every value of a flag that repeats."""
         return self.own.get(name, ())
+
+    def pairs(self, name: str) -> dict[str, str]:
+        """Returns the names and values of a flag that is given as NAME=VALUE, and repeats."""
+        made = {}
+        for text in self.all(name):
+            key, equals, value = text.partition("=")
+            if not key or not equals:
+                fix, expected = f"write --{name} NAME=VALUE", "a name, = and a value"
+                raise UsageError(f"--{name}", received=repr(key), expected=expected, fix=fix)
+            made[key] = value
+        return made
 
 
 def split(argv: Sequence[str], *, launcher: Mapping[str, bool]) -> Given:

@@ -45,7 +45,6 @@ TFJOB_AGAIN = 138
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}  # drained, preempted, evicted
 _MAX_LABEL = 63
 _LABEL = re.compile("[a-z]([a-z0-9-]*[a-z0-9])?")
-_SELECTOR = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
 
 
 def render(request: JobRequest, options: PodOptions, *, kind: str) -> list[Manifest]:
@@ -54,7 +53,7 @@ def render(request: JobRequest, options: PodOptions, *, kind: str) -> list[Manif
     Raises:
         UsageError: a job that this kind cannot be.
     """
-    _check(request, options, kind=kind)
+    _check_name(request, kind=kind)
     return [admission(request, options), *KINDS[kind](request, options)]
 
 
@@ -260,23 +259,17 @@ def _range(count: int) -> str:
     return "0" if count == 1 else f"[0-{count - 1}]"
 
 
-def _check(request: JobRequest, options: PodOptions, *, kind: str) -> None:
-    ends = {"job": "", "jobset": "-worker-0", "tfjob": "-worker"}[kind]
-    longest = _MAX_LABEL - len(f"{ends}-{request.num_tasks}")
+def _check_name(request: JobRequest, *, kind: str) -> None:
+    """Refuses a name with which a pod's own would be no label in DNS."""
+    roles = ["worker", *(["evaluator"] if request.evaluator else [])]
+    count = request.num_tasks
+    ends = {
+        "job": [f"-{count}"],
+        "jobset": [f"-{role}-0-{count}-abcde" for role in roles],  # five random letters follow
+        "tfjob": [f"-worker-{count}"],
+    }[kind]
+    longest = _MAX_LABEL - max(map(len, ends))
     if not _LABEL.fullmatch(request.name) or len(request.name) > longest:
         expected = f"at most {longest} small letters, digits and '-', the first a letter"
         fix = "write --name mnist, for example"
         raise UsageError("--name", received=repr(request.name), expected=expected, fix=fix)
-    if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", options.image, re.ASCII):
-        fix = "write --image registry/name:tag"
-        expected = "the name of an image that has tfdist"
-        raise UsageError("--image", received=repr(options.image), expected=expected, fix=fix)
-    for flag in ("namespace", "service_account", "image_pull_secret"):
-        value = getattr(options, flag)
-        if value is not None and not _LABEL.fullmatch(value.replace(".", "-")):
-            fix, expected = "correct it", "the name of an object of Kubernetes"
-            raise UsageError(f"--{flag}", received=repr(value), expected=expected, fix=fix)
-    for part in (part for pair in options.node_selector.items() for part in pair if part):
-        if not _SELECTOR.fullmatch(part):
-            fix, expected = "write --node_selector disk=ssd", "a label and its value"
-            raise UsageError("--node_selector", received=repr(part), expected=expected, fix=fix)

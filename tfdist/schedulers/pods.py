@@ -49,8 +49,25 @@ done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class User:
+    """Whom tasks run as; claims are given the group, where there is one."""
+
+    uid: int
+    gid: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toleration:
+    """A taint that keeps other pods from a node; None is any value, and any effect."""
+
+    key: str
+    value: str | None = None
+    effect: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PodOptions:
-    """What only pods have."""
+    """What only pods have. `user` is None for the image's own, who must not be root then."""
 
     image: str
     namespace: str | None = None
@@ -58,6 +75,14 @@ class PodOptions:
     volumes: tuple[Volume, ...] = ()
     service_account: str | None = None
     image_pull_secret: str | None = None
+    tolerations: tuple[Toleration, ...] = ()
+    priority_class: str | None = None
+    user: User | None = None
+
+    @property
+    def is_root(self) -> bool:
+        """Returns whether tasks run as root, which has to be asked for."""
+        return self.user is not None and self.user.uid == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,14 +139,13 @@ def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
         "terminationGracePeriodSeconds": request.grace_s,
         "automountServiceAccountToken": options.service_account is not None,
         "enableServiceLinks": False,
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": _security_of_pod(options),
+        **_scheduling(options),
     }
     if options.service_account:
         spec["serviceAccountName"] = options.service_account
     if options.image_pull_secret:
         spec["imagePullSecrets"] = [{"name": options.image_pull_secret}]
-    if options.node_selector:
-        spec["nodeSelector"] = dict(options.node_selector)
     spec["containers"] = [_container(request, options, role)]
     volumes = [_volume(i, volume) for i, volume in enumerate(options.volumes)]
     if _needs_shm(options, role):
@@ -129,6 +153,37 @@ def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
     if volumes:
         spec["volumes"] = volumes
     return {"metadata": {"labels": labels(request)}, "spec": spec}
+
+
+def _security_of_pod(options: PodOptions) -> Manifest:
+    """Returns what the "restricted" profile of Pod Security asks for, unless it is to be root."""
+    made: Manifest = {} if options.is_root else {"runAsNonRoot": True}
+    if options.user is not None:
+        made["runAsUser"] = options.user.uid
+        if options.user.gid is not None:
+            # A claim with this group already is not gone through again at each start.
+            group = {"fsGroup": options.user.gid, "fsGroupChangePolicy": "OnRootMismatch"}
+            made |= {"runAsGroup": options.user.gid, **group}
+    return {**made, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def _scheduling(options: PodOptions) -> Manifest:
+    """Returns on which nodes a pod may be, and before whom."""
+    made: Manifest = {}
+    if options.priority_class:
+        made["priorityClassName"] = options.priority_class
+    if options.node_selector:
+        made["nodeSelector"] = dict(options.node_selector)
+    if options.tolerations:
+        made["tolerations"] = [_toleration(toleration) for toleration in options.tolerations]
+    return made
+
+
+def _toleration(toleration: Toleration) -> Manifest:
+    made = {"key": toleration.key, "operator": "Exists"}
+    if toleration.value is not None:
+        made |= {"operator": "Equal", "value": toleration.value}
+    return made | ({"effect": toleration.effect} if toleration.effect else {})
 
 
 def literal(text: str) -> str:
@@ -156,6 +211,8 @@ def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest
     if amounts := _amounts(request, role):
         made["resources"] = {"requests": amounts, "limits": amounts}
     made["securityContext"] = {"allowPrivilegeEscalation": False}
+    if not options.is_root:  # who without them does not get at other people's files
+        made["securityContext"]["capabilities"] = {"drop": ["ALL"]}
     mounts: list[Manifest] = [
         {
             "name": f"volume-{i}",
