@@ -156,6 +156,71 @@ def test_a_service_in_another_file_counts() -> None:
     assert lint(together) == []
 
 
+OWN = "podSelector: {matchLabels: {app: mnist}}"
+DNS = "{to: [{namespaceSelector: {}}], ports: [{protocol: UDP, port: 53}]}"
+
+
+def with_policy(spec: str) -> str:
+    """The good manifest with another NetworkPolicy for its pods."""
+    written = spec.replace("OWN", OWN).replace("DNS", DNS)
+    return MANIFEST.partition("  policyTypes: [Ingress]")[0] + f"  {written}\n"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "ingress: [{from: [{podSelector: {}}]}]",
+        "ingress: [{from: [{OWN, namespaceSelector: {matchLabels: {team: ml}}}]}]",
+        "ingress: [{from: [{podSelector: {matchLabels: {app: other}}}]}, {from: [{OWN}]}]",
+        "ingress: [{from: [{ipBlock: {cidr: 10.0.0.0/8}}], ports: [{port: 2222}]}]",
+        "ingress: [{from: [{OWN}], ports: [{port: 2000, endPort: 3000}]}]",
+        "ingress: [{from: [{OWN}], ports: [{protocol: TCP}]}]",
+        "ingress: [{from: [{OWN}], ports: [{port: '{{ .Values.port }}'}]}]",
+        "ingress: [{from: [{OWN}]}]\n  egress: [{to: [{OWN}]}, DNS]",
+        "ingress: [{from: [{OWN}]}]\n  egress: [{}]",
+        "ingress: [{from: [{OWN}]}]\n  policyTypes: [Ingress]\n  egress: []",
+    ],
+)
+def test_a_policy_that_has_the_jobs_pods_beside_others_is_good(spec: str) -> None:
+    assert findings(with_policy(spec), "x.yaml") == []
+
+
+def test_ports_of_a_policy_are_held_against_where_tasks_listen() -> None:
+    at = "ingress: [{from: [{OWN}], ports: [{port: WHERE}]}]"
+    hosts = '            - {name: TFDIST_HOSTS, value: "mnist-[0-3].train"}\n'
+    port = '            - {name: TFDIST_PORT, value: "7000"}\n'
+    ports = '            - {name: TFDIST_PORTS, value: "7000-7100"}\n'
+    named = "          ports: [{name: tasks, containerPort: 2222}]\n          env:\n"
+    for right, old, new in (
+        ("2222", hosts, hosts),
+        ("7000", hosts, hosts + port),
+        ("7000", hosts, hosts + ports),
+        ("tasks", "          env:\n", named),
+    ):
+        for where, expected in ((right, set()), ("8080", {"K8S040"})):
+            changed = with_policy(at.replace("WHERE", where)).replace(old, new)
+            assert codes(changed, "x.yaml") == expected, (right, where)
+
+
+def test_several_policies_add_up_and_those_of_other_namespaces_do_not() -> None:
+    shut = with_policy("ingress: []")
+    open_ = "---\n" + MANIFEST.rpartition("---\n")[2]
+    assert codes(shut, "x.yaml") == {"K8S040"}
+    assert codes(shut + open_, "x.yaml") == set()
+    policy = "{name: train}\nspec:\n  podSelector"
+    elsewhere = shut.replace(policy, policy.replace("}", ", namespace: other}"))
+    assert codes(elsewhere, "x.yaml") == {"K8S040"}  # the job may be meant for there
+    in_ml = elsewhere.replace("  name: mnist\n", "  name: mnist\n  namespace: ml\n")
+    assert codes(in_ml, "x.yaml") == {"K8S028"}
+
+
+def test_programs_by_themselves_may_be_kept_from_each_other() -> None:
+    text = with_policy("ingress: []").replace(
+        '{name: TFDIST_HOSTS, value: "mnist-[0-3].train"}', "{name: TFDIST_CLUSTER, value: none}"
+    )
+    assert codes(text, "x.yaml") == set()
+
+
 def test_replicas_are_held_against_the_global_batch() -> None:
     path = ROOT / "configs" / "digits_single.py"
     source = Source(name=path.name, data=path.read_bytes())

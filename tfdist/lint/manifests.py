@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from tfdist.lint.fields import check_fields
 from tfdist.lint.findings import Finding, Place
 from tfdist.lint.network import Beside, check_network
+from tfdist.lint.network_policy import check_network_policies
+from tfdist.lint.pod_spec import check_pod_spec
 from tfdist.lint.pods import check_pods
 from tfdist.lint.policies import check_policies
 from tfdist.lint.tf_job import check_tf_job
@@ -39,9 +41,8 @@ def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
         job = workload(document, file)
         if job.is_ours:
             yield from _workload(job)
-            yield from check_network(
-                job, services=beside["Service"], policies=beside["NetworkPolicy"]
-            )
+            yield from check_network(job, beside["Service"])
+            yield from check_network_policies(job, beside["NetworkPolicy"])
 
 
 def _workload(job: Workload) -> Iterator[Finding]:
@@ -51,6 +52,7 @@ def _workload(job: Workload) -> Iterator[Finding]:
     if any(finding.code in ("K8S006", "K8S007") for finding in fields):
         return  # what follows would speak of what these hide
     yield from check_policies(job)
+    yield from check_pod_spec(job)
     if job.kind == "TFJob":
         yield from check_tf_job(job)
     if job.name:

@@ -1,4 +1,4 @@
-"""Checks what stands beside the workloads: Services that name pods, policies that guard them."""
+"""Checks what stands beside the workloads: Services, by which pods have names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tfdist.lint.findings import Finding, Place
 from tfdist.lint.pods import domain_of
-from tfdist.lint.workloads import Part, Workload, as_map, as_seq
+from tfdist.lint.workloads import Part, Workload, as_map
 from tfdist.lint.yaml_text import Map
 
 
@@ -24,20 +24,22 @@ class Beside:
         return str(as_map(self.document.get("metadata")).get("name", ""))
 
     @property
+    def namespace(self) -> str:
+        """Returns where it is; empty where the manifest leaves that to kubectl."""
+        return str(as_map(self.document.get("metadata")).get("namespace", ""))
+
+    @property
     def spec(self) -> Map:
         """Returns its spec."""
         return as_map(self.document.get("spec"))
 
 
-def check_network(
-    job: Workload, *, services: Sequence[Beside], policies: Sequence[Beside]
-) -> Iterator[Finding]:
-    """Yields what keeps the pods of a job from each other, or lets others at them."""
+def check_network(job: Workload, services: Sequence[Beside]) -> Iterator[Finding]:
+    """Yields what leaves the pods of a job without names."""
     if job.count < 2:
         return
     yield from _services(job, services)
     yield from _stateful_selector(job)
-    yield from _policies(job, policies)
     if job.kind == "JobSet":
         network = as_map(job.spec.get("network"))
         if network.get("enableDNSHostnames") is False:
@@ -82,7 +84,7 @@ def _service(job: Workload, part: Part, service: Beside) -> Iterator[Finding]:
             expected="None",
             fix="write clusterIP: None",
         )
-    if not selector or not _matches(selector, _labels(job, part)):
+    if not selector or not matches(selector, labels_of(job, part)):
         missing = next((f"{k}={v}" for k, v in selector.items()), "no selector")
         yield Finding(
             code="K8S020",
@@ -102,7 +104,7 @@ def _service(job: Workload, part: Part, service: Beside) -> Iterator[Finding]:
         )
 
 
-def _labels(job: Workload, part: Part) -> dict[str, str]:
+def labels_of(job: Workload, part: Part) -> dict[str, str]:
     """Returns the labels of the pods, with those that the control plane adds."""
     labels = dict(part.labels)
     if job.kind in ("Job", "JobSet"):
@@ -117,7 +119,8 @@ def _labels(job: Workload, part: Part) -> dict[str, str]:
     return labels
 
 
-def _matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Returns whether labels are such as a selector asks for."""
     return all(labels.get(key) == value for key, value in selector.items())
 
 
@@ -126,7 +129,7 @@ def _stateful_selector(job: Workload) -> Iterator[Finding]:
         return
     selector = as_map(job.spec.get("selector"))
     wanted = {k: str(v) for k, v in as_map(selector.get("matchLabels")).items()}
-    if selector.get("matchExpressions") or (wanted and _matches(wanted, job.parts[0].labels)):
+    if selector.get("matchExpressions") or (wanted and matches(wanted, job.parts[0].labels)):
         return
     yield job.finding(
         "K8S038",
@@ -135,43 +138,6 @@ def _stateful_selector(job: Workload) -> Iterator[Finding]:
         expected="labels of the template",
         fix="write the same labels into both",
     )
-
-
-def _policies(job: Workload, policies: Sequence[Beside]) -> Iterator[Finding]:
-    for part in job.parts:
-        labels = _labels(job, part)
-        if any(_guards(policy, labels) for policy in policies):
-            continue
-        yield job.finding(
-            "K8S028",
-            Place(file=job.file, line=job.document.line, path=f"{part.path}.template"),
-            received="no NetworkPolicy for these pods in the files",
-            expected="one that admits the job's own pods only",
-            fix="add one whose ingress is from the same podSelector",
-        )
-        return
-
-
-def _guards(policy: Beside, labels: Mapping[str, str]) -> bool:
-    """Returns whether a policy is for these pods, and keeps somebody from them."""
-    types = as_seq(policy.spec.get("policyTypes"))
-    if types and "Ingress" not in types:
-        return False
-    selector = as_map(policy.spec.get("podSelector"))
-    if as_seq(selector.get("matchExpressions")):
-        return True  # taken to be meant for them
-    if any(map(_lets_everybody_in, map(as_map, as_seq(policy.spec.get("ingress"))))):
-        return False
-    wanted = {k: str(v) for k, v in as_map(selector.get("matchLabels")).items()}
-    return _matches(wanted, labels)
-
-
-def _lets_everybody_in(rule: Map) -> bool:
-    """Returns whether a rule without senders, perhaps with ports, or one of them is everybody."""
-    senders = [as_map(sender) for sender in as_seq(rule.get("from"))]
-    networks = [str(as_map(sender.get("ipBlock")).get("cidr", "")) for sender in senders]
-    everywhere = [s.get("namespaceSelector") == {} and "podSelector" not in s for s in senders]
-    return not senders or any(net.endswith("/0") for net in networks) or any(everywhere)
 
 
 def _place(beside: Beside, key: str, path: str) -> Place:

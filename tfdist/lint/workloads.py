@@ -85,6 +85,11 @@ class Workload:
         return as_map(self.document.get("spec"))
 
     @property
+    def namespace(self) -> str:
+        """Returns where it is; empty where the manifest leaves that to kubectl."""
+        return str(as_map(self.document.get("metadata")).get("namespace", ""))
+
+    @property
     def count(self) -> int:
         """Returns how many pods it has."""
         return sum(part.count for part in self.parts)

@@ -200,4 +200,29 @@ RULES = (
         "variables that differ between the parts of a job",
         reason="All tasks work out the same cluster from the same TFDIST_ values.",
     ),
+    error(
+        "K8S040",
+        "a NetworkPolicy that keeps the job's pods from each other",
+        reason="A pod that a policy selects hears, and reaches, only whom a policy has for it.",
+    ),
+    error(
+        "K8S041",
+        "a NetworkPolicy that keeps the pods from DNS",
+        reason="Tasks find each other by names, and DNS is in another namespace, at port 53.",
+    ),
+    error(
+        "K8S042",
+        "a toleration that the API server refuses",
+        reason="Effects, operators, values and seconds go together in few ways only.",
+    ),
+    error(
+        "K8S043",
+        "a setting in a securityContext of the wrong level",
+        reason="Some are the pod's, some the container's; elsewhere they are dropped or refused.",
+    ),
+    error(
+        "K8S044",
+        "a securityContext that contradicts itself",
+        reason="The API server refuses it, or no node starts the container.",
+    ),
 )
