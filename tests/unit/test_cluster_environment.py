@@ -357,6 +357,20 @@ def test_a_requeued_process_by_itself_is_another_attempt(name: str) -> None:
     refusal({**environ, "SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT")
 
 
+@pytest.mark.parametrize(
+    "name", ["kubernetes_indexed_job", "kubernetes_stateful_set", "kubernetes_tfjob", "plain_shell"]
+)
+def test_restarts_that_are_told_make_another_attempt(name: str) -> None:
+    environ = recorded(name)[0]
+    for counts, attempt in (("1", ""), 2), (("", "2"), 3), (("1", "2"), 4):
+        told = dict(zip(("TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"), counts, strict=True))
+        config = read_environment({**environ, **told})
+        assert config is not None
+        assert config.options.attempt == attempt
+    refusal({**environ, "TFDIST_RESTARTS": "often"}, "TFDIST_RESTARTS")
+    refusal({**environ, "TFDIST_RESTART": "1"}, "TFDIST_RESTART")
+
+
 def test_nodes_of_a_cloud_are_reached_at_their_addresses() -> None:
     alias = {"SLURM_NODE_ALIASES": "node01:10.0.0.1:host1,node02:[fd00::2]:host2"}
     config = read_environment({**recorded("slurm_srun_n3")[0], **alias})

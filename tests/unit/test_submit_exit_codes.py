@@ -5,6 +5,7 @@ The Slurm script and the pods' script are run for real, by the shells that will 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -81,8 +82,25 @@ def of_job(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()
     action = of_pod(policy_of(spec), code=code, conditions=conditions)
     assert spec["template"]["spec"]["restartPolicy"] == "Never"  # else there is no such policy
     if action == "Count":
-        return "counted" if spec["backoffLimit"] else "failed"
+        return "counted" if runs(spec) > 1 else "failed"
     return {"FailJob": "failed", "Ignore": "again"}[action]
+
+
+def runs(spec: Mapping[str, Any]) -> int:
+    """How often the tasks of a Job are started that all fail each time.
+
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#backoff-limit-per-index
+    """
+    tasks = spec["completions"]
+    for number in itertools.count(1):
+        if "backoffLimitPerIndex" not in spec:
+            is_over = number * tasks > spec["backoffLimit"]
+        else:
+            failed = tasks if number > spec["backoffLimitPerIndex"] else 0
+            is_over = failed > spec["maxFailedIndexes"]
+        if is_over:
+            return number
+    raise AssertionError
 
 
 def of_job_set(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> str:
@@ -275,6 +293,16 @@ def test_no_restarts_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert of_slurm(tmp_path, script, code=1) == "failed"
 
 
+@pytest.mark.parametrize("workers", [1, 2, 7])
+@pytest.mark.parametrize("max_restarts", [0, 1, 5])
+def test_a_job_is_started_again_as_often_as_asked_for_however_many_tasks_fail(
+    workers: int, max_restarts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--max_restarts {max_restarts} --strategy multiworker --workers {workers} train.py"
+    assert runs(manifest(flags, capsys)["spec"]) == 1 + max_restarts
+    assert runs({"completions": 7, "backoffLimit": 5}) == 1  # as it would be without indexes
+
+
 # --- servers ---
 
 
@@ -362,9 +390,57 @@ def assert_says_so(done: subprocess.CompletedProcess[str]) -> None:
 # --- every task finds its place ---
 
 
-def environ_of(container: Mapping[str, Any]) -> dict[str, str]:
+def environ_of(container: Mapping[str, Any], **annotations: str) -> dict[str, str]:
+    """What the kubelet makes of the manifest; an annotation that a pod has not is empty."""
     env = {e["name"]: e["value"].replace("$$", "$") for e in container["env"] if "value" in e}
+    for name, source in ((e["name"], e["valueFrom"]) for e in container["env"] if "value" not in e):
+        key = re.fullmatch(r"metadata\.annotations\['(.+)'\]", source["fieldRef"]["fieldPath"])
+        assert key is not None
+        env[name] = annotations.get(key[1], "")
     return {**env, "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+
+
+OF_INDEX = "batch.kubernetes.io/job-index-{}failure-count"
+OF_SET = "jobset.sigs.k8s.io/restart-attempt"
+
+
+@pytest.mark.parametrize(
+    ("kind", "annotations", "attempt"),
+    [
+        ("job", {OF_INDEX.format(""): "0"}, 1),
+        ("job", {OF_INDEX.format(""): "2"}, 3),
+        ("job", {OF_INDEX.format(""): "1", OF_INDEX.format("ignored-"): "3"}, 5),
+        ("jobset", {OF_SET: "0"}, 1),
+        ("jobset", {OF_SET: "4"}, 5),
+    ],
+)
+@pytest.mark.parametrize("arguments", ["train.py", "--workers 2 train.py", PS + "train.py"])
+def test_a_pod_is_told_how_often_it_was_started(
+    kind: str,
+    annotations: dict[str, str],
+    attempt: int,
+    arguments: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = manifest(f"--kind {kind} {arguments}", capsys)
+    spec, pod = made["spec"], made["metadata"]["name"]
+    if kind == "jobset":
+        first = spec["replicatedJobs"][0]
+        spec, pod = first["template"]["spec"], f"{pod}-{first['name']}-0"
+    environ = environ_of(container_of(spec["template"]), **annotations)
+    config = read_environment({**environ, "HOSTNAME": f"{pod}-0", "JOB_COMPLETION_INDEX": "0"})
+    assert config is not None
+    assert config.options.attempt == attempt
+
+
+def test_who_knows_better_how_often_a_task_was_started_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = manifest("--env TFDIST_RESTARTS=7 train.py", capsys)["spec"]
+    container = container_of(spec["template"])
+    assert [e for e in container["env"] if e["name"] == "TFDIST_RESTARTS"] == [
+        {"name": "TFDIST_RESTARTS", "value": "7"}
+    ]
 
 
 @pytest.mark.parametrize(

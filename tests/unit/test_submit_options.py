@@ -24,7 +24,9 @@ def environ_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, 
     replicas = spec.get("tfReplicaSpecs")
     template = next(iter(replicas.values()))["template"] if replicas else spec["template"]
     env = template["spec"]["containers"][0]["env"]
-    return {"KUBERNETES_SERVICE_HOST": "10.96.0.1"} | {e["name"]: e["value"] for e in env}
+    return {"KUBERNETES_SERVICE_HOST": "10.96.0.1"} | {
+        e["name"]: e["value"] for e in env if "value" in e
+    }
 
 
 def test_those_of_a_job_of_several_tasks(capsys: pytest.CaptureFixture[str]) -> None:

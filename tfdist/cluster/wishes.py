@@ -28,6 +28,9 @@ DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKE
 SPLIT_BYTES, PROFILE_PS = "TFDIST_SPLIT_BYTES", "TFDIST_PROFILE_PS"
 EVALUATOR = "TFDIST_EVALUATOR"
 
+RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
+"""How often a task was started before; Kubernetes has two counts of it in an indexed Job."""
+
 FLAGS = {
     "run_dir": RUN_DIR,
     "startup_timeout_s": STARTUP_TIMEOUT_S,
@@ -41,7 +44,7 @@ FLAGS = {
 """The variable of each flag of the launcher that tasks are told by ``tfdist.submit``."""
 
 _OF_CLUSTERS = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
-NAMES = (*_OF_CLUSTERS, *FLAGS.values())
+NAMES = (*_OF_CLUSTERS, *FLAGS.values(), RESTARTS, UNCOUNTED_RESTARTS)
 
 _MAX = 2**31 - 1
 _STARTUP_TIMEOUT_S = JobOptions().startup_timeout_s
@@ -58,6 +61,7 @@ class Wishes:
       port: of the first task of a host, the others having the next; None for the source's own.
       ports: those that tasks may have; None for any.
       groups: the task type of each component of a heterogeneous job; empty for none.
+      restarts: how often this task was started before.
       run_dir, startup_timeout_s, devices_per_worker, min_workers, split_bytes, profile_ps: as in
         `JobOptions`.
     """
@@ -68,6 +72,7 @@ class Wishes:
     port: int | None = None
     ports: range | None = None
     groups: tuple[str, ...] = ()
+    restarts: int = 0
     run_dir: str | None = None
     startup_timeout_s: float = _STARTUP_TIMEOUT_S
     devices_per_worker: int | None = None
@@ -76,11 +81,14 @@ class Wishes:
     profile_ps: bool = False
 
     def options(self, *, attempt: int = 1) -> JobOptions:
-        """Returns the options of the job that follow from the wishes."""
+        """Returns the options of the job that follow from the wishes.
+
+        `attempt` is what a scheduler counts by itself; restarts that it leaves to us come on top.
+        """
         return JobOptions(
             strategy=self.strategy,
             evaluator=self.evaluator,
-            attempt=attempt,
+            attempt=attempt + self.restarts,
             run_dir=self.run_dir,
             startup_timeout_s=self.startup_timeout_s,
             devices_per_worker=self.devices_per_worker,
@@ -107,6 +115,7 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
         port=port,
         ports=parse_ports(ports, where=PORTS) if ports else None,
         groups=_groups(groups) if groups else (),
+        restarts=sum(integer(environ, name) or 0 for name in (RESTARTS, UNCOUNTED_RESTARTS)),
         run_dir=text(environ, RUN_DIR) or None,
         startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),
         devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
 _OWN = re.compile(
-    r"TF_CONFIG|TF_CPP_|TF_NUM_|TF_GPU_|TFDIST_(NODE_RANK|LOCAL_RANK|JOB|RENDEZVOUS_TOKEN)"
+    r"TF_CONFIG|TF_CPP_|TF_NUM_|TF_GPU_|TFDIST_(NODE_RANK|LOCAL_RANK|JOB|RENDEZVOUS_TOKEN|RESTARTS)"
 )
 """Variables that may well differ from host to host."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+from tfdist.cluster.wishes import RESTARTS, UNCOUNTED_RESTARTS
 from tfdist.errors import (
     EXIT_INTERRUPTED,
     EXIT_PEER_MISSING,
@@ -41,6 +42,12 @@ AGAIN = (EXIT_PEER_MISSING, EXIT_INTERRUPTED, EXIT_STOPPED)
 
 TFJOB_AGAIN = 138
 """What Kubeflow's operator retries as the user's own choice; it takes 75 for final."""
+
+_RESTARTS_OF_INDEX = {
+    RESTARTS: "batch.kubernetes.io/job-index-failure-count",
+    UNCOUNTED_RESTARTS: "batch.kubernetes.io/job-index-ignored-failure-count",
+}
+_RESTARTS_OF_SET = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
 
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}  # drained, preempted, evicted
 _MAX_LABEL = 63
@@ -88,9 +95,12 @@ def _job(request: JobRequest, options: PodOptions) -> list[Manifest]:
         codes=SERVER_CODES if is_ps else {},
         servers_from_index=1 if is_ps else None,
         subdomain=subdomain,
+        annotations=_RESTARTS_OF_INDEX,
     )
     spec = _indexed(request, request.num_tasks)
-    spec["backoffLimit"] = request.max_restarts
+    # Each task has so many restarts: one mistake in all of them would use up a count of the job.
+    # Pods have annotations with the counts of their index only where it is counted so.
+    spec |= {"backoffLimitPerIndex": request.max_restarts, "maxFailedIndexes": 0}
     if is_ps:
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     spec["podFailurePolicy"] = {
@@ -196,7 +206,7 @@ def _child(
 ) -> Manifest:
     """Returns the Job of a role, which any failure of a pod ends."""
     gpus = request.resources.gpus if name == "worker" else 0
-    role = Role(gpus=gpus, variables=variables, codes={})
+    role = Role(gpus=gpus, variables=variables, codes={}, annotations=_RESTARTS_OF_SET)
     spec = _indexed(request, count)
     spec["backoffLimit"] = 0
     spec["podFailurePolicy"] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tfdist.cluster.hosts import DEFAULT_PORT
@@ -98,6 +98,8 @@ class Role:
     servers_from_index: int | None = None
     """In an indexed Job, `codes` counts from this index on; None: in every pod."""
     subdomain: str | None = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """From a variable to the annotation with its value, which a controller gives each pod."""
 
 
 def labels(request: JobRequest) -> dict[str, str]:
@@ -202,6 +204,11 @@ def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest
                 {"name": name, "value": literal(value)}
                 for name, value in {**request.variables(), **role.variables}.items()
             ),
+            *(
+                _annotation(name, key)
+                for name, key in role.annotations.items()
+                if name not in request.env
+            ),
             *(_secret(name, where) for name, where in request.secrets.items()),
         ],
     }
@@ -252,6 +259,12 @@ a pod that is done it would not be there then. The job ends with its chief."""
 def _needs_shm(options: PodOptions, role: Role) -> bool:
     """Returns whether a pod is given shared memory: NCCL wants more than a container's 64 MB."""
     return bool(role.gpus) and all(v.mount.rstrip("/") != _SHM for v in options.volumes)
+
+
+def _annotation(name: str, key: str) -> Manifest:
+    """Returns a variable that is empty where the pod has no such annotation."""
+    path = {"fieldPath": f"metadata.annotations['{key}']"}
+    return {"name": name, "valueFrom": {"fieldRef": path}}
 
 
 def _secret(name: str, where: str) -> Manifest:
