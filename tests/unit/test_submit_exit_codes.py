@@ -111,20 +111,25 @@ def of_job_set(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] 
     if not code:
         return "done"
     child = spec["replicatedJobs"][0]["template"]["spec"]
+    return of_failed_jobs(spec["failurePolicy"], [failure(child, code=code, conditions=conditions)])
+
+
+Failure = tuple[str, str]
+"""Reason and message of a Job that has failed."""
+
+
+def failure(child: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> Failure:
     action = of_pod(policy_of(child), code=code, conditions=conditions)
     assert action in ("FailJob", "Count")
     assert child["backoffLimit"] == 0
-    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
-    if action == "FailJob":
-        rule = f"exit code {code} matching FailJob rule at index 0"
-        reason, message = (
-            "PodFailurePolicy",
-            f"Container tfdist for pod ml/x-0-0 failed with {rule}",
-        )
-    return _of_failed_job(spec["failurePolicy"], reason=reason, message=message)
+    if action == "Count":
+        return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    rule = f"exit code {code} matching FailJob rule at index 0"
+    return "PodFailurePolicy", f"Container tfdist for pod ml/x-0-0 failed with {rule}"
 
 
-def _of_failed_job(policy: Mapping[str, Any], *, reason: str, message: str) -> str:
+def of_failed_jobs(policy: Mapping[str, Any], failures: Sequence[Failure]) -> str:
+    """What Jobs do to their set that are seen to have failed at the same time."""
     actions = {
         "FailJobSet": "failed",
         "RestartJobSet": "counted" if policy["maxRestarts"] else "failed",
@@ -132,8 +137,10 @@ def _of_failed_job(policy: Mapping[str, Any], *, reason: str, message: str) -> s
     }
     for rule in policy["rules"]:
         patterns = rule.get("onJobFailureMessagePatterns", [""])
-        if reason in rule["onJobFailureReasons"] and any(re.search(p, message) for p in patterns):
-            return actions[rule["action"]]
+        for reason, message in failures:
+            is_for = reason in rule["onJobFailureReasons"]
+            if is_for and any(re.search(pattern, message) for pattern in patterns):
+                return actions[rule["action"]]
     return actions["RestartJobSet"]
 
 
@@ -280,9 +287,21 @@ def test_a_pod_that_is_drained_is_started_again(
 def test_a_job_set_that_is_late_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
     spec = manifest("--kind jobset --time 1h --workers 2 train.py", capsys)["spec"]
     assert spec["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
-    message = "Job was active longer than specified deadline"
-    ended = _of_failed_job(spec["failurePolicy"], reason="DeadlineExceeded", message=message)
-    assert ended == "failed"
+    late = "DeadlineExceeded", "Job was active longer than specified deadline"
+    assert of_failed_jobs(spec["failurePolicy"], [late]) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"), [(1, "counted"), (2, "failed"), (137, "counted"), (143, "again")]
+)
+def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(
+    code: int, ended: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = manifest("--kind jobset " + PS + "train.py", capsys)["spec"]
+    child = spec["replicatedJobs"][0]["template"]["spec"]
+    cause, follows = failure(child, code=code), failure(child, code=75)
+    for failures in ([cause, follows], [follows, cause]):
+        assert of_failed_jobs(spec["failurePolicy"], failures) == ended
 
 
 def test_no_restarts_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

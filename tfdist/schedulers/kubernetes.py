@@ -176,7 +176,11 @@ def _jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
 
 
 def _failure_policy(request: JobRequest) -> Manifest:
-    """Returns what a failed child does to the set; what no rule has restarts it, and counts."""
+    """Returns what failed Jobs do to the set: the first rule that is for any of them.
+
+    A task that fails has others lose it, who are to be started again however often: where both are
+    seen at once, it counts.
+    """
     message = f"failed with exit code {EXIT_USAGE} matching"
     return {
         "maxRestarts": request.max_restarts,
@@ -191,6 +195,11 @@ def _failure_policy(request: JobRequest) -> Manifest:
                 "name": "late",
                 "action": "FailJobSet",
                 "onJobFailureReasons": ["DeadlineExceeded"],
+            },
+            {
+                "name": "failed",
+                "action": "RestartJobSet",
+                "onJobFailureReasons": ["BackoffLimitExceeded"],
             },
             {
                 "name": "again",
