@@ -78,15 +78,15 @@ def _answer(given: Given) -> str:
     options = _launch_options(given, to)
     rendered = asked.render(given, to=to, job=_common(options))
     if options.dry_run:
-        answer = rendered.text
+        done = tools.Submitted(text=rendered.text)
     elif to == "slurm":
-        answer = tools.sbatch(rendered.text, name=rendered.name)
+        done = tools.sbatch(rendered.text, name=rendered.name)
     else:
         kind, namespace = asked.kind(given), given.one("namespace")
-        answer = tools.apply(rendered.text, name=rendered.name, kind=kind, namespace=namespace)
-    for line in rendered.notes:
+        done = tools.apply(rendered.text, name=rendered.name, kind=kind, namespace=namespace)
+    for line in (*rendered.notes, *done.warnings):
         print(f"tfdist.submit: {line}", file=sys.stderr)
-    return answer.rstrip("\n")
+    return done.text.rstrip("\n")
 
 
 def _look(given: Given, to: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ class Recorded:
         return found[0] if found else says("")
 
 
-def says(text: str) -> Answer:
-    return Answer(exit_code=0, output=text, errors="")
+def says(text: str, *, errors: str = "") -> Answer:
+    return Answer(exit_code=0, output=text, errors=errors)
 
 
 def fails(text: str) -> Answer:
@@ -40,7 +41,8 @@ def fails(text: str) -> Answer:
 
 def test_a_script_is_given_to_sbatch() -> None:
     ask = Recorded(sbatch=says("42;cluster\n"))
-    assert tools.sbatch("#!/bin/bash\n", name="x", ask=ask) == "job 42 (x); output: x-42.out"
+    submitted = tools.sbatch("#!/bin/bash\n", name="x", ask=ask)
+    assert submitted == tools.Submitted(text="job 42 (x); output: x-42.out")
     assert (ask.asked, ask.texts) == (["sbatch --parsable"], ["#!/bin/bash\n"])
 
 
@@ -54,13 +56,30 @@ def test_what_sbatch_says_is_one_line() -> None:
 def test_manifests_are_created_only_if_all_would_be() -> None:
     ask = Recorded(apply=says("job.batch/x created\n"))
     shown = tools.apply("kind: Job\n", name="x", kind="job", namespace="ml", ask=ask)
-    assert shown == "job.batch/x created\n"
+    assert shown == tools.Submitted(text="job.batch/x created\n")
     assert ask.asked == [
         "kubectl --namespace=ml get job/x --ignore-not-found --output=name",
         "kubectl --namespace=ml apply --dry-run=server --filename=-",
         "kubectl --namespace=ml apply --filename=-",
     ]
     assert ask.texts == ["", "kind: Job\n", "kind: Job\n"]
+
+
+def test_warnings_of_those_who_take_the_job_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true'
+    log = "W1120 14:51:30.399739   31516 warnings.go:70] unknown field"
+    created = says("job.batch/x created\n", errors=f"{log}\n{refused}\n\n")
+    asked = Recorded(apply=created, dry_run=created)
+    shown = tools.apply("", name="x", kind="job", namespace=None, ask=asked)
+    assert (shown.text, shown.warnings) == ("job.batch/x created\n", (refused,))
+    hours = says("42\n", errors="sbatch: 3 hours are left\n")
+    monkeypatch.setattr(tools, "sbatch", partial(tools.sbatch, ask=Recorded(sbatch=hours)))
+    assert main(["--to", "slurm", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "job 42 (train); output: train-42.out\n"
+    assert err == "tfdist.submit: sbatch: 3 hours are left\n"
 
 
 def test_a_namespace_that_is_not_there_is_one_line_and_nothing_is_created() -> None:
@@ -96,6 +115,9 @@ def test_the_state_of_a_job() -> None:
     shown = tools.pods("x", kind="jobset", namespace=None, label="a/b", ask=ask)
     assert shown == "x 0/2\n\nx-0 Running\n"
     assert ask.asked == ["kubectl get jobset/x", "kubectl get pods --selector=a/b=x"]
+    ask = Recorded(pods=says("", errors="No resources found"), get=says("x 0/2\n"))
+    shown = tools.pods("x", kind="job", namespace="ml", label="a/b", ask=ask)
+    assert shown == "x 0/2\n\nno pods; why: kubectl --namespace=ml describe job/x\n"
 
 
 def test_the_output_of_the_latest_job_is_found() -> None:

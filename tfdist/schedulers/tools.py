@@ -46,10 +46,20 @@ def ask(argv: Sequence[str], text: str = "") -> Answer:
     return Answer(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
 
 
-def sbatch(script: str, *, name: str, ask: Ask = ask) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """What a command says to the user whose job it took, and of what it warns."""
+
+    text: str
+    warnings: tuple[str, ...] = ()
+
+
+def sbatch(script: str, *, name: str, ask: Ask = ask) -> Submitted:
     """Submits a batch script; returns a line for the user."""
-    job = _told(ask(["sbatch", "--parsable"], script), "sbatch").strip().partition(";")[0]
-    return f"job {job} ({name}); output: {name}-{job}.out"
+    answer = ask(["sbatch", "--parsable"], script)
+    job = _told(answer, "sbatch").strip().partition(";")[0]
+    text = f"job {job} ({name}); output: {name}-{job}.out"
+    return Submitted(text=text, warnings=_lines(answer.errors))
 
 
 def squeue(name: str, *, ask: Ask = ask) -> str:
@@ -78,7 +88,9 @@ def slurm_output(name: str, *, ask: Ask = ask) -> str:
     return output[1]
 
 
-def apply(manifests: str, *, name: str, kind: str, namespace: str | None, ask: Ask = ask) -> str:
+def apply(
+    manifests: str, *, name: str, kind: str, namespace: str | None, ask: Ask = ask
+) -> Submitted:
     """Creates the objects of a job, all or none; returns what kubectl says.
 
     The server is first asked whether it would take them.
@@ -93,7 +105,9 @@ def apply(manifests: str, *, name: str, kind: str, namespace: str | None, ask: A
         expected = "a name that no job has"
         raise UsageError("--name", received=f"{name}: {found} is there", expected=expected, fix=fix)
     _told(ask([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests), "kubectl")
-    return _told(ask([*kubectl, "apply", "--filename=-"], manifests), "kubectl")
+    answer = ask([*kubectl, "apply", "--filename=-"], manifests)
+    # Of pods that the namespace will not admit the server warns, and takes the job all the same.
+    return Submitted(text=_told(answer, "kubectl"), warnings=_lines(answer.errors))
 
 
 def pods(name: str, *, kind: str, namespace: str | None, label: str, ask: Ask = ask) -> str:
@@ -101,7 +115,9 @@ def pods(name: str, *, kind: str, namespace: str | None, label: str, ask: Ask = 
     kubectl = _kubectl(namespace)
     job = _told(ask([*kubectl, "get", f"{kind}/{name}"], ""), "kubectl")
     selector = f"--selector={label}={name}"
-    return job + "\n" + _told(ask([*kubectl, "get", "pods", selector], ""), "kubectl")
+    made = _told(ask([*kubectl, "get", "pods", selector], ""), "kubectl")
+    why = f"no pods; why: {' '.join(kubectl)} describe {kind}/{name}\n"
+    return f"{job}\n{made or why}"
 
 
 def pod_logs(name: str, *, namespace: str | None, label: str, ask: Ask = ask) -> str:
@@ -133,9 +149,14 @@ def _told(answer: Answer, command: str) -> str:
 
 def _said(answer: Answer) -> str:
     """Returns the line that says most: the first with an error, past the lines of a log."""
-    lines = [line.strip() for line in (answer.errors or answer.output).splitlines()]
-    lines = [line for line in lines if line and not re.match(r"[EWIF]\d{4} ", line)]
-    return next((line for line in lines if "error" in line.lower()), (lines or ["nothing"])[-1])
+    lines = _lines(answer.errors or answer.output)
+    return next((line for line in lines if "error" in line.lower()), (lines or ("nothing",))[-1])
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    """Returns what a command has told, without its log."""
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(line for line in lines if line and not re.match(r"[EWIF]\d{4} ", line))
 
 
 def _nothing(flag: str, name: str, command: str) -> UsageError:
