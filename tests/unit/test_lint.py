@@ -156,6 +156,21 @@ def test_a_service_in_another_file_counts() -> None:
     assert lint(together) == []
 
 
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [
+        ("backoffLimit: 0", set()),
+        ("backoffLimitPerIndex: 0", set()),
+        ("backoffLimitPerIndex: 3", {"K8S024"}),
+    ],
+)
+def test_a_job_without_restarts_needs_no_rule_for_mistakes(limit: str, found: set[str]) -> None:
+    policy = re.compile("  podFailurePolicy:.*(?=  template:)", re.DOTALL)
+    text = policy.sub(f"  {limit}\n", MANIFEST)
+    assert text != MANIFEST
+    assert codes(text, "x.yaml") == found
+
+
 OWN = "podSelector: {matchLabels: {app: mnist}}"
 DNS = "{to: [{namespaceSelector: {}}], ports: [{protocol: UDP, port: 53}]}"
 

@@ -95,7 +95,8 @@ def _failure(job: Workload, part: Part) -> Iterator[Finding]:
 
 def _gives_up_on_usage(job: Workload, owner: Map, rules: list[Map]) -> bool:
     """Returns whether exit code 2 ends the job for good."""
-    once = owner.get("backoffLimit") == 0 or any(_fails(r, errors.EXIT_USAGE) for r in rules)
+    has_none = 0 in (owner.get("backoffLimit"), owner.get("backoffLimitPerIndex"))
+    once = has_none or any(_fails(rule, errors.EXIT_USAGE) for rule in rules)
     if not _restarts(job):
         return once
     ends = (rule for rule in _set_rules(job) if rule.get("action") == "FailJobSet")
