@@ -93,7 +93,7 @@ def _job(request: JobRequest, options: PodOptions) -> list[Manifest]:
         gpus=request.resources.gpus,
         variables=variables,
         codes=SERVER_CODES if is_ps else {},
-        servers_from_index=1 if is_ps else None,
+        codes_from_index=1 if is_ps else None,
         subdomain=subdomain,
         annotations=_RESTARTS_OF_INDEX,
     )

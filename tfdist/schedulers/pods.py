@@ -6,13 +6,13 @@ unless one is asked for, and `admission` lets the job's own pods in and nobody e
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tfdist.cluster.hosts import DEFAULT_PORT
 from tfdist.errors import EXIT_PEER_MISSING
+from tfdist.schedulers.pod_script import literal, script
 from tfdist.schedulers.request import JobRequest, Volume
 
 Manifest = dict[str, Any]
@@ -23,29 +23,9 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 
 _SHM = "/dev/shm"
 
-_TFDIST = """\
-if ! "$1" -c 'import tfdist' 2>/dev/null; then
-  echo {message}
-  exit 2
-fi
-"""
-# The shell is process 1, to which alone Kubernetes sends SIGTERM; the wait that it ends is begun
-# again until the task has ended.
-_CODE_OF_TASK = """\
-trap 'again=yes; kill -TERM "$!"' TERM
-"$@" &
-code=
-again=yes
-while [ "$again" ]; do
-  again=
-  wait "$!"
-  now=$?
-  case "$now" in
-    127 | -1) code=${code:-$now} ;;
-    *) code=$now ;;
-  esac
-done
-"""
+SERVER_CODES = {0: EXIT_PEER_MISSING}
+"""A server of a ps job ends with 0 when its chief has gone, also if the chief is to come back: as
+a pod that is done it would not be there then. The job ends with its chief."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +75,7 @@ class Role:
     variables: Mapping[str, str]
     codes: Mapping[int, int]
     """From a task's exit code to what the pod ends with, where another says it better."""
-    servers_from_index: int | None = None
+    codes_from_index: int | None = None
     """In an indexed Job, `codes` counts from this index on; None: in every pod."""
     subdomain: str | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -188,16 +168,17 @@ def _toleration(toleration: Toleration) -> Manifest:
     return made | ({"effect": toleration.effect} if toleration.effect else {})
 
 
-def literal(text: str) -> str:
-    """Returns what Kubernetes turns into `text`: it replaces $(NAME), and $$ by one dollar."""
-    return text.replace("$", "$$") if "$(" in text or "$$" in text else text
-
-
 def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
+    text = script(
+        image=options.image,
+        python=request.python,
+        codes=role.codes,
+        from_index=role.codes_from_index,
+    )
     made: Manifest = {
         "name": role.container,
         "image": options.image,
-        "command": ["/bin/sh", "-c", literal(script(options.image, request, role)), "tfdist"],
+        "command": ["/bin/sh", "-c", literal(text), "tfdist"],
         "args": [literal(word) for word in (request.python, *request.program)],
         "env": [
             *(
@@ -233,27 +214,6 @@ def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest
     if mounts:
         made["volumeMounts"] = mounts
     return made
-
-
-def script(image: str, request: JobRequest, role: Role) -> str:
-    """Returns what the pod's shell runs, with the program and its arguments as ``$@``."""
-    message = shlex.quote(
-        f"image {image}: received no tfdist for {request.python}; expected it installed. "
-        "Fix: build it into the image, or name the Python that has it with --python"
-    )
-    begin = _TFDIST.format(message=message)
-    if not role.codes:
-        return begin + 'exec "$@"\n'
-    when = ""
-    if role.servers_from_index is not None:
-        when = f'[ "$JOB_COMPLETION_INDEX" -ge {role.servers_from_index} ] && '
-    changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in role.codes.items()]
-    return "".join([begin, _CODE_OF_TASK, *changes, 'exit "$code"\n'])
-
-
-SERVER_CODES = {0: EXIT_PEER_MISSING}
-"""A server of a ps job ends with 0 when its chief has gone, also if the chief is to come back: as
-a pod that is done it would not be there then. The job ends with its chief."""
 
 
 def _needs_shm(options: PodOptions, role: Role) -> bool:
