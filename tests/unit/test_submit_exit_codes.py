@@ -375,14 +375,28 @@ def test_a_job_that_is_cancelled_is_not_queued_again(
     assert not (tmp_path / "requeued").exists()
 
 
-def test_a_pods_signal_reaches_a_task_whose_code_is_changed(
+@pytest.mark.parametrize("arguments", ["train.py", "--workers 2 train.py", PS + "train.py"])
+@pytest.mark.parametrize("has_handler", [True, False])
+def test_a_pods_signal_reaches_its_task(
+    arguments: str, has_handler: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that has no handler yet; in the place of the shell, as process 1, it were deaf."""
+    spec = manifest(arguments, capsys)["spec"]
+    told = tmp_path / "told"
+    handler = f"trap 'touch {told}; exit 143' TERM\n" * has_handler
+    some_time = "n=0\nwhile [ $((n += 1)) -lt 600 ]; do sleep 0.05; done"
+    task = f"{handler}{WAITED_FOR}kill -TERM $PPID\n{some_time}"
+    fakes(tmp_path, python=f"[ $1 = train.py ] || exit 0\n{task}")
+    assert run_pod(tmp_path, container_of(spec["template"]), JOB_COMPLETION_INDEX="1") == 143
+    assert told.exists() == has_handler
+
+
+def test_a_pods_signal_before_its_task_has_begun_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = manifest(PS + "train.py", capsys)["spec"]
-    task = f"trap 'exit 143' TERM\n{WAITED_FOR}kill -TERM $PPID\nwhile :; do sleep 0.05; done"
-    program = f"[ $1 = train.py ] || exit 0\n{task}"
-    fakes(tmp_path, python=program)
-    assert run_pod(tmp_path, container_of(spec["template"]), JOB_COMPLETION_INDEX="1") == 143
+    spec = manifest("train.py", capsys)["spec"]
+    fakes(tmp_path, python=f"[ $1 = -c ] || exit 1\n{WAITED_FOR}kill -TERM $PPID")
+    assert run_pod(tmp_path, container_of(spec["template"])) == 143
 
 
 def test_without_tfdist_the_first_line_says_so(

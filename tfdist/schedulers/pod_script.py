@@ -5,17 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+# The shell is process 1, to which alone Kubernetes sends SIGTERM. As process 1 it would be deaf to
+# it without a trap, and so would be a task in its place that has no handler yet, while it imports
+# TensorFlow or waits for its peers.
 _TFDIST = """\
+trap 'exit 143' TERM
 if ! "$1" -c 'import tfdist' 2>/dev/null; then
   echo {message}
   exit 2
 fi
 """
-# The shell is process 1, to which alone Kubernetes sends SIGTERM; the wait that it ends is begun
-# again until the task has ended.
-_CODE_OF_TASK = """\
-trap 'again=yes; kill -TERM "$!"' TERM
+# The wait that a trap ends is begun again until the task has ended.
+_TASK = """\
 "$@" &
+trap 'again=yes; kill -TERM "$!"' TERM
 code=
 again=yes
 while [ "$again" ]; do
@@ -40,12 +43,9 @@ def script(*, image: str, python: str, codes: Mapping[int, int], from_index: int
         f"image {image}: received no tfdist for {python}; expected it installed. "
         "Fix: build it into the image, or name the Python that has it with --python"
     )
-    begin = _TFDIST.format(message=message)
-    if not codes:
-        return begin + 'exec "$@"\n'
     when = f'[ "$JOB_COMPLETION_INDEX" -ge {from_index} ] && ' if from_index is not None else ""
     changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in codes.items()]
-    return "".join([begin, _CODE_OF_TASK, *changes, 'exit "$code"\n'])
+    return "".join([_TFDIST.format(message=message), _TASK, *changes, 'exit "$code"\n'])
 
 
 def literal(text: str) -> str:
