@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,14 @@ def test_a_firewall_before_the_rendezvous_ends_in_a_line_with_host_and_port(on, 
         assert (other.end(), first.end()) == (EXIT_PEER_MISSING, EXIT_PEER_MISSING)
     assert re.match(r"alpha:2222: .* not reached in \d+ s: timed out", other.text)
     assert first.text.startswith("1 of 2 hosts are there: waited 3 s for beta (rank 1) at alpha:")
+
+
+def test_a_host_finds_itself_by_its_address(network):
+    program = "import sys, tfdist.launch.hosts as h; print(h.rank_of(sys.argv[1:], node_rank=None))"
+    for rank, host in enumerate(ADDRESSES):
+        line = [*network.inside(host), sys.executable, "-c", program, *ADDRESSES.values()]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+        assert done.stdout == f"{rank}\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,15 @@ def test_a_host_finds_itself_by_its_name(monkeypatch):
     assert "this host, b.example.org, is more than once" in refusal("--hosts b,b")
 
 
+def test_a_host_finds_itself_by_its_address(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "b.example.org")
+    monkeypatch.setattr("tfdist.launch.hosts.is_own_address", ["10.0.0.2", "[fd00::2]"].count)
+    assert decided("--hosts 10.0.0.1,10.0.0.2")[1].rank == 1
+    assert decided("--hosts [fd00::2],[fd00::1]")[1].rank == 0
+    assert decided("--hosts 10.0.0.1,10.0.0.2 --node_rank 0")[1].rank == 0
+    assert "is more than once" in refusal("--hosts b,10.0.0.2")
+
+
 def test_a_list_of_one_host_is_a_job_on_this_machine():
     options, group = decided("--hosts a:3 --node_rank 0", {})
     assert group is None

@@ -493,6 +493,13 @@ def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job() -> None:
     assert job_of({}).host.ports == ()
 
 
+def test_a_host_finds_itself_in_the_list_as_under_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "b.example.org")
+    assert job_of({}, hosts="a:2,b").index == 1
+
+
 def test_a_range_of_ports_comes_from_a_flag_or_a_variable() -> None:
     job = job_of({"TFDIST_PORTS": "2000-2007"}, hosts="a:2,b", node_rank=1)
     assert {h.ports for h in job.hosts} == {tuple(range(2000, 2008))}

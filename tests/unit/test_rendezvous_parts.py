@@ -10,7 +10,7 @@ import pytest
 
 from tfdist.errors import UsageError
 from tfdist.rendezvous.hub import listen
-from tfdist.rendezvous.interface import own_address, resolve
+from tfdist.rendezvous.interface import is_own_address, own_address, resolve
 from tfdist.rendezvous.terms import differences, summary, without_secrets
 from tfdist.rendezvous.token import VARIABLE, read_token
 
@@ -112,6 +112,11 @@ def test_the_values_of_secrets_are_marked_and_still_compared() -> None:
     assert shown == without_secrets(args, key=b"k")
     assert shown != without_secrets([*args[:4], "another", "x"], key=b"k")
     assert shown != without_secrets(args, key=b"another")
+
+
+def test_names_loopback_and_addresses_of_others_are_not_its_own() -> None:
+    hosts = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]")
+    assert [host for host in hosts if is_own_address(host)] == []
 
 
 def test_own_addresses_are_bound_to_and_others_refused() -> None:

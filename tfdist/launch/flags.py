@@ -124,7 +124,7 @@ FLAGS = (
         name="node_rank",
         read=_integer,
         shown="R",
-        help="which of --hosts this one is, from 0 on (found by its name)",
+        help="which of --hosts this one is, from 0 on (found by its name or address)",
     ),
     _Flag(
         name="rendezvous_port",

@@ -1,6 +1,7 @@
 """A job on several hosts: which they are, which this is, and which tasks are whose.
 
-Pure, but for the name of this machine. Each host has a launcher of its own; that of host 0 leads.
+Pure, but for the name and the addresses of this machine. Each host has a launcher of its own; that
+of host 0 leads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tfdist.errors import UsageError
 from tfdist.launch import alike
 from tfdist.launch.options import LaunchOptions
 from tfdist.rendezvous import token as tokens
+from tfdist.rendezvous.interface import is_own_address
 from tfdist.rendezvous.terms import without_secrets
 
 _OWN_FLAGS = (
@@ -109,7 +111,8 @@ def decided_group(
         listed = parse_hosts(options.hosts)
         hosts, slots = tuple(host for host, _ in listed), tuple(n for _, n in listed)
         options = _with_counts(options, total=sum(slots))
-        rank, port = _rank(options, hosts), (options.port_range or [DEFAULT_PORT])[0]
+        rank = rank_of(hosts, node_rank=options.node_rank)
+        port = (options.port_range or [DEFAULT_PORT])[0]
     else:
         found = _slurm_nodes(options, environ)
         if found is None:
@@ -222,26 +225,31 @@ def _slurm_nodes(
     return tuple(hosts), rank, slurm.first_port(environ, wished)
 
 
-def _rank(options: LaunchOptions, hosts: Sequence[str]) -> int:
-    """Returns which of the hosts this one is, as it was told or by its name."""
-    if options.node_rank is not None:
-        if 0 <= options.node_rank < len(hosts):
-            return options.node_rank
+def rank_of(hosts: Sequence[str], *, node_rank: int | None) -> int:
+    """Returns which of the hosts this one is, as it was told or by its name or address.
+
+    Raises:
+        UsageError: it is none of them, or several.
+    """
+    if node_rank is not None:
+        if 0 <= node_rank < len(hosts):
+            return node_rank
         raise UsageError(
             "--node_rank",
-            received=str(options.node_rank),
+            received=str(node_rank),
             expected=f"0 to {len(hosts) - 1}: the list has {len(hosts)} hosts",
             fix="give each host its position in the list, from 0 on",
         )
     name = socket.gethostname()
-    ranks = [rank for rank, host in enumerate(hosts) if placement.same_host(host, name)]
+    is_here = [placement.same_host(host, name) or is_own_address(host) for host in hosts]
+    ranks = [rank for rank, here in enumerate(is_here) if here]
     if len(ranks) == 1:
         return ranks[0]
     times = "more than once" if ranks else "not there"
     raise UsageError(
         "--hosts",
         received=f"a list in which this host, {name}, is {times}",
-        expected="each host once, by its name",
+        expected="each host once, by its name or address",
         fix="say which one this is by --node_rank, from 0 on, or correct the list",
     )
 

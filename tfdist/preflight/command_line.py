@@ -19,7 +19,7 @@ Looks at the hosts of a job before it is started: start it on all of them, as th
 (srun, mpirun, pods), or with --hosts. The first says what is wrong. Alone it looks at this one.
 
   --hosts a,b,...        the hosts of the job, as the launcher takes them
-  --node_rank R          which of them this one is, from 0 on
+  --node_rank R          which of them this one is, from 0 on (found by its name or address)
   --ports 20000-20100    the ports that the job may have, as the launcher takes them
   --shared_dir D         a directory that all hosts are to share: where the job writes
   --rendezvous_token_file F

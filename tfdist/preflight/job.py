@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from tfdist.cluster import ClusterSpec, Task, read_environment, wishes
 from tfdist.cluster.address import split_address
-from tfdist.cluster.hosts import node_plan
+from tfdist.cluster.hosts import node_plan, parse_hosts
 from tfdist.cluster.port_range import as_text, parse_ports
 from tfdist.errors import UsageError
+from tfdist.launch.hosts import rank_of
 from tfdist.preflight.facts import Host
 from tfdist.rendezvous.token import read_token
 
@@ -76,12 +77,10 @@ def _job_of(
     environ: Mapping[str, str], *, hosts: str | None, node_rank: int | None, among: range | None
 ) -> Job:
     if hosts is not None:
-        if node_rank is None:
-            expected, fix = "which of --hosts this one is", "give --node_rank 0, 1, ..."
-            raise UsageError("--node_rank", received="nothing", expected=expected, fix=fix)
+        rank = rank_of([host for host, _ in parse_hosts(hosts)], node_rank=node_rank)
         wished = wishes.from_environ(environ)
         among = among or wished.ports
-        plan = node_plan(hosts, node_rank=node_rank, wished=replace(wished, ports=None))
+        plan = node_plan(hosts, node_rank=rank, wished=replace(wished, ports=None))
         job = _placed(plan.cluster, plan.tasks[0], timeout_s=wished.startup_timeout_s)
         return job if among is None else _within(job, among)
     if node_rank is not None:

@@ -48,6 +48,20 @@ def own_address(host: str, *, other: str) -> str:
     return address
 
 
+def is_own_address(host: str) -> bool:
+    """Returns whether `host` is an address of this machine, no name and no loopback."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        if address.is_loopback or address.is_unspecified:
+            return False
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.bind((str(address), 0))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
 def _address_towards(other: str) -> str | None:
     """Returns the address of this machine on the way to `other`; None if that is loopback too."""
     try:
