@@ -34,7 +34,7 @@ CASES = {
     "--secret HF_TOKEN=hub/token --env 'NOTE=$(x) 1e3' --env ONE=1e3 --service_account trainer "
     "--image_pull_secret registry --time 4h --grace_s 120 --max_restarts 5 "
     "--toleration nvidia.com/gpu:NoSchedule --toleration pool=ml:NoExecute --toleration spot "
-    "--priority_class high --run_as_user 1000:2000 "
+    "--priority_class high --run_as_user 1000:2000 --label kueue.x-k8s.io/queue-name=ml "
     + IMAGE
     + "train.py --text 'two words; $(date) $$' --no -y",
     "ps_job.yaml": "--to kubernetes --strategy ps --workers 2 --ps 2 " + IMAGE + "train.py",

@@ -17,6 +17,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tfdist.submit import main
+
 ROOT = Path(__file__).parents[2]
 FILES = [*(ROOT / "tests" / "golden").glob("*.yaml"), *ROOT.glob("launch/kubernetes/*.yaml")]
 VERSIONS = ("1.31", "1.33", "1.37")
@@ -145,6 +147,21 @@ def test_names_that_the_operator_looks_for(document: dict[str, Any]) -> None:
             (container,) = replica["template"]["spec"]["containers"]
             assert container["name"] == "tensorflow"
             assert container["ports"][0]["name"] == "tfjob-port"
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
+def test_a_label_is_that_of_every_object_and_pod(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--to", "kubernetes", "--dry_run", "--image", "x", "--kind", kind, "--workers", "2"]
+    assert main([*flags, "--label", "team=vision", "train.py"]) == 0
+    made = list(yaml.safe_load_all(capsys.readouterr().out))
+    parts = [part for document in made for part in core_parts(document)]
+    templates = [part.get("template") or part["spec"].get("template") for part in parts]
+    for owner in [*made, *filter(None, templates)]:
+        assert owner["metadata"]["labels"]["team"] == "vision"
+    (policy,) = (document for document in made if document["kind"] == "NetworkPolicy")
+    assert "team" not in policy["spec"]["podSelector"]["matchLabels"]
 
 
 STORES = {

@@ -62,6 +62,13 @@ FLAGS = (
         help="the Secret that opens the image's registry",
     ),
     Flag(
+        name="label",
+        shown="KEY=VALUE",
+        repeats=True,
+        only="kubernetes",
+        help="a label of all objects and pods, as that of a queue",
+    ),
+    Flag(
         name="toleration",
         shown="KEY[=VALUE][:EFFECT]",
         repeats=True,

@@ -28,6 +28,7 @@ from tfdist.schedulers.pods import (
     PodOptions,
     Role,
     admission,
+    all_labels,
     labels,
     metadata,
     template,
@@ -226,7 +227,7 @@ def _child(
         ]
     }
     spec["template"] = template(request, options, role)
-    return {"metadata": {"labels": labels(request)}, "spec": spec}
+    return {"metadata": {"labels": all_labels(request, options)}, "spec": spec}
 
 
 def _tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:

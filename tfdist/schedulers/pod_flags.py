@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tfdist.errors import UsageError, near
 from tfdist.schedulers.flags import Given
-from tfdist.schedulers.pods import PodOptions, Toleration, User
+from tfdist.schedulers.pods import OWN_LABELS, PodOptions, Toleration, User
 from tfdist.schedulers.request import Volume
 
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -15,8 +15,9 @@ _MAX_ID = 2**31 - 1
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
 _SOURCE = re.compile(r"/[^\0:]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_./-]*[A-Za-z0-9])?"
-_TAINT = re.compile(rf"({_LABEL})(?:=({_LABEL})?)?(?::(\w+))?")
+_KEY = r"[A-Za-z0-9](?:[A-Za-z0-9_./-]*[A-Za-z0-9])?"
+_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_TAINT = re.compile(rf"({_KEY})(?:=({_VALUE})?)?(?::(\w+))?")
 _USER = re.compile("([0-9]{1,10})(?::([0-9]{1,10}))?")
 
 
@@ -29,13 +30,14 @@ def pod_options(given: Given) -> PodOptions:
     return PodOptions(
         image=_image(given.one("image")),
         namespace=_name(given, "namespace"),
-        node_selector=_node_selector(given.pairs("node_selector")),
+        node_selector=_labels(given, "node_selector", example="disk=ssd"),
         volumes=volumes(given),
         service_account=_name(given, "service_account"),
         image_pull_secret=_name(given, "image_pull_secret"),
         tolerations=tuple(_toleration(text) for text in given.all("toleration")),
         priority_class=_name(given, "priority_class"),
         user=_user(given.one("run_as_user")),
+        labels=_labels(given, "label", example="team=vision", without=OWN_LABELS),
     )
 
 
@@ -61,11 +63,16 @@ def _name(given: Given, flag: str) -> str | None:
     return name
 
 
-def _node_selector(labels: Mapping[str, str]) -> Mapping[str, str]:
-    for part in (part for pair in labels.items() for part in pair if part):
-        if not re.fullmatch(_LABEL, part):
-            fix, expected = "write --node_selector disk=ssd", "a label and its value"
-            raise UsageError("--node_selector", received=repr(part), expected=expected, fix=fix)
+def _labels(
+    given: Given, flag: str, *, example: str, without: tuple[str, ...] = ()
+) -> Mapping[str, str]:
+    labels = given.pairs(flag)
+    for key, value in labels.items():
+        if re.fullmatch(_KEY, key) and re.fullmatch(f"({_VALUE})?", value) and key not in without:
+            continue
+        others = f", none of {', '.join(without)}" if without else ""
+        fix, expected = f"write --{flag} {example}", f"a label and its value{others}"
+        raise UsageError(f"--{flag}", received=repr(f"{key}={value}"), expected=expected, fix=fix)
     return labels
 
 

@@ -20,6 +20,7 @@ Manifest = dict[str, Any]
 GPU = "nvidia.com/gpu"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
+OWN_LABELS = ("app.kubernetes.io/name", INSTANCE, MANAGED_BY)
 
 _SHM = "/dev/shm"
 
@@ -58,6 +59,8 @@ class PodOptions:
     tolerations: tuple[Toleration, ...] = ()
     priority_class: str | None = None
     user: User | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of all objects and pods, besides those by which they are found."""
 
     @property
     def is_root(self) -> bool:
@@ -87,10 +90,15 @@ def labels(request: JobRequest) -> dict[str, str]:
     return {"app.kubernetes.io/name": "tfdist", INSTANCE: request.name, MANAGED_BY: "tfdist.submit"}
 
 
+def all_labels(request: JobRequest, options: PodOptions) -> dict[str, str]:
+    """Returns the labels of an object or a pod of the job, those that a user wants among them."""
+    return {**labels(request), **options.labels}
+
+
 def metadata(request: JobRequest, options: PodOptions) -> Manifest:
     """Returns the metadata of an object of the job."""
     namespace = {"namespace": options.namespace} if options.namespace else {}
-    return {"name": request.name, **namespace, "labels": labels(request)}
+    return {"name": request.name, **namespace, "labels": all_labels(request, options)}
 
 
 def admission(request: JobRequest, options: PodOptions) -> Manifest:
@@ -134,7 +142,7 @@ def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if volumes:
         spec["volumes"] = volumes
-    return {"metadata": {"labels": labels(request)}, "spec": spec}
+    return {"metadata": {"labels": all_labels(request, options)}, "spec": spec}
 
 
 def _security_of_pod(options: PodOptions) -> Manifest:
