@@ -14,43 +14,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from tfdist.cluster.wishes import RESTARTS, UNCOUNTED_RESTARTS
-from tfdist.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_PEER_MISSING,
-    EXIT_STOPPED,
-    EXIT_USAGE,
-    UsageError,
-)
-from tfdist.schedulers.pods import (
-    SERVER_CODES,
-    Manifest,
-    PodOptions,
-    Role,
-    admission,
-    all_labels,
-    labels,
-    metadata,
-    template,
-)
+from tfdist.errors import UsageError
+from tfdist.schedulers.indexed_job import indexed_job
+from tfdist.schedulers.jobset import jobset
+from tfdist.schedulers.pods import Manifest, PodOptions, admission
 from tfdist.schedulers.request import JobRequest
+from tfdist.schedulers.tfjob import tfjob
 
 SECRET_FORM = "secret/key"
 SECRET_PATTERN = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"
 
-AGAIN = (EXIT_PEER_MISSING, EXIT_INTERRUPTED, EXIT_STOPPED)
-"""Codes of tasks that did nothing wrong, and are started again however often."""
-
-TFJOB_AGAIN = 138
-"""What Kubeflow's operator retries as the user's own choice; it takes 75 for final."""
-
-_RESTARTS_OF_INDEX = {
-    RESTARTS: "batch.kubernetes.io/job-index-failure-count",
-    UNCOUNTED_RESTARTS: "batch.kubernetes.io/job-index-ignored-failure-count",
+KINDS: Mapping[str, Callable[[JobRequest, PodOptions], list[Manifest]]] = {
+    "job": indexed_job,
+    "jobset": jobset,
+    "tfjob": tfjob,
 }
-_RESTARTS_OF_SET = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
 
-_DISRUPTED = {"type": "DisruptionTarget", "status": "True"}  # drained, preempted, evicted
+_WITHOUT_EVALUATOR = {
+    "job": "a pod that is done is not started again with the others",
+    "tfjob": "its operator ends it with the chief",
+}
 _MAX_LABEL = 63
 _LABEL = re.compile("[a-z]([a-z0-9-]*[a-z0-9])?")
 
@@ -62,6 +45,13 @@ def render(request: JobRequest, options: PodOptions, *, kind: str) -> list[Manif
         UsageError: a job that this kind cannot be.
     """
     _check_name(request, kind=kind)
+    if request.evaluator and kind in _WITHOUT_EVALUATOR:
+        raise UsageError(
+            "--evaluator",
+            received=f"it with --kind {kind}: {_WITHOUT_EVALUATOR[kind]}",
+            expected="--kind jobset, which waits for the last checkpoint and starts all together",
+            fix="use --kind jobset, or leave --evaluator out",
+        )
     return [admission(request, options), *KINDS[kind](request, options)]
 
 
@@ -73,210 +63,6 @@ def comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str
         f"{request.title}; rendered by python -m tfdist.submit.",
         f"To remove it: kubectl{namespace} delete {kinds} {request.name} --ignore-not-found",
     ]
-
-
-def _job(request: JobRequest, options: PodOptions) -> list[Manifest]:
-    is_ps = request.strategy == "ps"
-    if request.evaluator:
-        raise _no_evaluator("job: a pod that is done is not started again with the others")
-    if is_ps and request.resources.gpus:
-        fix = "use --kind jobset or tfjob"
-        expected = "no --gpus: all pods of a Job are alike, the ps and the chief too"
-        received = f"{request.resources.gpus} in a ps job"
-        raise UsageError("--gpus", received=received, expected=expected, fix=fix)
-    variables, subdomain = {}, None
-    if request.has_several_tasks:
-        subdomain = request.name
-        variables["TFDIST_HOSTS"] = f"{request.name}-{_range(request.num_tasks)}.{subdomain}"
-    if is_ps:
-        variables["TFDIST_PS"] = f"{request.ps}"
-    role = Role(
-        gpus=request.resources.gpus,
-        variables=variables,
-        codes=SERVER_CODES if is_ps else {},
-        codes_from_index=1 if is_ps else None,
-        subdomain=subdomain,
-        annotations=_RESTARTS_OF_INDEX,
-    )
-    spec = _indexed(request, request.num_tasks)
-    # Each task has so many restarts: one mistake in all of them would use up a count of the job.
-    # Pods have annotations with the counts of their index only where it is counted so.
-    spec |= {"backoffLimitPerIndex": request.max_restarts, "maxFailedIndexes": 0}
-    if is_ps:
-        spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
-    spec["podFailurePolicy"] = {
-        "rules": [
-            _on_codes("FailJob", [EXIT_USAGE], role.container),
-            _on_codes("Ignore", AGAIN, role.container),
-            {"action": "Ignore", "onPodConditions": [_DISRUPTED]},
-        ]
-    }
-    spec["template"] = template(request, options, role)
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata(request, options),
-        "spec": spec,
-    }
-    return [*([_service(request, options)] if subdomain else []), job]
-
-
-def _no_evaluator(received: str) -> UsageError:
-    return UsageError(
-        "--evaluator",
-        received=f"it with --kind {received}",
-        expected="--kind jobset, which waits for the last checkpoint and starts all again together",
-        fix="use --kind jobset, or leave --evaluator out",
-    )
-
-
-def _service(request: JobRequest, options: PodOptions) -> Manifest:
-    """Returns the headless Service by which pods have names, before they are ready too."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(request, options),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": labels(request),
-        },
-    }
-
-
-def _jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
-    name, is_ps = request.name, request.strategy == "ps"
-    roles = {"worker": request.workers}
-    if is_ps:
-        roles = {"chief": 1, **roles, "ps": request.ps}
-    done = [next(iter(roles))]
-    if request.evaluator:
-        roles["evaluator"] = 1
-        done.append("evaluator")
-    variables = {}
-    if request.has_several_tasks:
-        hosts = [f"{name}-{role}-0-{_range(count)}.{name}" for role, count in roles.items()]
-        variables["TFDIST_HOSTS"] = ",".join(hosts)
-    if is_ps:
-        variables["TFDIST_PS"] = f"{request.ps}"
-    spec: Manifest = {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "successPolicy": {"operator": "All", "targetReplicatedJobs": done},
-        "failurePolicy": _failure_policy(request),
-        "replicatedJobs": [
-            {
-                "name": role,
-                "replicas": 1,
-                "template": _child(request, options, role, count, variables),
-            }
-            for role, count in roles.items()
-        ],
-    }
-    kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
-    return [{**kind, "metadata": metadata(request, options), "spec": spec}]
-
-
-def _failure_policy(request: JobRequest) -> Manifest:
-    """Returns what failed Jobs do to the set: the first rule that is for any of them.
-
-    A task that fails has others lose it, who are to be started again however often: where both are
-    seen at once, it counts.
-    """
-    message = f"failed with exit code {EXIT_USAGE} matching"
-    return {
-        "maxRestarts": request.max_restarts,
-        "rules": [
-            {
-                "name": "mistake",
-                "action": "FailJobSet",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-                "onJobFailureMessagePatterns": [message],
-            },
-            {
-                "name": "late",
-                "action": "FailJobSet",
-                "onJobFailureReasons": ["DeadlineExceeded"],
-            },
-            {
-                "name": "failed",
-                "action": "RestartJobSet",
-                "onJobFailureReasons": ["BackoffLimitExceeded"],
-            },
-            {
-                "name": "again",
-                "action": "RestartJobSetAndIgnoreMaxRestarts",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-            },
-        ],
-    }
-
-
-def _child(
-    request: JobRequest, options: PodOptions, name: str, count: int, variables: Mapping[str, str]
-) -> Manifest:
-    """Returns the Job of a role, which any failure of a pod ends."""
-    gpus = request.resources.gpus if name == "worker" else 0
-    role = Role(gpus=gpus, variables=variables, codes={}, annotations=_RESTARTS_OF_SET)
-    spec = _indexed(request, count)
-    spec["backoffLimit"] = 0
-    spec["podFailurePolicy"] = {
-        "rules": [
-            _on_codes("FailJob", [EXIT_USAGE], role.container),
-            _on_codes("FailJob", AGAIN, role.container),
-            {"action": "FailJob", "onPodConditions": [_DISRUPTED]},
-        ]
-    }
-    spec["template"] = template(request, options, role)
-    return {"metadata": {"labels": all_labels(request, options)}, "spec": spec}
-
-
-def _tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
-    is_ps = request.strategy == "ps"
-    if request.evaluator:
-        raise _no_evaluator("tfjob: its operator ends it with the chief")
-    roles = {"Worker": request.workers}
-    if is_ps:
-        roles = {"Chief": 1, **roles, "PS": request.ps}
-    replicas = {}
-    for name, count in roles.items():
-        codes = {EXIT_PEER_MISSING: TFJOB_AGAIN}
-        if is_ps and name != "Chief":
-            codes = dict.fromkeys([*SERVER_CODES, EXIT_PEER_MISSING], TFJOB_AGAIN)
-        gpus = request.resources.gpus if name == "Worker" else 0
-        # By these names the operator finds the container and the port.
-        role = Role(container="tensorflow", port="tfjob-port", gpus=gpus, variables={}, codes=codes)
-        made = template(request, options, role)
-        del made["spec"]["restartPolicy"]  # the operator's own
-        replicas[name] = {"replicas": count, "restartPolicy": "ExitCode", "template": made}
-    policy: Manifest = {"cleanPodPolicy": "Running"}
-    if request.time_s:
-        policy["activeDeadlineSeconds"] = request.time_s
-    spec = {"runPolicy": policy, "tfReplicaSpecs": replicas}
-    kind = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob"}
-    return [{**kind, "metadata": metadata(request, options), "spec": spec}]
-
-
-KINDS: Mapping[str, Callable[[JobRequest, PodOptions], list[Manifest]]] = {
-    "job": _job,
-    "jobset": _jobset,
-    "tfjob": _tfjob,
-}
-
-
-def _indexed(request: JobRequest, count: int) -> Manifest:
-    made: Manifest = {"completionMode": "Indexed", "completions": count, "parallelism": count}
-    if request.time_s:
-        made["activeDeadlineSeconds"] = request.time_s
-    return made
-
-
-def _on_codes(action: str, values: tuple[int, ...] | list[int], container: str) -> Manifest:
-    on_codes = {"containerName": container, "operator": "In", "values": list(values)}
-    return {"action": action, "onExitCodes": on_codes}
-
-
-def _range(count: int) -> str:
-    return "0" if count == 1 else f"[0-{count - 1}]"
 
 
 def _check_name(request: JobRequest, *, kind: str) -> None:
