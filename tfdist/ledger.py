@@ -74,7 +74,9 @@ def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
     from tfdist.outputs.ledger_proof import steps_of
     from tfdist.outputs.ledger_tally import ranges
 
-    ledgers = [merged(read_directory(_ledger_of(path))) for path in (run_dir, other)]
+    files = [read_directory(_ledger_of(path)) for path in (run_dir, other)]
+    damaged = [file.damaged for found in files for file in found if file.damaged]
+    ledgers = [merged(found) for found in files]
     end = min(ledger.end for ledger in ledgers)
     mine, theirs = (steps_of(ledger) for ledger in ledgers)
     same = (mine.counts[:end] == theirs.counts[:end]) & (mine.hashes[:end] == theirs.hashes[:end])
@@ -84,13 +86,14 @@ def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
         content = np.flatnonzero(mine.content[:end] != theirs.content[:end]).tolist()
     if as_json:
         told = {"steps": end, "other_examples": examples, "other_content": content}
-        print(json.dumps(told))
+        print(json.dumps({**told, "damaged": damaged}))
     else:
+        print("".join(f"{line}\n" for line in damaged), end="")
         print(f"steps 0 to {end - 1} are in both")
         print(f"steps with other examples: {ranges(examples)}")
         shown = "not recorded (mode hash)" if content is None else ranges(content)
         print(f"steps with other bits after augmentation: {shown}")
-    return EXIT_FAILED if examples or content else EXIT_OK
+    return EXIT_FAILED if examples or content or damaged else EXIT_OK
 
 
 def _ledger_of(run_dir: str) -> Path:

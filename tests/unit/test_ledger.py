@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -303,6 +305,101 @@ def test_a_record_reads_back_as_it_was_written(tmp_path_factory, low, steps):
     back = file.read(file.places[0])
     assert dataclasses.replace(back, arrays=()) == dataclasses.replace(record, arrays=())
     assert [a.tolist() for a in back.arrays] == [a.tolist() for a in arrays]
+
+
+def test_passes_beyond_the_127th_are_proved_by_their_hashes(tmp_path):
+    """A record that ends inside the step in which pass 128 begins: 127 is the most of an int8."""
+    longer = {"example_starts": (0, 140 * N)}
+    into = int(np.searchsorted(Plan.of(header(**longer)).firsts, 128 * N))
+    write(tmp_path, [(0, into), (into, -(-140 * N // BATCH))], mode="hash", **longer)
+    proof = proof_of(tmp_path)
+    assert proof.proved, proof.problems
+    assert len(proof.passes) == 140
+
+
+@settings(max_examples=300, deadline=None)
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7), mode=st.sampled_from(["full", "hash"]))
+def test_whatever_bit_is_changed_nothing_is_proved(tmp_path_factory, at, bit, mode):
+    directory = tmp_path_factory.mktemp("ledger")
+    write(directory, [(0, 3), (3, 10)], mode=mode)
+    (path,) = directory.iterdir()
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+    with contextlib.suppress(TfdistError):
+        assert not proof_of(directory).proved
+
+
+def test_a_changed_first_line_is_named(tmp_path):
+    write(tmp_path, [(0, 10)])
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes().replace(b'"seed": 7', b'"seed": 8'))
+    with pytest.raises(TfdistError, match=r"attempt-1-worker-0\.bin: its first line was changed"):
+        proof_of(tmp_path)
+
+
+@contextlib.contextmanager
+def room_for(size_bytes):
+    """Lets no file grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("before", "room"), [(0, 0), (0, 100), (4, 9)])
+def test_a_disk_that_is_full_is_told_once_and_what_was_whole_stays(tmp_path, before, room):
+    writer = LedgerWriter(tmp_path, header())
+    if before:
+        writer.append(record_of(header(), 0, before))
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    with room_for(size + room):
+        with pytest.raises(TfdistError, match=r"attempt-1-worker-0\.bin: File too large"):
+            writer.append(record_of(header(), before, 10))
+        writer.close()  # says nothing more
+    write(tmp_path, [(before, 10)], attempt=2)
+    assert proof_of(tmp_path).proved
+
+
+@pytest.mark.parametrize("left", [b"", None])
+def test_a_task_that_could_write_nothing_takes_the_range_of_its_peers_back(tmp_path, left):
+    """Its disk was full when the second attempt began, and nothing has been done since."""
+    write(tmp_path, [(0, 6)], tasks=2)
+    write(tmp_path, [(4, 8)], tasks=2, attempt=2)
+    path = tmp_path / "attempt-2-worker-1.bin"
+    path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n" if left is None else left)
+    proof = proof_of(tmp_path)
+    assert proof.proved, proof.problems
+    assert proof.ledger.end == 4
+
+
+def test_tasks_of_two_runs_in_one_attempt_are_refused(tmp_path):
+    write(tmp_path / "a", [(0, 10)], tasks=2)
+    write(tmp_path / "b", [(0, 10)], tasks=2, seed=8)
+    name = "attempt-1-worker-1.bin"
+    (tmp_path / "b" / name).replace(tmp_path / "a" / name)
+    with pytest.raises(TfdistError, match=r"worker-0 and worker-1 of attempt 1.*differ in seed"):
+        proof_of(tmp_path / "a")
+
+
+def test_a_damaged_ledger_is_not_the_same_as_another(tmp_path, capsys):
+    for run in ("a", "b"):
+        write(tmp_path / run, [(0, 5), (5, 10)])
+    path = tmp_path / "b" / "attempt-1-worker-0.bin"
+    data = bytearray(path.read_bytes())
+    data[scan(path).places[1].start + 5] ^= 1
+    path.write_bytes(data)
+    assert program.main([str(tmp_path / "a"), "--same_as", str(tmp_path / "b")]) == 1
+    assert "attempt-1-worker-0.bin: damaged from byte" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
+    write(tmp_path, [(0, 10)])
+    (tmp_path / "attempt-1-worker-1.bin").mkdir()
+    assert program.main([str(tmp_path)]) == 1
+    assert "attempt-1-worker-1.bin: Is a directory" in capsys.readouterr().err
 
 
 def test_small_numbers_take_little_room():

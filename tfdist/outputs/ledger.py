@@ -3,34 +3,35 @@
 ``ledger/attempt-<n>-<task>.bin`` begins with one line of JSON, the `Header`, and goes on with
 records of a range of steps each. A record is appended and flushed when its range is done, so that
 a kill loses no more than the range in flight; what is cut at the end of a file is left out. A
-change anywhere else is found by the records' checksums.
+change anywhere else is found by a checksum: of the first line, of a record's head, of its payload.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
 import struct
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import BinaryIO
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.ledger_arrays import Array, from_bytes, to_bytes
 
-Array = np.ndarray[Any, Any]
 MODES = ("hash", "full")
 DIRECTORY = "ledger"
 _FORMAT = "tfdist ledger 1"
 _NAME = re.compile(r"attempt-(\d+)-([A-Za-z0-9_.-]+)\.bin")
-_HEAD = struct.Struct("<4sIIqqii")
-_TAG = b"STEP"
+_HEAD = struct.Struct("<IIqqii")
+_CHECKSUM = struct.Struct("<I")
 _LONGEST_HEADER = 1 << 26
+
+
+class _Changed(Exception):
+    """Bytes that are not as they were written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +113,7 @@ class LedgerFile:
         """Reads one record."""
         with open(self.path, "rb") as file:
             file.seek(place.start)
-            arrays = _unpacked(file.read(place.size_bytes))
+            arrays = from_bytes(file.read(place.size_bytes))
         return Record(
             first=place.first,
             last=place.last,
@@ -142,25 +143,23 @@ class LedgerWriter:
     def close(self) -> None:
         """Closes the file; nothing is lost without it."""
         if self._file is not None:
-            self._file.close()
+            # What could not be written is tried once more; `append` has told of it.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def _open(self) -> BinaryIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._path, "xb")  # noqa: SIM115
-        line = json.dumps({"format": _FORMAT, **dataclasses.asdict(self._header)})
-        self._file.write(line.encode() + b"\n")
+        self._file.write(_first_line(self._header))
         return self._file
 
 
 def packed(record: Record) -> bytes:
     """A record as it stands in a file."""
-    stream = io.BytesIO()
-    for array in record.arrays:
-        np.lib.format.write_array(stream, _narrow(array), allow_pickle=False)
-    payload = zlib.compress(stream.getvalue(), 1)
+    payload = to_bytes(record.arrays)
     about = (record.first, record.last, record.worker, record.begun)
-    checksum = zlib.crc32(payload, zlib.crc32(struct.pack("<qqii", *about)))
-    return _HEAD.pack(_TAG, len(payload), checksum, *about) + payload
+    head = _HEAD.pack(len(payload), zlib.crc32(payload), *about)
+    return head + _CHECKSUM.pack(zlib.crc32(head)) + payload
 
 
 def next_attempt(directory: str | os.PathLike[str]) -> int:
@@ -171,8 +170,12 @@ def next_attempt(directory: str | os.PathLike[str]) -> int:
 def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
     """Reads every file of a ledger through, oldest attempt first.
 
+    A file that was cut before its first line was whole is one without a record, where another of
+    its attempt tells what it would have said.
+
     Raises:
       UsageError: there is none, or one of a format that this version does not know.
+      TfdistError: one cannot be read, or its first line was changed.
     """
     found = _files(Path(directory))
     if not found:
@@ -182,27 +185,48 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
             expected="the files of a run that kept one",
             fix="start the run with --config.ledger=full or hash, or tfdist.fit(ledger=...)",
         )
-    read = [scan(path) for _, path in found]
-    return [file for file in read if file is not None]
+    read = [(attempt, path, scan(path)) for attempt, path in found]
+    headers = {attempt: file.header for attempt, _, file in read if file is not None}
+    files = []
+    for attempt, path, file in read:
+        if file is not None:
+            files.append(file)
+        elif attempt in headers:
+            task = path.stem.partition(f"attempt-{attempt}-")[2]
+            header = dataclasses.replace(headers[attempt], task=task)
+            files.append(LedgerFile(path=path, header=header, places=()))
+    return files
 
 
 def scan(path: Path) -> LedgerFile | None:
     """Reads a file through; None for one that was cut before its first line was whole."""
-    with open(path, "rb") as file:
-        line = file.readline(_LONGEST_HEADER)
-        if not line.endswith(b"\n"):
-            return None
-        header = _header(line, path)
-        places: list[Place] = []
-        at = file.tell()
-        size_bytes = os.fstat(file.fileno()).st_size
-        while at < size_bytes:
+    try:
+        with open(path, "rb") as file:
+            line = file.readline(_LONGEST_HEADER)
+            return _scanned(file, line, path) if line.endswith(b"\n") else None
+    except OSError as error:
+        raise TfdistError(f"ledger {path}: {error.strerror or error}") from error
+
+
+def _scanned(file: BinaryIO, line: bytes, path: Path) -> LedgerFile:
+    header = _header(line, path)
+    places: list[Place] = []
+    at, size_bytes = len(line), os.fstat(file.fileno()).st_size
+    cut_bytes, damaged = 0, ""
+    while at < size_bytes:
+        try:
             place = _next_place(file, at)
-            if place is None:
-                return _ended_early(path, header, places, at=at, size_bytes=size_bytes)
-            places.append(place)
-            at = place.start + place.size_bytes
-    return LedgerFile(path=path, header=header, places=tuple(places))
+        except _Changed:
+            damaged = f"{path.name}: damaged from byte {at} on ({size_bytes - at} bytes unread)"
+            break
+        if place is None:
+            cut_bytes = size_bytes - at
+            break
+        places.append(place)
+        at = place.start + place.size_bytes
+    return LedgerFile(
+        path=path, header=header, places=tuple(places), cut_bytes=cut_bytes, damaged=damaged
+    )
 
 
 def _files(directory: Path) -> list[tuple[int, Path]]:
@@ -216,12 +240,19 @@ def _files(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
+def _first_line(header: Header) -> bytes:
+    content = {"format": _FORMAT, **dataclasses.asdict(header)}
+    checksum = zlib.crc32(json.dumps(content).encode())
+    return json.dumps({**content, "crc32": checksum}).encode() + b"\n"
+
+
 def _header(line: bytes, path: Path) -> Header:
     try:
         content = json.loads(line)
         if content.pop("format") != _FORMAT:
             raise ValueError
-        return Header(**{**content, "example_starts": tuple(content["example_starts"])})
+        del content["crc32"]
+        header = Header(**{**content, "example_starts": tuple(content["example_starts"])})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             str(path),
@@ -229,60 +260,27 @@ def _header(line: bytes, path: Path) -> Header:
             expected=f"{_FORMAT!r}",
             fix="read it with the tfdist that wrote it, or take it out of the directory",
         ) from error
+    if _first_line(header) != line:
+        raise TfdistError(f"ledger {path}: its first line was changed")
+    return header
 
 
 def _next_place(file: BinaryIO, at: int) -> Place | None:
+    """The record at a byte, None for one that was cut; raises _Changed."""
     file.seek(at)
     head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size:
+    checksum = file.read(_CHECKSUM.size)
+    if len(checksum) < _CHECKSUM.size:
         return None
-    tag, size_bytes, checksum, first, last, worker, begun = _HEAD.unpack(head)
-    payload = file.read(size_bytes) if tag == _TAG else b""
-    seed = zlib.crc32(struct.pack("<qqii", first, last, worker, begun))
-    if tag != _TAG or len(payload) < size_bytes or zlib.crc32(payload, seed) != checksum:
+    if zlib.crc32(head) != _CHECKSUM.unpack(checksum)[0]:
+        raise _Changed
+    size_bytes, payload_checksum, first, last, worker, begun = _HEAD.unpack(head)
+    start = file.tell()
+    payload = file.read(size_bytes)
+    if len(payload) < size_bytes:
         return None
-    start = at + _HEAD.size
+    if zlib.crc32(payload) != payload_checksum:
+        raise _Changed
     return Place(
         first=first, last=last, worker=worker, begun=begun, start=start, size_bytes=size_bytes
     )
-
-
-def _ended_early(
-    path: Path, header: Header, places: Sequence[Place], *, at: int, size_bytes: int
-) -> LedgerFile:
-    """A record that reaches past the end was cut; one that is whole and wrong was changed."""
-    with open(path, "rb") as file:
-        file.seek(at)
-        head = file.read(_HEAD.size)
-    cut = len(head) < _HEAD.size
-    if not cut:
-        tag, length = _HEAD.unpack(head)[:2]
-        cut = tag == _TAG and at + _HEAD.size + length > size_bytes
-    rest = size_bytes - at
-    return LedgerFile(
-        path=path,
-        header=header,
-        places=tuple(places),
-        cut_bytes=rest if cut else 0,
-        damaged="" if cut else f"{path.name}: damaged from byte {at} on ({rest} bytes unread)",
-    )
-
-
-def _unpacked(payload: bytes) -> tuple[Array, ...]:
-    stream = io.BytesIO(zlib.decompress(payload))
-    arrays = []
-    while stream.tell() < len(stream.getbuffer()):
-        arrays.append(np.lib.format.read_array(stream, allow_pickle=False))
-    return tuple(arrays)
-
-
-def _narrow(array: Array) -> Array:
-    """The same numbers in the smallest integer type that holds them."""
-    array = np.asarray(array)
-    if array.dtype.kind != "i" or not array.size:
-        return array
-    low, high = int(array.min()), int(array.max())
-    for dtype in (np.int8, np.int16, np.int32):
-        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
-            return array.astype(dtype)
-    return array

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from tfdist.errors import TfdistError
-from tfdist.outputs.ledger import Array, Header, LedgerFile, Place, Record
+from tfdist.outputs.ledger import Header, LedgerFile, Place, Record
+from tfdist.outputs.ledger_arrays import Array
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _SALT = np.uint64(0x6C65646765722E31)
 _SAME = ("num_examples", "shuffle", "seed", "global_batch_size")
+_OWN = ("task", "threads")  # of a file alone: tasks may be on machines of several kinds
 
 
 def _mix(values: Array) -> Array:
@@ -68,7 +70,7 @@ class Attempt:
     """One start of the run.
 
     Attributes:
-      header: of one of its files; those of the others say the same but for the task.
+      header: of one of its files; those of the others say the same but for task and threads.
       files: by task.
       first: the step it began at.
       last: the end of what it recorded.
@@ -135,10 +137,12 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
     """
     groups: dict[int, list[LedgerFile]] = {}
     for file in files:
-        if file.places:
-            groups.setdefault(file.header.attempt, []).append(file)
+        groups.setdefault(file.header.attempt, []).append(file)
+    groups = {n: group for n, group in groups.items() if any(file.places for file in group)}
     if not groups:
         raise TfdistError("ledger: no step is recorded")
+    for group in groups.values():
+        _require_one_attempt(group)
     attempts: list[Attempt] = []
     limit = _recorded_by_all(groups[max(groups)])
     for number in sorted(groups, reverse=True):
@@ -165,7 +169,20 @@ def _attempt(files: Sequence[LedgerFile], *, limit: int) -> Attempt:
 
 def _recorded_by_all(files: Sequence[LedgerFile]) -> int:
     """Up to where every task of the newest attempt got: what one wrote past it was in flight."""
-    return min(max(place.last for place in file.places) for file in files)
+    first = min(place.first for file in files for place in file.places)
+    return min(max((place.last for place in file.places), default=first) for file in files)
+
+
+def _require_one_attempt(files: Sequence[LedgerFile]) -> None:
+    first = files[0].header
+    for header in (file.header for file in files):
+        names = [field.name for field in dataclasses.fields(Header) if field.name not in _OWN]
+        different = [name for name in names if getattr(header, name) != getattr(first, name)]
+        if different:
+            raise TfdistError(
+                f"ledger: {first.task} and {header.task} of attempt {first.attempt} are not of one "
+                f"run: they differ in {', '.join(different)}"
+            )
 
 
 def _require_same_run(attempt: Attempt, newest: Attempt, plan: Plan) -> None:

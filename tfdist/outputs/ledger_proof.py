@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.outputs.ledger import Array, LedgerFile
+from tfdist.outputs.ledger import LedgerFile
+from tfdist.outputs.ledger_arrays import Array
 from tfdist.outputs.ledger_merge import Merged, merged
 from tfdist.outputs.ledger_tally import Order, PassProof, Tally, ranges
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tfdist.outputs.ledger import Array, Header, Record
+from tfdist.outputs.ledger import Header, Record
+from tfdist.outputs.ledger_arrays import Array
 from tfdist.outputs.ledger_merge import Merged, pair_hash
 
 Order = Callable[[Header, Array], Array]
