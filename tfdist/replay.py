@@ -8,7 +8,6 @@ one that follows k others; the first is 0. Writes nothing into the run directory
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
-from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.run_directory import RunDirectory, to_json
 
 if TYPE_CHECKING:
     from tfdist.training.replaying import Replay
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    print(json.dumps(_as_json(found)) if arguments.json else "\n".join(_told(found)))
+    print(to_json(dataclasses.asdict(found)) if arguments.json else "\n".join(_told(found)))
     return EXIT_OK
 
 
@@ -81,10 +80,6 @@ def _config_of(run_dir: str) -> dict[str, Any]:
     return config
 
 
-def _as_json(found: Replay) -> dict[str, Any]:
-    return dataclasses.asdict(found)
-
-
 def _told(found: Replay) -> list[str]:
     start = "the initial weights" if found.restored_step is None else (
         f"the checkpoint of step {found.restored_step}"
@@ -94,7 +89,7 @@ def _told(found: Replay) -> list[str]:
         *(f"{name:<16} {value!r}" for name, value in found.metrics.items()),
         f"{'learning rate':<16} {found.learning_rate!r}",
         f"{'gradient norm':<16} {found.gradient_norm!r}"
-        + ("" if found.updated else " (not finite: the step changed no weight)"),
+        + ("" if found.updated else " (the step changed no weight)"),
         *(f"  {name:<32} {value!r}" for name, value in found.gradient_norms.items()),
     ]
     for replica, (examples, passes) in enumerate(zip(found.examples, found.passes, strict=True)):

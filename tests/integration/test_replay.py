@@ -29,7 +29,8 @@ LENGTH = (
     "--config.keep_checkpoints=100",
 )
 KINDS = {
-    "single": ["--config.strategy=single", "--config.clip_norm=0.5",
+    "single": ["--config.strategy=single", "--config.clip_norm=0.5", "--config.schedule=cosine",
+               "--config.gradient_accumulation_steps=2",
                "--config.augmentation.random_crop_padding=1"],
     "mirrored": ["--config.strategy=mirrored", "--config.devices_per_worker=3",
                  "--config.precision=mixed_float16", "--config.ledger=full"],
@@ -86,6 +87,8 @@ def test_a_step_from_an_earlier_checkpoint_gives_the_bits_of_the_run(
     replicas = 3 if kind == "mirrored" else 1
     assert [len(e) for e in found["examples"]] == [60 // replicas] * replicas
     assert found["gradient_norm"] > 0
+    assert found["learning_rate"] == pytest.approx(2.5e-4 if kind == "single" else 1e-3)
+    assert found["updated"] is (kind == "mirrored")  # the gradients of two steps are one update
     assert len(found["gradient_norms"]) == 8
     assert files(copy) == before
 
@@ -94,10 +97,11 @@ def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(
     trained: Any, tmp_path: Path
 ) -> None:
     _, run_dir = trained
-    copy = without_checkpoints(run_dir, tmp_path / "run", range(1, 6))
+    copy = without_checkpoints(run_dir, tmp_path / "a run", range(1, 6))
     found = replayed(copy, 5)
     assert found["restored_step"] is None
     assert found["equals_checkpoint"] is True
+    assert found["updated"] is True
 
 
 def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_path: Path) -> None:
@@ -134,6 +138,10 @@ def test_what_cannot_be_replayed_is_one_line(
     assert "received 10; expected 0 to 9" in says(str(tmp_path), "--step", "10")
     assert "received -1; expected 0 to 9" in says(str(tmp_path), "--step", "-1")
     assert "say --strategy single" in says(str(tmp_path), "--step", "9")
+    assert "received 0 with" in says(str(tmp_path), "--step", "9", "--replicas", "0")
+    ended_early = {"status": "done", "steps": 5, "strategy": "single", "replicas": 1}
+    (tmp_path / "summary.json").write_text(json.dumps(ended_early))
+    assert "received 5; expected 0 to 4: the run has 5 steps" in says(str(tmp_path), "--step", "5")
     summary = {"strategy": "ps", "replicas": 2}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert "a run under strategy ps" in says(str(tmp_path), "--step", "9")

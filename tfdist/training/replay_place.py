@@ -44,15 +44,15 @@ def place_of(
             fix="nothing: a step of ps depends on which workers' updates came before it, and not "
             "on the step alone",
         )
-    if kind == "single" and replicas not in (None, 1):
+    if replicas is not None and (replicas < 1 or (kind == "single" and replicas != 1)):
         raise UsageError(
             "--replicas",
-            received=f"{replicas} with --strategy single",
-            expected="1",
-            fix="say --strategy mirrored, or leave one out",
+            received=f"{replicas} with --strategy {kind or 'mirrored'}",
+            expected="1" if kind == "single" else "at least 1",
+            fix="say --strategy mirrored and how many, or leave --replicas out",
         )
     count = replicas or (1 if kind == "single" else told.replicas if told else None)
-    if count is None or count < 1:
+    if count is None:
         raise UsageError(
             f"run directory {directory.path}",
             received="neither a ledger nor a checkpoint nor a summary that tells the replicas",

@@ -19,7 +19,7 @@ from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.ledger import Record
-from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import current_job, make_strategy
 from tfdist.training import building, recipe
 from tfdist.training.datasets import load_datasets
@@ -41,10 +41,11 @@ class Replay:
       replicas: that computed it together.
       loss: of the step, over all its examples.
       metrics: of the step, the loss among them.
-      learning_rate: NaN where a schedule gives it.
+      learning_rate: of the update that begins with the step; of a schedule, what it gives then.
       gradient_norm: of all gradients together, summed over replicas, before clipping.
       gradient_norms: of each variable, by its path.
-      updated: False where a gradient was not finite and loss scaling left the step out.
+      updated: whether it changed a weight that is trained. Not so where its gradients are only
+        accumulated, or are not finite and loss scaling left them out.
       examples: of each replica, the indices of its examples.
       passes: of each replica, the passes that they belong to.
       weights_sha256: after the step.
@@ -93,7 +94,7 @@ def replay(
     config = config_of(settings)
     directory = RunDirectory(run_dir)
     store = CheckpointStore(directory.checkpoints)
-    _require_step(step, recipe.plan_of(config).total_steps)
+    _require_step(step, recipe.plan_of(config).total_steps, directory.read_summary() or {})
     place = place_of(directory, store, config, step=step, kind=kind, replicas=replicas)
     make_strategy(
         "single" if place.replicas == 1 else "mirrored",
@@ -124,7 +125,9 @@ def nearest(store: CheckpointStore, step: int) -> Checkpoint | None:
     return None
 
 
-def _require_step(step: int, total: int) -> None:
+def _require_step(step: int, total: int, summary: Mapping[str, Any]) -> None:
+    if summary.get("status") == DONE:  # which a callback may have ended early
+        total = min(total, int(summary["steps"]))
     if not 0 <= step < total:
         raise UsageError(
             "--step",
@@ -192,7 +195,7 @@ def _replayed(
         session.run(program, start, step)
     session.reset_metrics()
     before = state.capture(model, job)
-    rate = session.learning_rate
+    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
     metrics = session.metrics(program, session.run(program, step, step + 1))
     after = state.capture(model, job)
     hashes = weights_sha256(model), state_sha256(model)
@@ -212,7 +215,7 @@ def _replayed(
         learning_rate=rate,
         gradient_norm=float(np.sqrt(sum(norm**2 for norm in norms.values()))),
         gradient_norms=norms,
-        updated=bool(np.isfinite(list(norms.values())).all()),
+        updated=not _same_bits(_trained(model, before), after),
         examples=[row[there].tolist() for row, there in zip(indices, rows, strict=True)],
         passes=[row[there].tolist() for row, there in zip(passes, rows, strict=True)],
         weights_sha256=hashes[0],
@@ -264,6 +267,11 @@ def _same_bits(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
         name in theirs and np.asarray(mine[name]).tobytes() == np.asarray(theirs[name]).tobytes()
         for name in names
     )
+
+
+def _trained(model: keras.Model, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    names = [f"weights/{i}" for i, weight in enumerate(model.weights) if weight.trainable]
+    return {name: arrays[name] for name in names}
 
 
 def _arrays_of(store: CheckpointStore, step: int) -> Mapping[str, Any] | None:
