@@ -123,6 +123,7 @@ def test_help_after_the_program_is_the_programs():
         (["--restart_window_s", "0"], "--restart_window_s: received 0"),
         (["--hang_timeout_s", "-5"], "--hang_timeout_s: received -5"),
         (["--startup_timeout_s", "0"], "expected a positive number of seconds"),
+        (["--hang_timeout_s", "1.5"], "--hang_timeout_s: received 1.5; expected 0, or 2 or more"),
         (["--devices_per_worker", "0"], "--devices_per_worker: received 0"),
         (["--threads_per_task", "0"], "--threads_per_task: received 0"),
         (["--run_dir", " "], "--run_dir"),

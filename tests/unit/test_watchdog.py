@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Awaited, Beat
-from tfdist.launch.watchdog import CHECK_EVERY_S, LATE_S, Watchdog, holds_pipe, proc_state
+from tfdist.launch.watchdog import LATE_S, Watchdog, holds_pipe, proc_state
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
 W0, W1, W2 = WORKERS = tuple(Task("worker", index) for index in range(3))
@@ -388,10 +388,28 @@ def test_a_check_in_time_is_not_a_late_one():
     job = Job((W0,))
     job.enter("step", step=3)
     while (hang := job.watchdog.verdict(job.now_s)) is None:
-        job.now_s += CHECK_EVERY_S + LATE_S
+        job.now_s = job.watchdog.next_check_s() + LATE_S
         job.beat()
         assert job.now_s < 1000 + 2 * HANG_S
     assert hang.task == W0
+
+
+@pytest.mark.parametrize(("hang_timeout_s", "late_s"), [(4.0, 0.25), (16.0, 1.0), (600.0, 1.0)])
+def test_a_stopped_task_is_named_a_sixteenth_of_the_limit_after_it(hang_timeout_s, late_s):
+    """At the latest, and never more than a second after it."""
+    job = Job((W0, W1), hang_timeout_s=hang_timeout_s)
+    job.now_s += 0.1  # since the first check
+    job.enter("step", step=3)
+    job.beat()
+    heard_s = job.now_s
+    job.stop(W1)
+    hang = None
+    while hang is None:
+        job.now_s = job.watchdog.next_check_s()
+        job.beat()
+        hang = job.watchdog.verdict(job.now_s)
+    assert hang.task == W1
+    assert hang_timeout_s <= job.now_s - heard_s <= hang_timeout_s + late_s
 
 
 phases = st.sampled_from(("step", "save", "validate", "callback", "trace"))

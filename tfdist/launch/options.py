@@ -27,6 +27,7 @@ DEFAULT_MODULE = "tfdist.train"
 _MAX_TASKS = 10_000
 _MAX_RESTARTS = 1_000_000
 _LEAST_HOST_TIMEOUT_S = 2.0
+_LEAST_HANG_TIMEOUT_S = 2.0
 _MAX_SECONDS = 1e9
 
 
@@ -97,6 +98,9 @@ class LaunchOptions:
         _check_seconds("grace_s", self.grace_s, above_zero=False)
         _check_seconds("restart_window_s", self.restart_window_s, above_zero=True)
         _check_seconds("hang_timeout_s", self.hang_timeout_s, above_zero=False)
+        if 0 < self.hang_timeout_s < _LEAST_HANG_TIMEOUT_S:
+            expected = f"0, or {_LEAST_HANG_TIMEOUT_S:g} or more: tasks speak once a second"
+            _refuse("hang_timeout_s", f"{self.hang_timeout_s:g}", expected, "use 300, the default")
         _check_seconds("host_timeout_s", self.host_timeout_s, above_zero=True)
         if self.host_timeout_s < _LEAST_HOST_TIMEOUT_S:
             expected = f"{_LEAST_HOST_TIMEOUT_S:g} or more: hosts show every second that they live"

@@ -18,7 +18,8 @@ from tfdist.launch import culprit
 from tfdist.launch.culprit import WAITING, Watched
 from tfdist.launch.events import Beat
 
-CHECK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
+_CHECKS = 16  # at the least, in the time that a task may stand still
 LATE_S = 3.0
 """How late a check may be before the launcher itself was held up, and blames nobody for it."""
 
@@ -70,6 +71,7 @@ class Watchdog:
         is_held_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._hang_timeout_s = hang_timeout_s
+        self._check_every_s = min(_CHECK_EVERY_S, hang_timeout_s / _CHECKS)
         self._startup_timeout_s = startup_timeout_s
         self._is_ps = is_ps
         self._chief = chief
@@ -104,7 +106,7 @@ class Watchdog:
         """Returns when `verdict` is to be asked for again; infinity when nothing is watched."""
         if not self._watched or math.isinf(self._hang_timeout_s):
             return math.inf
-        return self._checked_s + CHECK_EVERY_S
+        return self._checked_s + self._check_every_s
 
     def verdict(self, now_s: float) -> Hang | None:
         """Returns what is wrong, None while nothing is; to be called at `next_check_s`.
