@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -575,6 +576,23 @@ def test_a_full_disk_under_standard_output_is_one_line(launch, flag):
     job = launch("print('started')", flag, command=(*full, *LAUNCH))
     assert job.end() == 1
     assert job.text == "standard output: cannot be written: No space left on device\n"
+
+
+def test_how_a_job_ended_is_reported_though_it_has_filled_the_disk(launch):
+    room = 'mkdir run; mount -t tmpfs -o size=8m tmpfs run && "$@"; c=$?; cat run/report.json'
+    alone = ("unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", room, "sh")
+    source = """
+    import contextlib, sys
+    with contextlib.suppress(OSError), open("run/filler", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    sys.exit(3)
+    """
+    job = launch(source, "--run_dir=run", command=(*alone, *LAUNCH))
+    assert job.end() == 0
+    told = json.loads(job.text[job.text.rindex('{\n "exit_code"') :])
+    assert told["exit_code"] == 3
+    assert told["attempts"][0]["first_failure"]["cause"] == "exit code 3"
 
 
 def test_a_job_whose_output_goes_to_a_full_disk_goes_on(launch):

@@ -23,6 +23,7 @@ from tfdist.launch.report import (
     Attempt,
     attempt_entry,
     earlier_attempts,
+    reserve_room,
     restart_seconds,
     signal_name,
     write_report,
@@ -150,6 +151,7 @@ class JobRun:
         """
         logs = self._run_dir.start_attempt()
         try:
+            self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
             write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
         except OSError as error:
             raise not_writable(self._job.run_dir, error) from None
@@ -278,6 +280,8 @@ class JobRun:
         self._entries.append(entry)
 
     def _write(self, exit_code: int | None) -> None:
+        if exit_code is not None:  # the last one, for which the disk may have become too full
+            self._room.close()
         try:
             write_report(self._job.run_dir, exit_code=exit_code, attempts=self._entries)
         except OSError as error:

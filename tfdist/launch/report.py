@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tfdist.cluster import Task
 
 FILE_NAME = "report.json"
+_RESERVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +189,16 @@ def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return attempts if isinstance(attempts, list) else []
+
+
+def reserve_room(run_dir: Path) -> IO[bytes]:
+    """Takes room on the disk for a report until the file, which has no name, is closed.
+
+    Raises OSError where there is not so much.
+    """
+    file = tempfile.TemporaryFile(dir=run_dir)  # noqa: SIM115
+    os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+    return file
 
 
 def write_report(
