@@ -268,6 +268,28 @@ def test_one_is_read_by_its_name_or_none_at_all(store: CheckpointStore) -> None:
     assert store.read_named(last.name) is None
 
 
+@pytest.mark.parametrize("step", [None, 1])
+def test_one_that_its_writer_removes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    writer, reader = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path)
+    write(writer, 1)
+    listdir = os.listdir
+
+    def list_and_save(path: Path) -> list[str]:
+        names = listdir(path)
+        monkeypatch.undo()
+        write(writer, 2)
+        return names
+
+    monkeypatch.setattr(os, "listdir", list_and_save)
+    if step is None:
+        assert_is(reader.read(), 2)
+    else:
+        with pytest.raises(UsageError, match=r"received step 1; expected one of \[2\]"):
+            reader.read(step)
+
+
 def test_a_damaged_one_does_not_count_among_those_kept(store: CheckpointStore) -> None:
     write(store, 1)
     _flip(_shard(write(store, 2)), 8)
@@ -510,6 +532,23 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(
         ("rename", path.name),
         ("fsync", store.directory.name),
     ]
+
+
+def test_directories_above_that_were_made_for_it_are_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsynced, fsync = [], os.fsync
+
+    def note_fsync(descriptor: int) -> None:
+        fsynced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    store = CheckpointStore(tmp_path / "runs" / "a" / "checkpoints")
+    store.prepare()
+    store.close()
+    above = [tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"]
+    assert [path for path in fsynced if path in above] == above
 
 
 def test_a_directory_without_permission_is_one_line(

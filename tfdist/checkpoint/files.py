@@ -51,7 +51,8 @@ def make_directory(directory: Path) -> bool:
         return False
     if directory.exists():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
     fsync_directory(directory.parent)
     return True
 

@@ -171,6 +171,8 @@ class CheckpointStore:
             try:
                 return self._read(place)
             except Damaged as error:
+                if not os.path.lexists(place.path):  # the writer has removed it, for a newer one
+                    return self.read(step)
                 problems.append(f"{place.path.name} is damaged ({error})")
                 if len(problems) < len(places) and place.path not in self._known_damaged:
                     logger.warning("%s: %s; using the one before", self._directory, problems[-1])
