@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -53,7 +54,7 @@ class World:
         self.started = []
         self.status = 1
         self.causes = {}
-        self.is_asked = self.given_up = False
+        self.is_asked = self.given_up = self.is_full = False
 
     # the signals
 
@@ -80,6 +81,8 @@ class World:
     # the starter
 
     def start(self, spec, *, env, output_fd, notes_fd):
+        if self.is_full:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.output_fd, self._notes_fd = os.dup(output_fd), os.dup(notes_fd)
         return Started(task=spec.task, pid=os.getpid(), at_s=0) if self.begun else None
 
@@ -234,6 +237,39 @@ def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, proces
     processes.wait(1)
     processes.kill_alone(W0)
     assert world.ended_sessions == [4711]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The signals that were sent to a group of processes."""
+    numbers = []
+    monkeypatch.setattr(os, "killpg", lambda pid, signum: numbers.append(signum))
+    return numbers
+
+
+def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, tmp_path, sent):
+    """As that of a worker of a ps job, when the machine had no process left for it."""
+    again = dataclasses.replace(SPEC, task=Task("worker", 1), log_path=tmp_path / "again")
+    world.is_full = True
+    with pytest.raises(OSError, match="unavailable"):
+        processes.start(again)
+    processes.kill_alone(again.task)
+    world.is_full, world.begun = False, True
+    processes.start(again)
+    assert [type(event) for event in processes.wait(0)] == [Started]
+    assert sent == []
+
+
+def test_a_start_that_was_to_be_killed_and_failed_leaves_nothing_either(
+    world, processes, tmp_path, sent
+):
+    processes.kill_alone(W0)
+    os.write(world.write_fd, bytes([signal.SIGCHLD]))
+    assert Ended in [type(event) for event in processes.wait(1)]
+    world.begun = True
+    processes.start(dataclasses.replace(SPEC, log_path=tmp_path / "again"))
+    assert Started in [type(event) for event in processes.wait(0)]
+    assert sent == []
 
 
 def test_why_the_kernel_killed_a_task_is_told_with_its_end(world, processes):

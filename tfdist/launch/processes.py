@@ -82,6 +82,9 @@ class JobProcesses:
             started = self._starter.start(
                 spec, env=env, output_fd=write_fd, notes_fd=self._notes_write_fd
             )
+        except OSError:
+            del self._running[spec.task]  # or its next start would be taken for this one
+            raise
         finally:
             os.close(write_fd)
         if started is not None:
@@ -192,6 +195,7 @@ class JobProcesses:
                 self._on_started(event)
                 continue
             self._running.pop(event.task, None)
+            self._owed.pop(event.task, None)  # of a start that has failed
             for fd in [fd for fd, (task, _) in self._pipes.items() if task == event.task]:
                 self._read_all(fd)
             self._news.append(self._explained(event))
