@@ -250,6 +250,21 @@ def test_several_at_once_find_the_same_set(tuner: str, space: SearchSpace, tmp_p
     assert len(one) == 20
 
 
+def test_a_grid_is_searched_in_its_order_in_all_places_at_once(
+    space: SearchSpace, tmp_path: Path
+) -> None:
+    class Counted(Trials):
+        def wait(self, running: Sequence[Any], timeout_s: float) -> None:
+            at_once.append(len(running))
+
+    at_once: list[int] = []
+    make_chief("grid", space, tmp_path / "three", Counted(), parallel=3).run()
+    assert at_once == [3] * 6 + [2]
+    make_chief("grid", space, tmp_path / "one", Trials()).run()
+    values = [row[2] for row in result(tmp_path / "three")]
+    assert values == [row[2] for row in result(tmp_path / "one")]
+
+
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_keras_tuner_opens_what_was_written(
     tuner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

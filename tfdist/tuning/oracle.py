@@ -12,7 +12,8 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class Search:
         self._recorded: Mapping[str, Any] | None = None
         self._is_last = False
         self._populate = oracle.populate_space
+        if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
+            self._populate = partial(self._next_of_grid, oracle.populate_space)
         oracle.verbose = 0
         oracle._set_project_dir(str(sweep_dir), PROJECT)
         oracle.populate_space = self._populate_space
@@ -123,6 +126,19 @@ class Search:
         if recorded["status"] == RUNNING and answer.get("values") != recorded["values"]:
             logger.warning("trial %s is kept as it was; KerasTuner chooses another now", trial_id)
         return recorded
+
+    def _next_of_grid(self, populate: Callable[[str], Any], trial_id: str) -> dict[str, Any]:
+        """Answers as GridSearch, which runs one at a time, would if it ran many.
+
+        It waits for the end of its last trial, as that may ask for something new, before it looks
+        for the next one. Here the space is known.
+        """
+        if self._recorded is not None and self._recorded["status"] != RUNNING:
+            return {"status": self._recorded["status"], "values": None}
+        answer = dict(populate(trial_id))
+        if answer["status"] == RUNNING:
+            self._oracle._populate_next.append(trial_id)
+        return answer
 
     def _remove_unknown(self) -> None:
         """Removes trials that a killed chief had published and the journal does not know."""
