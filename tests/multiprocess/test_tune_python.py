@@ -80,7 +80,8 @@ def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path: Pa
     assert "best" in again
     assert again.endswith("".join(said.splitlines(keepends=True)[-3:]))
     assert len(read(tmp_path / "sweep" / "journal.jsonl")) == sum(
-        (1, len(trials) + 1, 4, 1, len(trials), 1)  # begun, asked, started, killed, ended, finished
+        # begun, asked, started, killed, ended, finished, retrained
+        (1, len(trials) + 1, 4, 1, len(trials), 1, 1)
     )
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from tfdist.tuning import retrain
+from tfdist.tuning.journal import Journal, read
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
 from tfdist.tuning.retrain import Retraining
+from tfdist.tuning.state import fold
 from tfdist.tuning.trial_job import TrialJob
 
 DONE = Completed(history=(), score=0.5, best_virtual_epoch=1)
@@ -68,6 +71,27 @@ class Fates:
 def test_it_is_started_until_it_has_an_end(fates: Fates, code: int, starts: int) -> None:
     assert Retraining(fates, JOB).run() == code
     assert fates.starts == starts
+
+
+def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
+
+    def begin(best: str) -> None:
+        retrain.begin(tmp_path, journal, fold(journal.lines), best=best)
+
+    begin("1")
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "of").write_text("1")
+    begin("1")  # the same command again
+    assert (tmp_path / "best" / "of").exists()
+    begin("3")
+    assert not (tmp_path / "best").exists(), "it would be taken for that of the better one"
+    assert (tmp_path / "best-1" / "of").read_text() == "1"
+    assert fold(read(journal.path)).retrained == "3"
+    begin("3")
+    assert len(journal.lines) == 2
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

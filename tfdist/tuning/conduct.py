@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tfdist.errors import EXIT_OK
 from tfdist.launch.machine import Machine
 from tfdist.launch.warm import WarmServer
-from tfdist.tuning import directory, mark
+from tfdist.tuning import directory, mark, retrain
 from tfdist.tuning.board import HParamsBoard
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.hosts import Meeting, listener_of
@@ -80,8 +80,9 @@ def conduct(sweep: Sweep) -> tuple[int, SweepState]:
         begin(sweep, journal, description)
         exit_code, state = _trials(sweep, journal)
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
-            best = sweep.best_of(state.ranked()[0], state.begun)
-            retraining = Retraining(sweep.runner, best)
+            best = state.ranked()[0]
+            retrain.begin(sweep_dir, journal, state, best=best.id)
+            retraining = Retraining(sweep.runner, sweep.best_of(best, state.begun))
             with _told_to_stop(retraining):
                 exit_code = retraining.run()
         return exit_code, state

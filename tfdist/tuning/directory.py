@@ -90,7 +90,8 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
         for name in old | new
         if old.get(name) != new.get(name)
     ]
-    said += [f"search space: {words}" for words in differences(before["space"], now["space"])]
+    spaces = before.get("space", []), now["space"]
+    said += [f"search space: {words}" for words in differences(*spaces)]
     if said:
         raise UsageError(
             f"sweep directory {path}",

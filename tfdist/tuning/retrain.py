@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+from pathlib import Path
 
-from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
+from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.tuning.journal import Journal
 from tfdist.tuning.results import Completed, Failed, Outcome
+from tfdist.tuning.state import SweepState
 from tfdist.tuning.trial_job import Runner, TrialJob
 
 logger = logging.getLogger(__name__)
@@ -17,6 +21,24 @@ NAME = "best"
 
 _POLL_S = 0.5
 _KILLS_AT_MOST = 3
+
+
+def begin(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
+    """Writes down whose values are trained; what was trained of another is moved aside.
+
+    A sweep that goes on may find a better trial than the one that was the best.
+
+    Raises TfdistError where it cannot be moved.
+    """
+    if state.retrained == best:
+        return
+    before = sweep_dir / NAME
+    if state.retrained is not None and before.exists():
+        try:
+            os.replace(before, sweep_dir / f"{NAME}-{state.retrained}")
+        except OSError as error:
+            raise TfdistError(f"{before}: {error.strerror or error}") from error
+    state.apply(journal.add("retrained", trial=best))
 
 
 class Retraining:

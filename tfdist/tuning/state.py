@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tfdist.errors import UsageError
 from tfdist.tuning.place import HERE, Place
 
 Status = Literal["waiting", "running", "completed", "failed"]
@@ -69,6 +70,8 @@ class SweepState:
     """Why the sweep ended; None while it goes on."""
     is_complete: bool = False
     """Whether it ended because there was no trial left."""
+    retrained: str | None = None
+    """Which trial's values are trained anew, or have been."""
 
     def apply(self, line: Mapping[str, Any]) -> None:
         """Takes in one line of the journal."""
@@ -80,6 +83,8 @@ class SweepState:
             self.finished, self.is_complete = None, False
         elif event == "finished":
             self.finished, self.is_complete = line["reason"], line["is_complete"]
+        elif event == "retrained":
+            self.retrained = line["trial"]
         elif event == "asked" and line["trial"] is not None:
             self._asked(line)
         elif event in ("started", "killed", "ended"):
@@ -117,10 +122,21 @@ class SweepState:
 
 
 def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
-    """Returns the state that a journal describes."""
+    """Returns the state that a journal describes.
+
+    Raises UsageError for a line that no sweep has written after those before it.
+    """
     state = SweepState()
-    for line in lines:
-        state.apply(line)
+    for number, line in enumerate(lines, 1):
+        try:
+            state.apply(line)
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"journal of the sweep, line {number}",
+                received=f"{line['event']!r} without {error}",
+                expected="what follows from the lines before it",
+                fix="take the line out by hand, or give the sweep another --sweep_dir",
+            ) from error
     return state
 
 
