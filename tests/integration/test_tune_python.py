@@ -15,11 +15,12 @@ import keras_tuner
 import numpy as np
 import pytest
 import sklearn.datasets  # noqa: F401  # seen as imported
+from keras_tuner.src.engine.base_tuner import BaseTuner
 
 import tfdist.tuning
 from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
 from tests.integration.test_tune import Crash, CrashingJournal, Nobody, result
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
 from tfdist.tuning import directory, from_python, hypermodel, inside, trial
@@ -101,16 +102,17 @@ def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(
 
 def test_what_saves_the_best_epoch_is_resumed_with_the_trial() -> None:
     objective = keras_tuner.Objective("val_accuracy", "max")
-    original = types.SimpleNamespace(objective=objective, filepath="x", best_value=-np.inf)
+    path = "trial_1/x"
+    original = types.SimpleNamespace(objective=objective, filepath=path, best_value=-np.inf)
     saving = hypermodel.SaveBest(original)
-    assert saving.get_state() == "-inf"
-    saving.set_state("0.75")
+    assert saving.get_state() == {"trial": "trial_1", "best": "-inf"}
+    saving.set_state({"trial": "trial_1", "best": "0.75"})
     saved: list[str] = []
     saving.set_model(types.SimpleNamespace(save_weights=saved.append))
     saving.on_epoch_end(0, {"val_accuracy": 0.75})
     assert saved == []
     saving.on_epoch_end(1, {"val_accuracy": 0.8})
-    assert saved == ["x"]
+    assert saved == [path]
 
 
 def test_a_search_in_every_task_of_a_job_is_refused(
@@ -175,13 +177,13 @@ def test_an_empty_space_is_refused(tmp_path: Path) -> None:
         from_python._describe(tuner, options, {})
 
 
-def assigned(tmp_path: Path, **values: Any) -> Assignment:
-    run_dir = tmp_path / "trials" / "0"
+def assigned(tmp_path: Path, *, trial: str = "0", **values: Any) -> Assignment:
+    trials = tmp_path / "trials"
     one = Assignment(
         sweep_dir=str(tmp_path),
-        trial="0",
-        run_dir=str(run_dir),
-        checkpoints=str(run_dir / "checkpoints"),
+        trial=trial,
+        run_dir=str(trials / trial),
+        checkpoints=str(trials / values.get("tuner/trial_id", trial) / "checkpoints"),
         values=values,
         seed=1,
     )
@@ -211,6 +213,108 @@ def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(
     tuner = make_tuner(tmp_path, Late(), distribution_strategy=strategies[1])
     with pytest.raises(UsageError, match="'batch', first asked for in this trial"):
         inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), {})
+
+
+def outcome_of(run_dir: Path, goal: Goal) -> Any:
+    directory = RunDirectory(run_dir)
+    return completed(goal, summary=directory.read_summary(), metrics=directory.read_metrics())
+
+
+def test_an_objective_that_is_not_reported_is_told_after_the_first_epoch(
+    tmp_path: Path, strategies: Any
+) -> None:
+    objective = keras_tuner.Objective("val_acuracy", "max")
+    tuner = make_tuner(tmp_path, objective=objective, distribution_strategy=strategies[1])
+    fitting = {"validation_data": (X, Y), "epochs": 3}
+    with pytest.raises(UsageError, match="did you mean 'val_accuracy'"):
+        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
+    assert len(RunDirectory(tmp_path / "trials" / "0").read_metrics()) == 1
+
+
+def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(
+    tmp_path: Path, strategies: Any
+) -> None:
+    tuner = make_tuner(tmp_path, distribution_strategy=strategies[1])
+    fitting = {"validation_data": (X, Y), "epochs": 3}
+    with pytest.raises(TfdistError, match="the loss became nan in epoch 1"):
+        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X * np.nan, Y), fitting)
+
+
+def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(
+    tmp_path: Path, strategies: Any
+) -> None:
+    model = tfdist.tuning.HyperModel(OwnFit())
+    tuner = make_tuner(tmp_path, model, distribution_strategy=strategies[1])
+    fitting = {"validation_data": (X, Y), "epochs": 2}
+    inside.run_assigned(tuner, assigned(tmp_path, units=2, batch=16), (X, Y), fitting)
+    lines = RunDirectory(tmp_path / "trials" / "0").read_metrics()
+    assert [line["step"] for line in lines] == [4, 8]
+    assert any((tmp_path / "trials" / "0" / "checkpoints").iterdir())
+
+
+class Alone(keras_tuner.RandomSearch):
+    """A tuner without a model, as KerasTuner's guide has it."""
+
+    asks = ("x",)
+
+    def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        return {"score": sum(trial.hyperparameters.Float(name, -1, 1) ** 2 for name in self.asks)}
+
+
+def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(
+    tmp_path: Path, strategies: Any
+) -> None:
+    space = keras_tuner.HyperParameters()
+    space.Float("x", -1, 1)
+
+    def run(kind: Any) -> None:
+        tuner = kind(
+            objective=keras_tuner.Objective("score", "min"),
+            hyperparameters=space,
+            directory=str(tmp_path),
+            distribution_strategy=strategies[1],
+        )
+        assert from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})["space"]
+        inside.run_assigned(tuner, assigned(tmp_path, x=0.5), (), {})
+
+    run(Alone)
+    outcome = outcome_of(tmp_path / "trials" / "0", Goal(objective="score", direction="min"))
+    assert outcome.score == 0.25
+    with pytest.raises(UsageError, match="'y', first asked for in this trial"):
+        run(type("Late", (Alone,), {"asks": ("x", "y")}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sweep_dir": "p/sweep"}, "p/sweep, in the tuner's own directory"),
+        ({"backup_every_steps": 0}, "--backup_every_steps: received 0"),
+        ({"early_stop": "median"}, "median with hyperband"),
+        ({"strategy": tfdist}, "--strategy: received <module"),
+        ({}, "'val_accuracy' without data to validate on"),
+    ],
+    ids=lambda one: next(iter(one), "no_validation") if isinstance(one, dict) else "",
+)
+def test_what_cannot_be_searched_is_one_line(
+    options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tuner = keras_tuner.Hyperband(build, "val_accuracy", directory=".", project_name="p")
+    with pytest.raises(UsageError) as error:
+        tfdist.tuning.search(tuner, X, Y, **options)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match=r"received a function; expected a keras_tuner\.Tuner"):
+        tfdist.tuning.search(build, X, Y, sweep_dir=tmp_path)
+
+
+def test_a_sweeps_own_process_does_not_load_what_trains() -> None:
+    program = (
+        "import sys, tfdist.tuning; tfdist.tuning.search; "
+        "assert 'keras_tuner' in sys.modules and 'tfdist.training' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def by_layers(hp: Any) -> keras.Model:
@@ -324,11 +428,24 @@ def test_a_program_that_does_not_come_to_its_search_is_told(
     program = tmp_path / "program.py"
     program.write_text("import sys; print(__name__, sys.argv[1:])")
     monkeypatch.setattr(trial, "make_strategy", lambda: None)
+    monkeypatch.setattr(trial, "have_tuners_overwrite_nothing", lambda: None)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(UsageError, match=r"ended before it came to its tfdist\.tuning\.search"):
         trial.main([str(program), "--lr", "1"])
     assert "__main__ ['--lr', '1']" in capsys.readouterr().out
+
+
+def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks that start at once would, and one of them find nothing to delete."""
+    monkeypatch.setattr(BaseTuner, "__init__", BaseTuner.__init__)  # to be given back
+    trial.have_tuners_overwrite_nothing()
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "kept").touch()
+    make_tuner(tmp_path, overwrite=True)
+    assert (tmp_path / "p" / "kept").exists()
 
 
 def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart() -> None:
@@ -442,6 +559,44 @@ def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(
             first = chief.state.trials[past]
         assert told.checkpoints == str(tmp_path / "trials" / first.id / "checkpoints")
         assert told.run_dir == str(tmp_path / "trials" / one.id)
+
+
+@pytest.mark.parametrize("patience", [None, 1], ids=["worse", "stopped"])
+def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
+    patience: int | None, tmp_path: Path, strategies: Any
+) -> None:
+    """Its weights are those of its own best epoch; of the one before, where that was stopped."""
+    objective = keras_tuner.Objective("val_loss", "max")  # so that the first epoch is the best
+
+    def run(trial: str, *, epochs: int, **values: Any) -> Any:
+        tuner = keras_tuner.Hyperband(
+            build,
+            objective,
+            max_epochs=4,
+            factor=2,
+            directory=str(tmp_path),
+            distribution_strategy=strategies[1],
+        )
+        values |= {"units": 2, "tuner/epochs": epochs}
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=patience or 9, mode="max")
+        fitting = {"validation_data": (X, Y), "verbose": 0, "callbacks": [stop]}
+        (tmp_path / "trials" / trial).mkdir(parents=True)  # the launcher's log is in it
+        inside.run_assigned(tuner, assigned(tmp_path, trial=trial, **values), (X, Y), fitting)
+        goal = Goal(objective="val_loss", direction="max")
+        outcome = outcome_of(tmp_path / "trials" / trial, goal)
+        assert isinstance(outcome, Completed)
+        model = tuner.load_model(tuner.oracle.trials[trial])
+        assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
+        return outcome
+
+    first = run("0", epochs=3, **{"tuner/initial_epoch": 0})
+    last = run("1", epochs=4, **{"tuner/initial_epoch": 3, "tuner/trial_id": "0"})
+    if patience is None:
+        assert [line["virtual_epoch"] for line in last.history] == [4]
+        assert last.score < first.score
+    else:
+        assert [line["virtual_epoch"] for line in first.history] == [1, 2]
+        assert last.score == pytest.approx(first.score)
 
 
 def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(

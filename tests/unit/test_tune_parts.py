@@ -101,9 +101,16 @@ def test_a_wrong_flag_is_one_line(flags: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("parallel_trials", "2"), ("workers", 1.5), ("ps", True), ("trial_timeout_s", "60")],
+    [
+        ("parallel_trials", "2"),
+        ("workers", 1.5),
+        ("ps", True),
+        ("trial_timeout_s", "60"),
+        ("reconnect_s", "60"),
+        ("strategy", None),
+    ],
 )
-def test_what_is_no_number_is_one_line_from_python_too(name: str, value: Any) -> None:
+def test_what_is_no_number_or_name_is_one_line_from_python_too(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"--{name}: received {value!r}".replace("'60'", "60")):
         RunOptions(sweep_dir=Path("s"), **{name: value})
 
@@ -445,6 +452,20 @@ def test_the_leaderboard_of_a_directory_is_shown(
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(UsageError, match="where no sweep is"):
         show(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("gone", [0, 1], ids=["begun", "asked"])
+def test_a_journal_of_which_a_line_is_gone_is_one_line(tmp_path: Path, gone: int) -> None:
+    path = sweep(tmp_path).path
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:gone] + lines[gone + 1 :]))
+    if gone:
+        with pytest.raises(UsageError, match="journal of the sweep, line 2: received 'started'"):
+            show(tmp_path)
+    else:
+        show(tmp_path)  # as far as it can be
+        with pytest.raises(UsageError, match=r"tuner='random' \(there: None\)"):
+            directory.require_same(tmp_path, fold(read(path)).begun, begun())
 
 
 def test_a_running_sweep_is_shown_as_one_also_where_nothing_can_be_written(

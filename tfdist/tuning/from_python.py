@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, 
 from tfdist.launch.hosts import environment_of_tasks
 from tfdist.launch.machine import this_machine
 from tfdist.launch.target import imports_tensorflow
-from tfdist.training import fit
-from tfdist.tuning import directory, journal, retrain
+from tfdist.tuning import directory, journal, own_tuner, retrain
 from tfdist.tuning.assigning import Asked, best_of, plan_of
 from tfdist.tuning.assignment import read as read_assignment
 from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
 from tfdist.tuning.exploring import complete_space
 from tfdist.tuning.hosts import Meeting, meeting_of
 from tfdist.tuning.joined import JoinedRunner
-from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions
+from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, check_least
 from tfdist.tuning.oracle import PROJECT, Search
 from tfdist.tuning.own_program import imports_of, own_program, require_alone, require_known
 from tfdist.tuning.runner import LauncherRunner
@@ -86,11 +85,9 @@ def search(
       StartupTimeout: a runner has not found its chief.
       SystemExit: in a trial, which is done; in a runner; in a sweep that was asked to stop.
     """
-    require_known(
-        fit_kwargs, own=inspect.signature(search).parameters, fit=inspect.signature(fit).parameters
-    )
+    require_known(fit_kwargs, own=inspect.signature(search).parameters, fit=_names_of_fit)
     options = RunOptions(
-        sweep_dir=_sweep_dir(tuner, sweep_dir),
+        sweep_dir=own_tuner.sweep_dir_of(tuner, sweep_dir),
         strategy=strategy,
         workers=workers,
         ps=ps,
@@ -106,15 +103,18 @@ def search(
         rendezvous_token_file=rendezvous_token_file,
         reconnect_s=reconnect_s,
     )
+    check_least("backup_every_steps", backup_every_steps, 1)
+    own_tuner.require_one_rule(tuner, early_stop)
     assignment = read_assignment(os.environ)
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
         from tfdist.tuning.inside import run_assigned
 
         run_assigned(tuner, assignment, fit_args, fit_kwargs)
         sys.exit(EXIT_OK)
-    _require_fresh(tuner)
+    own_tuner.require_fresh(tuner)
     if assignment is None:  # else a search before the one whose trial this is: it is finished
         require_alone(os.environ)
+        own_tuner.require_validation(tuner, fit_kwargs)
         if join is not None:
             sys.exit(_join(options))
         asked = Asked(options=options, backup_every_steps=backup_every_steps)
@@ -192,27 +192,10 @@ def _runner(options: RunOptions) -> LauncherRunner:
     )
 
 
-def _sweep_dir(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
-    if given is not None:
-        return Path(given)
-    if not isinstance(tuner, keras_tuner.Tuner):
-        raise UsageError(
-            "tfdist.tuning.search",
-            received=f"a {type(tuner).__name__}",
-            expected="a keras_tuner.Tuner, such as RandomSearch",
-            fix="make one from the build function",
-        )
-    return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
+def _names_of_fit() -> Iterable[str]:
+    from tfdist.training import fit  # the trials need it, and it takes a moment
 
-
-def _require_fresh(tuner: Any) -> None:
-    if tuner.oracle.trials:
-        raise UsageError(
-            "tfdist.tuning.search",
-            received=f"a tuner that has searched already, {len(tuner.oracle.trials)} trials",
-            expected="a new one; what a sweep has found is read from its sweep_dir",
-            fix="give the tuner another project_name",
-        )
+    return inspect.signature(fit).parameters
 
 
 def _describe(tuner: Any, options: RunOptions, fit_kwargs: Mapping[str, Any]) -> dict[str, Any]:

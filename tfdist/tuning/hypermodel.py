@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -33,7 +36,9 @@ class HyperModel(keras_tuner.HyperModel):
     """
 
     def __init__(self, hypermodel: Any, *, fit: Callable[..., Any] = fit) -> None:
-        self._inner = get_hypermodel(hypermodel)
+        inner = get_hypermodel(hypermodel)
+        # One that is wrapped twice is fitted once, as who wraps it last says.
+        self._inner: Any = inner._inner if isinstance(inner, HyperModel) else inner
         self._fit = fit
         super().__init__(name=self._inner.name, tunable=self._inner.tunable)
 
@@ -80,11 +85,19 @@ def _replaced(callback: Any) -> Any:
 
 
 class SaveBest(keras.callbacks.Callback):
-    """KerasTuner's saving of the weights of the best epoch, by the chief, and resumed."""
+    """KerasTuner's saving of the weights of the best epoch, by the chief, and resumed.
+
+    A trial that goes on from another's checkpoints has a best epoch of its own. Where it has none,
+    as that one was stopped for good, the best weights are that one's.
+    """
 
     def __init__(self, original: Any) -> None:
         super().__init__()
         self._original = original
+        self._file = Path(original.filepath)
+        self._before: Path | None = None
+        """What the trial before has saved, where nothing of this one was resumed."""
+        self._has_saved = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         original, value = self._original, None
@@ -93,14 +106,24 @@ class SaveBest(keras.callbacks.Callback):
             if not original.objective.better_than(value, original.best_value):
                 return
             original.best_value = value
+        self._has_saved = True
         if is_chief():
             self.model.save_weights(original.filepath)
 
+    def on_train_end(self, logs: Any = None) -> None:
+        has_best = self._has_saved or math.isfinite(self._original.best_value)
+        if self._before is not None and not has_best and is_chief():
+            shutil.copyfile(self._before, self._file)
+
     def get_state(self) -> Any:
-        return repr(float(self._original.best_value))  # JSON has no infinity
+        best = repr(float(self._original.best_value))  # JSON has no infinity
+        return {"trial": self._file.parent.name, "best": best}
 
     def set_state(self, state: Any) -> None:
-        self._original.best_value = float(state)
+        if state["trial"] == self._file.parent.name:
+            self._original.best_value = float(state["best"])
+        else:
+            self._before = self._file.parents[1] / state["trial"] / self._file.name
 
 
 class EpochHooks(keras.callbacks.Callback):

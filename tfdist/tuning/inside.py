@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from keras_tuner.src.engine import tuner_utils
 
 from tfdist.checkpoint import BackupAndRestore
 from tfdist.checkpoint.model_checkpoint import save_whole
-from tfdist.errors import UsageError, near
+from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.digest import weights_sha256
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import barrier, current_job, is_chief, make_strategy
@@ -21,6 +22,7 @@ from tfdist.training import fit
 from tfdist.tuning.assignment import Assignment
 from tfdist.tuning.hypermodel import HyperModel
 from tfdist.tuning.oracle import PROJECT
+from tfdist.tuning.own_tuner import of_epochs, unreported
 
 
 def run_assigned(
@@ -34,19 +36,28 @@ def run_assigned(
     keras.utils.set_random_seed(assignment.seed)
     trial = _trial(tuner, assignment)
     hp = trial.hyperparameters
-    fitting = _TrialFit(assignment, directory=RunDirectory(assignment.run_dir))
+    fitting = _TrialFit(
+        assignment,
+        directory=RunDirectory(assignment.run_dir),
+        objective=of_epochs(tuner),
+    )
+
+    def require_known() -> None:
+        if tuner.oracle.tune_new_entries:
+            _require_known(hp, assignment)
 
     def route(*args: Any, **kwargs: Any) -> Any:
-        if tuner.oracle.tune_new_entries:
-            _require_known(hp, assignment)  # before the training, not after it
+        require_known()  # before the training, not after it
         return fitting(*args, **kwargs)
 
-    tuner.hypermodel = HyperModel(tuner.hypermodel, fit=route)
+    if tuner.hypermodel is not None:  # else `run_trial` does without
+        tuner.hypermodel = HyperModel(tuner.hypermodel, fit=route)
     results = tuner.run_trial(trial, *args, **kwargs)
+    require_known()
     if is_chief():
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
         result = _result(tuner, results)
-        is_told = fitting.executions == 1 and _is_in_lines(results, tuner.oracle.objective.name)
+        is_told = fitting.has_told(results, tuner.oracle.objective.name)
         told = {} if is_told else {"result": result}
         if assignment.save_model and fitting.model is not None:
             save_whole(fitting.model, fitting.directory.model_file)
@@ -80,8 +91,11 @@ class _TrialFit:
     Each call is one execution of the trial, with checkpoints of its own.
     """
 
-    def __init__(self, assignment: Assignment, *, directory: RunDirectory) -> None:
+    def __init__(
+        self, assignment: Assignment, *, directory: RunDirectory, objective: str | None
+    ) -> None:
         self._assignment = assignment
+        self._objective = objective
         self.executions = self._epochs = self._steps = 0
         self.model: keras.Model | None = None
         self._resumed_from: int | None = None
@@ -90,7 +104,12 @@ class _TrialFit:
     def __call__(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         callbacks = list(keras.tree.flatten(kwargs.pop("callbacks", None) or []))
         _require_no_backup(callbacks)
-        lines = _MetricLines(self.directory, epochs_before=self._epochs, steps_before=self._steps)
+        lines = _MetricLines(
+            self.directory,
+            epochs_before=self._epochs,
+            steps_before=self._steps,
+            objective=self._objective if kwargs.get("validation_freq", 1) == 1 else None,
+        )
         backup = BackupAndRestore(
             self._checkpoints(), every_steps=self._assignment.backup_every_steps
         )
@@ -116,31 +135,63 @@ class _TrialFit:
             "resumed_from_step": self._resumed_from,
         }
 
+    def has_told(self, results: Any, objective: str) -> bool:
+        """Returns whether the result is the best of the epochs of one fit, whose lines are there.
+
+        There are none where the trial that this one continues had been stopped for good.
+        """
+        is_one = isinstance(results, list) and [type(one) for one in results] == [History]
+        is_there = is_one and objective in results[0].history
+        return is_there and self.executions == 1 and bool(self.directory.read_metrics())
+
     def _checkpoints(self) -> Path:
         name = f"-{self.executions}" if self.executions else ""
         return Path(f"{self._assignment.checkpoints}{name}")
 
 
 class _MetricLines(keras.callbacks.Callback):
-    """Writes a line to `metrics.jsonl` for each epoch, which the sweep shows and judges by."""
+    """Writes a line to `metrics.jsonl` for each epoch, which the sweep shows and judges by.
 
-    def __init__(self, directory: RunDirectory, *, epochs_before: int, steps_before: int) -> None:
+    Ends a trial that is no use any more: its loss is not finite, or `objective` is not reported.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        epochs_before: int,
+        steps_before: int,
+        objective: str | None,
+    ) -> None:
         super().__init__()
         self._directory = directory
+        self._objective = objective
         self._epochs_before, self._steps_before = epochs_before, steps_before
+        self._has_written = False
         self.resumed_from: int | None = None
 
     def resumed_at(self, step: int) -> None:
         self.resumed_from = step
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if not is_chief():
-            return
+        logs = logs or {}
+        if is_chief():
+            self._write(epoch, logs)
+        if not math.isfinite(loss := float(logs.get("loss", 0.0))):
+            raise TfdistError(
+                f"training: the loss became {loss} in epoch {epoch + 1}. "
+                "Fix: leave such values out of the search space, or set clipnorm"
+            )
+        if self._objective is not None and self._objective not in logs:
+            raise unreported(self._objective, sorted(logs))
+
+    def _write(self, epoch: int, logs: Mapping[str, Any]) -> None:
         step = self._steps_before + _steps_of(self.model)
-        self._directory.drop_metrics_after(step - 1)  # of an attempt that went further
+        if not self._has_written:  # those of an attempt that went further
+            self._directory.drop_metrics_after(step - 1)
+        self._has_written = True
         virtual_epoch = self._epochs_before + epoch + 1
-        line = {"step": step, "virtual_epoch": virtual_epoch, **(logs or {})}
-        self._directory.append_metrics(line)
+        self._directory.append_metrics({"step": step, "virtual_epoch": virtual_epoch, **logs})
 
 
 def _steps_of(model: keras.Model) -> int:
@@ -154,20 +205,8 @@ def _result(tuner: Any, results: Any) -> dict[str, Any]:
         metrics = tuner_utils.convert_to_metrics_dict(results, objective)
         step = tuner_utils.get_best_step(results, objective)
     except KeyError as error:
-        there = _reported(results)
-        raise UsageError(
-            "objective",
-            received=f"{objective.name!r}{near(objective.name, there)}",
-            expected=f"what the model reports: {', '.join(there)}",
-            fix="name one of them, or add it to the metrics of model.compile",
-        ) from error
+        raise unreported(objective.name, _reported(results)) from error
     return {"virtual_epoch": step + 1, **{name: float(value) for name, value in metrics.items()}}
-
-
-def _is_in_lines(results: Any, objective: str) -> bool:
-    """Whether the result is the best of the epochs of one fit, whose lines are there."""
-    is_one = isinstance(results, list) and [type(one) for one in results] == [History]
-    return is_one and objective in results[0].history
 
 
 def _reported(results: Any) -> list[str]:

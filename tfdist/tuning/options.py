@@ -52,9 +52,9 @@ class RunOptions:
     def __post_init__(self) -> None:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("early_stop", self.early_stop, EARLY_STOPS)
-        _check_least("parallel_trials", self.parallel_trials, 0 if self.serve else 1)
+        check_least("parallel_trials", self.parallel_trials, 0 if self.serve else 1)
         for name in ("workers", "ps", "devices_per_worker", "max_failed_trials"):
-            _check_least(name, getattr(self, name), 1)
+            check_least(name, getattr(self, name), 1)
         _check_hosts(self)
         if not (isinstance(self.trial_timeout_s, int | float) and self.trial_timeout_s > 0):
             raise UsageError(
@@ -95,17 +95,12 @@ class SweepOptions(RunOptions):
         RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
         _check_name("tuner", self.tuner, TUNERS)
         _check_name("objective", self.objective, OBJECTIVES)
-        if self.early_stop != NONE and self.tuner == "hyperband":
-            raise UsageError(
-                "--early_stop",
-                received=f"{self.early_stop} with --tuner hyperband",
-                expected="none: hyperband ends trials itself, and counts on those it goes on with",
-                fix="leave it out, or use --tuner random",
-            )
-        _check_least("max_trials", self.max_trials, 1)
-        _check_least("factor", self.factor, 2)
+        if self.tuner == "hyperband":
+            check_no_rule(self.early_stop)
+        check_least("max_trials", self.max_trials, 1)
+        check_least("factor", self.factor, 2)
         fix = "KerasTuner draws another one for 0; write --seed 1, or leave it out"
-        _check_least("seed", self.seed, 1, fix=fix)
+        check_least("seed", self.seed, 1, fix=fix)
 
     @property
     def direction(self) -> str:
@@ -156,10 +151,10 @@ def _check_hosts(options: RunOptions) -> None:
     for flag, address in (("--serve", options.serve), ("--join", options.join)):
         if address is not None:
             check_address(address, where=flag)
-    if not 0 < options.reconnect_s < math.inf:
+    if not (isinstance(options.reconnect_s, int | float) and 0 < options.reconnect_s < math.inf):
         raise UsageError(
             "--reconnect_s",
-            received=f"{options.reconnect_s:g}",
+            received=str(options.reconnect_s),
             expected="a number of seconds above 0",
             fix="leave it out for 300",
         )
@@ -203,13 +198,25 @@ def _check_name(flag: str, value: str, choices: Sequence[str] | dict[str, str]) 
     if value not in choices:
         raise UsageError(
             f"--{flag}",
-            received=f"{value!r}{near(value, choices)}",
+            received=f"{value!r}{near(str(value), choices)}",
             expected=f"one of {', '.join(choices)}",
             fix="name one of them",
         )
 
 
-def _check_least(flag: str, value: int | None, least: int, *, fix: str = "") -> None:
+def check_no_rule(early_stop: str) -> None:
+    """Raises UsageError for a rule beside that of hyperband."""
+    if early_stop != NONE:
+        raise UsageError(
+            "--early_stop",
+            received=f"{early_stop} with hyperband",
+            expected="none: hyperband ends trials itself, and counts on those it goes on with",
+            fix="leave it out, or use random search",
+        )
+
+
+def check_least(flag: str, value: int | None, least: int, *, fix: str = "") -> None:
+    """Raises UsageError for what is neither None nor a whole number of at least `least`."""
     is_number = isinstance(value, int) and not isinstance(value, bool)  # from Python it may not be
     if value is not None and not (is_number and value >= least):
         fix = fix or f"write --{flag} {least}, for example"

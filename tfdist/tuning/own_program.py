@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,16 @@ def _is_installed(module: Any) -> bool:
     return "site-packages" in parts or "dist-packages" in parts
 
 
-def require_known(given: Iterable[str], *, own: Iterable[str], fit: Iterable[str]) -> None:
+def require_known(
+    given: Iterable[str], *, own: Iterable[str], fit: Callable[[], Iterable[str]]
+) -> None:
     """Raises UsageError for an argument that is neither fit's nor search's but almost so.
 
     Others may be those of a hypermodel's own fit.
     """
     own = list(own)
     for name in given:
-        if name not in fit and (meant := near(name, own)):
+        if (meant := near(name, own)) and name not in fit():
             raise UsageError(
                 f"search(..., {name}=...)",
                 received=f"{name}{meant}",

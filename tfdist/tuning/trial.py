@@ -15,7 +15,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tfdist.errors import EXIT_OK, UsageError
 from tfdist.strategy import current_job, make_strategy
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
     make_strategy()
+    have_tuners_overwrite_nothing()
     try:
         _run(argv)
     except SystemExit as ended:
@@ -43,6 +44,22 @@ def main(argv: Sequence[str]) -> None:
         expected="the same path to it in every run: each trial runs the program again",
         fix="call it wherever the sweep itself has called it",
     )
+
+
+def have_tuners_overwrite_nothing() -> None:
+    """Has tuners delete no project when they are made, as ``overwrite=True`` has it.
+
+    The sweep's own process has done so. Tasks that start at once would do it at once, and one of
+    them fail, as what it deletes is gone.
+    """
+    from keras_tuner.src.engine.base_tuner import BaseTuner
+
+    make = BaseTuner.__init__
+
+    def make_without(tuner: Any, *args: Any, **kwargs: Any) -> None:
+        make(tuner, *args, **{**kwargs, "overwrite": False})
+
+    BaseTuner.__init__ = make_without
 
 
 def _run(argv: Sequence[str]) -> None:
