@@ -52,8 +52,9 @@ def import_once(modules: Sequence[str]) -> None:
     threads = count_threads()
     if threads > 1:  # only the one that forks lives on in a task, whatever the others held
         print(f"fork server: {threads} threads after the imports, where 1 was expected")
-    gc.collect()
-    gc.freeze()  # so that a task's collector does not touch, and so copy, what all share
+    # So that a task's collector does not touch, and so copy, what all share. There is no collection
+    # before: it takes a while, and frees places in pages that each task would fill, and so copy.
+    gc.freeze()
     gc.enable()
 
 
