@@ -287,3 +287,164 @@ def test_functions_that_run_eagerly_are_refused(strategies, eagerly):
     for call in calls:
         with pytest.raises(tfdist.UsageError, match=r"run_functions_eagerly\(True\)"):
             call()
+
+
+class Parts(keras.Sequential):
+    """A step that takes a dict apart, as for TFDS, and a loss of `compile`."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            predicted = self(data["image"], training=True)
+            loss = self.compute_loss(y=data["label"], y_pred=predicted)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"mine": loss}
+
+
+class Itself(keras.Sequential):
+    """An autoencoder, whose targets are its inputs."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=data, y_pred=self(data, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"mine": loss}
+
+
+@pytest.mark.parametrize("kind", [Parts, Itself])
+def test_a_step_of_its_own_takes_a_batch_apart(strategies, kind):
+    def make():
+        model = kind([keras.Input((5,)), layers.Dense(1 if kind is Parts else 5)])
+        model.compile("adam", "mse")
+        return model
+
+    x = {"image": X, "label": Y} if kind is Parts else X
+    assert_like_keras(strategies, make, x=x, y=None)
+
+
+class OfOneBatch(keras.Model):
+    """Takes what a symbol is not: a ragged tensor, or a batch whose size is known."""
+
+    def __init__(self, ragged):
+        super().__init__()
+        self.ragged, self.embed, self.out = ragged, layers.Embedding(6, 4), layers.Dense(1)
+
+    def call(self, x):
+        x = x.to_tensor(shape=[None, 3]) if self.ragged else tf.reshape(x, [x.shape[0], 3])
+        return self.out(ops.mean(self.embed(x), 1))
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_a_model_is_built_by_the_first_batch_where_symbols_do_not_do(strategies, ragged):
+    tokens = tf.ragged.constant([[1, 2, 3], [3], [4, 5], [2]] * 5, dtype=tf.int32)
+    rows = tokens if ragged else tokens.to_tensor()
+    data = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(4, drop_remainder=not ragged)
+
+    def make():
+        model = OfOneBatch(ragged)
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    chosen = strategies if ragged else {1: strategies[1], 2: strategies[1]}
+    assert_like_keras(chosen, make, x=data, y=None, validation_data=data)
+    theirs, *both = predictions(chosen, make, data)
+    for ours in both:
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+class Helped(keras.Model):
+    """With a head that training alone uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = layers.Dense(4, "tanh"), layers.Dense(1)
+        self.head = layers.Dense(1)
+
+    def call(self, x, training=False):
+        x = self.body(x)
+        return self.out(x) + self.head(x) if training else self.out(x)
+
+
+def test_layers_that_training_alone_uses_are_built(strategies):
+    def make():
+        model = Helped()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    assert_like_keras(strategies, make, validation_data=(X, Y))
+
+
+def test_batches_without_weights_say_none(strategies):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6).map(lambda x, y: (x, y, None))
+    assert_like_keras(strategies, dense, x=data, y=None, validation_data=data)
+
+
+def predictions(strategies, make, x, **options):
+    """What Keras predicts, and what tfdist does on one and on two replicas."""
+    keras.utils.set_random_seed(1)
+    yield make().predict(x, verbose=0, **options)
+    for replicas in (1, 2):
+        keras.utils.set_random_seed(1)
+        with strategies[replicas].scope():
+            model = make()
+        yield tfdist.predict(model, x, verbose=0, **options)
+
+
+def test_predictions_of_batches_of_other_widths_are_ragged(strategies):
+    rows = RNG.normal(size=(3, 4, 6, 2)).astype("float32")
+    batches = [rows[0, :, :2], rows[1], rows[2, :3, :5]]
+    data = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=tf.TensorSpec((None, None, 2))
+    )
+
+    def make():
+        return keras.Sequential([keras.Input((None, 2)), layers.Dense(3)])
+
+    theirs, *both = predictions(strategies, make, data)
+    for ours in both:
+        assert ours.row_lengths().numpy().tolist() == [2] * 4 + [6] * 4 + [5] * 3
+        np.testing.assert_allclose(ours.to_tensor(), theirs.to_tensor(), atol=1e-6)
+
+
+class Numbers(keras.Sequential):
+    def predict_step(self, data):
+        return {"rows": tf.repeat(self(data), 2, axis=0), "mean": tf.reduce_mean(data)}
+
+
+def test_outputs_that_are_not_one_for_each_example_are_whole_on_one_device(strategies):
+    def make():
+        return Numbers([keras.Input((5,)), layers.Dense(1)])
+
+    on_one = {1: strategies[1], 2: strategies[1]}
+    theirs, ours, _ = predictions(on_one, make, X, batch_size=6)
+    assert ours["rows"].shape == (40, 1)
+    assert ours["mean"].shape == (4,)
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, atol=1e-6)
+
+
+class WithoutCall(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(1)
+        self.out.build((None, 5))
+
+    def predict_step(self, data):
+        return self.out(data)
+
+
+def test_a_model_without_call_predicts_by_its_own_step(strategies):
+    theirs, *both = predictions(strategies, WithoutCall, X, batch_size=6)
+    for ours in both:
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_figures_of_an_evaluation_come_in_the_order_of_keras(strategies):
+    def make():
+        return dense(metrics=["mae", "accuracy"])
+
+    with strategies[2].scope():
+        ours = make()
+    figures = tfdist.evaluate(ours, X, Y, return_dict=True, verbose=0)
+    assert list(figures) == list(make().evaluate(X, Y, return_dict=True, verbose=0))

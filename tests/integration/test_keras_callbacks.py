@@ -496,6 +496,26 @@ def test_evaluation_and_prediction_stop_where_a_batch_hook_asks(strategies):
     assert len(tfdist.predict(model, X, **options)) == 2 * BATCH_SIZE
 
 
+def test_evaluation_and_prediction_that_are_stopped_as_they_begin_have_one_batch(strategies):
+    class Stop(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            self.model.stop_evaluating = True
+
+        def on_predict_begin(self, logs=None):
+            self.model.stop_predicting = True
+
+    class StopAndLook(Stop):
+        def on_predict_batch_end(self, batch, logs=None):
+            pass
+
+    model, first = make_model(strategies[2]), X[:BATCH_SIZE]
+    for callback in (Stop(), StopAndLook()):
+        options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [callback]}
+        exact = tfdist.evaluate(model, first, Y[:BATCH_SIZE], verbose=0)
+        assert tfdist.evaluate(model, X, Y, **options) == pytest.approx(exact, rel=1e-5)
+        assert len(tfdist.predict(model, X, **options)) == BATCH_SIZE
+
+
 def test_hooks_may_read_and_write_the_model(strategies):
     """As callbacks do that average weights, log norms, or freeze a layer's bias."""
 

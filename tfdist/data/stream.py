@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework.none_tensor import NoneTensorSpec
 
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.errors import UsageError
@@ -181,9 +182,18 @@ def _require_batches(spec: Nest) -> None:
                 expected="batches: a first axis of examples in every part",
                 fix="end the dataset with .batch(global_batch_size)",
             )
+        if shape is not None and shape.rank is None:
+            raise UsageError(
+                "tf.data.Dataset",
+                received=f"elements {spec}",
+                expected="to know how many axes each part of a batch has",
+                fix="give from_generator an output_signature, or map to tf.ensure_shape",
+            )
 
 
 def _without_batch_axis(spec: Any) -> Any:
+    if isinstance(spec, NoneTensorSpec):
+        return None
     if isinstance(spec, tf.TensorSpec):
         shape = spec.shape[1:] if spec.shape.rank is not None else spec.shape
         return tf.TensorSpec(shape, spec.dtype)

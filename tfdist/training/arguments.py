@@ -23,6 +23,19 @@ def require_whole(name: str, value: Any, *, least: int) -> None:
         )
 
 
+def require_frequency(validation_freq: Any) -> None:
+    """Raises UsageError unless this is a whole number of epochs, or a list of epochs from 1."""
+    if not isinstance(validation_freq, int | list):
+        raise UsageError(
+            "validation_freq",
+            received=repr(validation_freq),
+            expected="an int, or a list of the epochs, counted from 1",
+            fix="write validation_freq=2 or validation_freq=[1, 2, 10]",
+        )
+    if isinstance(validation_freq, int):
+        require_whole("validation_freq", validation_freq, least=1)
+
+
 def require_split(validation_split: Any) -> None:
     """Raises UsageError unless the share is one of the data that leaves some to train on."""
     if not isinstance(validation_split, int | float | np.number) or not 0 <= validation_split < 1:

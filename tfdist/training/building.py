@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -77,22 +79,22 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
         )
 
 
-def build(model: keras.Model, job: Job, batch_spec: Any) -> None:
+def build(
+    model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]
+) -> None:
     """Makes every variable of model, metrics, loss and optimizer inside the scope.
 
-    `batch_spec`: nest of `tf.TensorSpec` of one batch. Every task calls it: making a variable is
-    a collective under multiworker.
+    `batch_spec`: nest of `tf.TensorSpec` of one batch; `first_batch` is called where that does not
+    do. Every task calls it: making a variable is a collective under multiworker.
     """
-    batch = tf.nest.map_structure(_symbolic, batch_spec)
     _require_targets(model, batch_spec)
     _require_optimizer_of_scope(model, job)
     _require_one_state(model, job)
-    has_call = type(model).call is not keras.Model.call
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
     with job.strategy.scope():
-        if has_call:
-            model._symbolic_build(data_batch=batch)
+        if _has_call(model):
+            _build_by_a_call(model, batch_spec, first_batch=first_batch)
         else:
             _require_built_parts(model)
         if optimizer is not None and not optimizer.built:
@@ -116,20 +118,89 @@ def _num_ps(job: Job) -> int:
     return int(job.strategy.extended._num_ps)
 
 
-def build_to_predict(model: keras.Model, job: Job, batch_spec: Any) -> None:
+def build_to_predict(
+    model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]
+) -> None:
     """Makes every variable of the model inside the scope; it need not be compiled."""
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch_spec))
     _require_one_state(model, job)
-    with job.strategy.scope():
-        if not all(layer.built for layer in model._flatten_layers()):
-            compute_output_spec(model, x, training=False)
+    if not _has_call(model):
+        _require_built_parts(model)
+    elif not all(layer.built for layer in model._flatten_layers()):
+        with job.strategy.scope():
+            try:
+                _called(model, tf.nest.map_structure(_symbolic, batch_spec))
+            except Exception as error:
+                _or_raise(error, lambda: _called(model, first_batch()))
+
+
+def _build_by_a_call(
+    model: keras.Model, batch_spec: Any, *, first_batch: Callable[[], Any]
+) -> None:
+    """Builds model, metrics and loss by a call in which nothing is computed.
+
+    Keras makes one, of symbols, under a strategy alone; they are dense and do not know the size of
+    a batch. Where a model cannot take them, it is called with the first batch itself. Where it
+    cannot take that, a step of its own may, which takes a batch apart in its own way.
+    """
+    batch = tf.nest.map_structure(_symbolic, batch_spec)
+    if not all(layer.built for layer in model._flatten_layers()):
+        with contextlib.suppress(Exception):  # as where layers talk to those of other replicas
+            _called(model, batch, training=True)  # builds what training alone uses, too
+    try:
+        model._symbolic_build(data_batch=batch)
+    except Exception as error:
+        if not _is_ready_for_its_own_step(model):
+            _or_raise(error, lambda: _build_with(model, first_batch()))
+
+
+def _or_raise(error: Exception, instead: Callable[[], Any]) -> None:
+    """Tries another way; where that fails too, the first error says more."""
+    try:
+        instead()
+    except Exception:
+        raise error from None
+
+
+def _called(model: keras.Model, batch: Any, *, training: bool = False) -> Any:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return compute_output_spec(model, x, training=training)
+
+
+def _build_with(model: keras.Model, batch: Any) -> None:
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    given = (x, y, _called(model, batch))
+    for part, build_part in (
+        (model._compile_metrics, model.compute_metrics),
+        (model._compile_loss, model._compute_loss),
+    ):
+        if part is not None and not part.built:
+            compute_output_spec(build_part, *given, sample_weight=weight)
+
+
+def _is_ready_for_its_own_step(model: keras.Model) -> bool:
+    """Whether all that has variables is built but the optimizer, and the step is not Keras'."""
+    metrics, loss = model._compile_metrics, model._compile_loss
+    return (
+        any(_is_own(model, step) for step in ("train_step", "test_step"))
+        and (model.built or all(layer.built for layer in model._flatten_layers(include_self=False)))
+        and (metrics is None or metrics.built)
+        and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
+    )
+
+
+def _has_call(model: keras.Model) -> bool:
+    return type(model).call is not keras.Model.call
+
+
+def _is_own(model: keras.Model, method: str) -> bool:
+    return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 def _require_targets(model: keras.Model, batch_spec: Any) -> None:
     """Raises UsageError for data without targets where Keras' own loss needs them."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch_spec)
     own = ("train_step", "test_step", "compute_loss")
-    stock = all(getattr(type(model), name) is getattr(keras.Model, name) for name in own)
+    stock = not any(_is_own(model, method) for method in own)
     if y is None and stock and model._compile_loss is not None:
         raise UsageError(
             "y",
@@ -149,6 +220,21 @@ def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
                 received=f"{type(one).__name__} made outside the strategy's scope",
                 expected="an optimizer of the model's own scope",
                 fix="make the optimizer, and call model.compile, inside `with strategy.scope():`",
+            )
+
+
+def require_known_variables(model: keras.Model) -> None:
+    """Raises UsageError for a variable that became trainable after the optimizer was built."""
+    known = getattr(model.optimizer, "_trainable_variables_indices", None)
+    if not known or _is_own(model, "train_step"):
+        return
+    for variable in model.trainable_variables:
+        if model.optimizer._var_key(variable) not in known:
+            raise UsageError(
+                "optimizer",
+                received=f"{variable.path}, which became trainable after the model was compiled",
+                expected="an optimizer that was made for all trainable variables",
+                fix="call model.compile(...) with a new optimizer, inside the scope",
             )
 
 

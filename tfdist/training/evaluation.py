@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist.checkpoint.preemption import SIGNALS, Asked, StopRequests, signal_of
 from tfdist.cluster import phases
@@ -15,6 +16,7 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building
 from tfdist.training.callbacks import callback_list, wants_every_batch
+from tfdist.training.engines.joining import joined
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.pace import Pace
 from tfdist.training.program import StepProgram
@@ -45,7 +47,7 @@ def evaluate(
     listed = callback_list(
         callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=evaluation.steps
     )
-    logs = evaluation.run(listed)
+    logs = pythonify_logs(evaluation.run(listed))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
@@ -65,25 +67,27 @@ def predict(
     job = building.job_for(model, doing="predict")
     length = _length(batch_size=batch_size, steps=steps)
     data = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0)
-    building.build_to_predict(model, job, data.batch_spec)
+    building.build_to_predict(model, job, data.batch_spec, first_batch=data.first_batch)
     session = Session(model, job)
     # A layer that draws while it predicts draws anew in each call, as under Keras.
     seed = int(broadcast(random.randrange(2**31)))
     program = session.program("predict_step", data.feed, seed=seed)
     total = data.plan.total_steps
     listed = callback_list(callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=total)
-    looks = _some_task_looks(listed, mode="predict")
     model.stop_predicting = False
     listed.on_predict_begin()
+    looks = _some_task_looks(listed, mode="predict", stop=model.stop_predicting)
     batches: list[Any] = []
     computed = session.engine.outputs(program, 0, total)
-    while len(batches) < total and not (looks and _asked(job, model.stop_predicting)):
+    while len(batches) < total and not (
+        looks and batches and _asked(job, model.stop_predicting)
+    ):
         step = len(batches)
         listed.on_predict_batch_begin(step)
         batches.append(next(computed))
         listed.on_predict_batch_end(step, {"outputs": batches[-1]})
     listed.on_predict_end()
-    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    return keras.tree.map_structure(lambda *parts: joined(parts), *batches)
 
 
 def _length(*, batch_size: int | None, steps: int | None) -> Length:
@@ -91,9 +95,10 @@ def _length(*, batch_size: int | None, steps: int | None) -> Length:
     return Length(batch_size=batch_size, steps_per_epoch=steps, once=True, most_steps=most)
 
 
-def _some_task_looks(callbacks: Any, *, mode: str) -> bool:
-    """True in every task when the chief has a callback that looks at each batch."""
-    return bool(broadcast(any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)))
+def _some_task_looks(callbacks: Any, *, mode: str, stop: bool) -> bool:
+    """True in every task when the chief is to stop, or has a callback that looks at each batch."""
+    looks = any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)
+    return bool(broadcast(looks or stop))
 
 
 def _asked(job: Job, stop: bool) -> bool:
@@ -114,7 +119,9 @@ class Evaluation:
     ) -> None:
         length = _length(batch_size=batch_size, steps=steps)
         prepared = prepare(*data, job=session.job, length=length, shuffle=False, seed=0)
-        building.build(session.model, session.job, prepared.batch_spec)
+        building.build(
+            session.model, session.job, prepared.batch_spec, first_batch=prepared.first_batch
+        )
         self._session = session
         self.feed = prepared.feed
         self._program: StepProgram = session.program("test_step", prepared.feed, seed=0)
@@ -132,7 +139,7 @@ class Evaluation:
         session.model.stop_evaluating = False
         with phases.entered("validate"):
             callbacks.on_test_begin()
-            looks = _some_task_looks(callbacks, mode="test")
+            looks = _some_task_looks(callbacks, mode="test", stop=session.model.stop_evaluating)
             logs: dict[str, float] = {}
             first = 0
             while first < self.steps:

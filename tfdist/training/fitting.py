@@ -17,7 +17,7 @@ from tfdist.cluster import phases
 from tfdist.outputs import costs
 from tfdist.strategy import broadcast
 from tfdist.training import building, inputs, resume
-from tfdist.training.arguments import require_whole
+from tfdist.training.arguments import require_frequency, require_whole
 from tfdist.training.attempt import Attempt
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation
@@ -85,8 +85,8 @@ def fit(
     building.require_compiled(model, doing="fit")
     require_whole("initial_epoch", initial_epoch, least=0)
     require_whole("max_staleness", max_staleness, least=0)
-    if isinstance(validation_freq, int):
-        require_whole("validation_freq", validation_freq, least=1)
+    if isinstance(validation_freq, int) or validation_data is not None or validation_split:
+        require_frequency(validation_freq)
     if validation_split and validation_data is None:
         arrays = (x, y, sample_weight)
         (x, y, sample_weight), validation_data = inputs.split(
@@ -127,7 +127,8 @@ def fit(
         seed=seed,
         class_weight=class_weight,
     )
-    building.build(model, job, data.batch_spec)
+    building.build(model, job, data.batch_spec, first_batch=data.first_batch)
+    building.require_known_variables(model)
     if initial_weights is not None and saved is None:
         with _draws_nothing():  # a resumed run does not load them
             load_weights(model, initial_weights, job=job)

@@ -169,7 +169,7 @@ def _session(config: Any, *, fresh: bool) -> tuple[Session, Data]:
         shuffle=True,
         seed=config.seed,
     )
-    building.build(model, job, data.batch_spec)
+    building.build(model, job, data.batch_spec, first_batch=data.first_batch)
     if config.initial_weights and fresh:
         load_weights(model, config.initial_weights, job=job)
     return Session(model, job), data

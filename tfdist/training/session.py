@@ -58,11 +58,18 @@ class Session:
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Runs steps as `Engine.run` does; a wrong label is told in one line."""
+        """Runs steps as `Engine.run` does; wrong labels and data that end are told in one line."""
         try:
             logs = self.engine.run(program, first, last, goes_on=goes_on)
             self._has_run.add(program)
             return logs
+        except tf.errors.OutOfRangeError:
+            raise UsageError(
+                "data",
+                received="a dataset that ended before the step it was asked for",
+                expected="one that gives as many batches each time that it is read",
+                fix="let from_generator make a new iterator each time, as a function does",
+            ) from None
         except tf.errors.InvalidArgumentError as error:
             found = _BAD_LABEL.search(str(error))
             if found is None:

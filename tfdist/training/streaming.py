@@ -173,6 +173,8 @@ def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
 
 
 def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    if leaf is None:
+        return None
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start:stop]
     rest = tf.shape(leaf, tf.int64)[1:]

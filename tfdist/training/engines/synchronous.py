@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged
 from tensorflow.python.distribute import values_util
 
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
 from tfdist.strategy import Job
 from tfdist.strategy.group import naming_who_is_gone, sum_bytes, sum_over_tasks
+from tfdist.training.engines.joining import joined, without_substitute
 from tfdist.training.exactness import require_deterministic
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled
@@ -151,9 +154,12 @@ class SynchronousEngine:
         @compiled
         def run_step(step: tf.Tensor, iterator: Any = None) -> Any:
             parts = _parts(program, step, iterator)
+            outputs = self._step(program, step, parts)
+            if not program.feed.may_be_empty:
+                return outputs
             return [
-                keras.tree.map_structure(lambda t, n=part.count: t[:n], output)
-                for output, part in zip(self._step(program, step, parts), parts, strict=True)
+                keras.tree.map_structure(partial(without_substitute, count=part.count), output)
+                for output, part in zip(outputs, parts, strict=True)
             ]
 
         return run_step
@@ -193,11 +199,9 @@ class SynchronousEngine:
 
     def _gathered(self, parts: list[Any]) -> Any:
         """Joins the replicas' outputs of one step, in the order of the examples."""
-        flat = [[t.numpy() for t in keras.tree.flatten(part)] for part in parts]
-        joined = [
-            self._across_tasks(np.concatenate(columns)) for columns in zip(*flat, strict=True)
-        ]
-        return keras.tree.pack_sequence_as(parts[0], joined)
+        flat = [list(map(convert_to_np_if_not_ragged, keras.tree.flatten(part))) for part in parts]
+        whole = [self._across_tasks(joined(columns)) for columns in zip(*flat, strict=True)]
+        return keras.tree.pack_sequence_as(parts[0], whole)
 
     def _across_tasks(self, rows: np.ndarray) -> np.ndarray:
         if self._job.kind != "multiworker":
