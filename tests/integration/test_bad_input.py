@@ -81,6 +81,7 @@ NUMBERS = {
     "validation_split=1.0": {"validation_split": 1.0},
     "validation_split=-0.5": {"validation_split": -0.5},
     "validation_freq=0": {"validation_freq": 0},
+    "validation_freq=(1, 2)": {"validation_freq": (1, 2), "validation_data": (X, Y)},
     "overfit_batches=0.5": {"overfit_batches": 0.5},
     "virtual_epochs=100": {"virtual_epochs": 100},
 }
@@ -203,6 +204,21 @@ def test_a_model_compiled_outside_the_scope_is_refused(strategies):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")
     assert "model.compile, inside `with strategy.scope():`" in refusal(lambda: fit(model, X, Y))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_layer_that_becomes_trainable_needs_another_optimizer(strategies, replicas):
+    with strategies[replicas].scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+        model.layers[0].trainable = False
+        model.compile("adam", "mse")
+    fit(model, X, Y)
+    model.layers[0].trainable = True
+    line = refusal(lambda: fit(model, X, Y))
+    assert "kernel, which became trainable after the model was compiled" in line
+    with strategies[replicas].scope():
+        model.compile("adam", "mse")
+    fit(model, X, Y)
 
 
 def test_a_layer_or_metric_made_outside_the_scope_is_refused(strategies):
@@ -341,6 +357,33 @@ def test_data_that_do_not_fit_together_are_refused(strategies):
     assert "None" in refusal(lambda: fit(model))
     assert "str 'abc'" in refusal(lambda: fit(model, X, Y, validation_data="abc"))
     assert "float '2.0'" in refusal(lambda: fit(model, X, Y, sample_weight=2.0))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_dataset_that_can_be_read_once_is_refused(strategies, replicas):
+    batches = iter([(X, Y)] * 3)  # all are gone when they have been counted
+    signature = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
+    data = tf.data.Dataset.from_generator(lambda: batches, output_signature=signature)
+    line = refusal(lambda: tfdist.fit(regression(strategies[replicas]), data, verbose=0))
+    assert line.startswith("data: received a dataset that ended before the step")
+
+
+def test_batches_that_replicas_cannot_divide_are_refused(strategies):
+    """A part that belongs to all examples would be cut as if it had a row for each of them."""
+    pairs = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    data = pairs.map(lambda x, y: ({"x": x, "all": tf.ones((3, 4))}, y))
+
+    def model(strategy):
+        with strategy.scope():
+            x, whole = keras.Input((4,), name="x"), keras.Input((4,), name="all")
+            means = keras.layers.Lambda(lambda rows: tf.reduce_mean(rows, 0, keepdims=True))(whole)
+            made = keras.Model([x, whole], keras.layers.Dense(1)(keras.layers.Add()([x, means])))
+            made.compile("sgd", "mse")
+        return made
+
+    line = refusal(lambda: tfdist.fit(model(strategies[2]), data, verbose=0))
+    assert line.startswith("data: received a batch whose parts have 3, 4 rows;")
+    tfdist.fit(model(strategies[1]), data, verbose=0)
 
 
 def test_endless_data_need_a_length(strategies):

@@ -336,6 +336,16 @@ def test_a_py_dataset_that_gives_no_batch_is_refused():
         PyDatasetSource(Wrong())
 
 
+@pytest.mark.parametrize("rows", [tf.sparse.eye(2), tf.ragged.constant([[1], [2, 3]])])
+def test_a_py_dataset_of_sparse_or_ragged_batches_is_refused(rows):
+    class Wrong(Batches):
+        def __getitem__(self, index):
+            return rows, np.zeros(2)
+
+    with pytest.raises(UsageError, match=r"Wrong\[0\]: received a (Sparse|Ragged)Tensor"):
+        PyDatasetSource(Wrong())
+
+
 # Streams
 
 
@@ -359,6 +369,12 @@ def test_lengths_that_are_not_known_are_not_guessed():
 def test_a_dataset_of_single_examples_is_refused():
     with pytest.raises(UsageError, match=r"\.batch\(global_batch_size\)"):
         StreamSource(tf.data.Dataset.from_tensor_slices((X, Y)))
+
+
+def test_a_dataset_of_shapes_that_are_not_known_is_refused():
+    data = tf.data.Dataset.from_generator(lambda: iter([[[1.0]]]), output_types=tf.float32)
+    with pytest.raises(UsageError, match="to know how many axes"):
+        StreamSource(data)
 
 
 def test_an_input_function_is_called_with_the_context_of_its_task():

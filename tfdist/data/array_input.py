@@ -24,13 +24,7 @@ def as_column(value: Any, *, where: str) -> Any:
 
     Raises `UsageError`, which begins with `where`, for what cannot be indexed by example.
     """
-    if _is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
-        raise UsageError(
-            where,
-            received=f"a {type(value).__name__}",
-            expected="a dense array: rows of sparse and ragged arrays have no fixed size",
-            fix="pass .toarray() or .to_tensor(), or a tf.data.Dataset of batches",
-        )
+    require_dense(value, where=where)
     if not is_array(value):
         raise UsageError(
             where,
@@ -49,6 +43,17 @@ def as_column(value: Any, *, where: str) -> Any:
             fix="pass one entry for each example",
         )
     return array
+
+
+def require_dense(value: Any, *, where: str) -> None:
+    """Raises `UsageError`, which begins with `where`, for a sparse or ragged array."""
+    if _is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
+        raise UsageError(
+            where,
+            received=f"a {type(value).__name__}",
+            expected="a dense array: rows of sparse and ragged arrays have no fixed size",
+            fix="pass .toarray() or .to_tensor(), or a tf.data.Dataset of batches",
+        )
 
 
 def describe_lengths(parts: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.array_input import require_dense
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.errors import UsageError
 
@@ -150,7 +152,8 @@ class PyDatasetSource(Source):
                 expected="(x,), (x, y), (x, y, sample_weight) or a dict",
                 fix="return a tuple of arrays",
             )
-        return tf.nest.map_structure(_as_array, batch)
+        where = f"{type(self._dataset).__name__}[{index}]"
+        return tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
 
     def on_epoch_begin(self) -> None:
         """Passes the beginning of an epoch on to the user's dataset."""
@@ -181,7 +184,8 @@ def _without_lists(nest: Any) -> Any:
     return nest
 
 
-def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
+def _as_array(leaf: Any, *, where: str) -> np.ndarray[Any, Any] | None:
+    require_dense(leaf, where=where)
     return None if leaf is None else np.asarray(leaf)
 
 

@@ -51,7 +51,7 @@ def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: i
         return Sizes(
             batch=batch_size or _DEFAULT_BATCH_SIZE, examples=source.num_examples, spec=spec
         )
-    batch = _size_of_first(source)
+    batch = _size_of_first(source, num_replicas=layout.num_replicas)
     batches = getattr(source, "num_batches", None)
     if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
         _LOG.info("counting the batches of a dataset that does not tell its length")
@@ -89,14 +89,22 @@ def feed_for(
     return made
 
 
-def _size_of_first(source: Any) -> int:
+def _size_of_first(source: Any, *, num_replicas: int) -> int:
     if isinstance(source, PyDatasetSource):
-        batch = source.fetch_batch(0)
+        sizes = _lengths(source.fetch_batch(0))
     else:
-        dataset = source.dataset_for()
-        fixed = next(s.shape[0] for s in tf.nest.flatten(source.batched_spec) if s is not None)
-        if fixed is not None:
-            return int(fixed)
-        batch = next(iter(dataset), None)
-    sizes = [int(leaf.shape[0]) for leaf in tf.nest.flatten(batch) if leaf is not None]
+        sizes = _lengths(source.batched_spec)
+        if None in sizes:
+            sizes = _lengths(next(iter(source.dataset_for()), None))
+    if len(sizes) > 1 and num_replicas > 1 and not isinstance(source, InputFunctionSource):
+        raise UsageError(
+            "data",
+            received=f"a batch whose parts have {', '.join(map(str, sorted(sizes)))} rows",
+            expected="a row for each example in every part, as replicas divide a batch",
+            fix="repeat in the data what belongs to all examples, or use strategy single",
+        )
     return max(*sizes, 1) if sizes else 1
+
+
+def _lengths(batch: Any) -> set[Any]:
+    return {part.shape[0] for part in tf.nest.flatten(batch) if hasattr(part, "shape")}
