@@ -189,6 +189,7 @@ def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
     assert found["iterations"] == 1200
     assert any(found["left"])  # so the next range was handed out before that one had ended
     assert found["left"][-1] == 0
+    assert seen["under way after an error"] == 0
     # One step takes more than half of a range, and yet each worker has one.
     ages = {int(age): count for age, count in seen["staleness of slow steps"].items()}
     assert sum(ages.values()) == 12

@@ -169,7 +169,7 @@ class Evaluation:
         last, stop, *asked = sum_over_tasks(job, told, of="the next range of an evaluation")
         signum = signal_of(asked)
         if signum is not None:
-            self._session.engine.finish()
+            self._session.finish(self._program)
             raise Asked(signum)
         return int(last), stop > 0
 

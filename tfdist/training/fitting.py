@@ -142,7 +142,7 @@ def fit(
             steps=validation_steps,
         )
     used = [data.feed] if validation is None else [data.feed, validation.feed]
-    with StopRequests() as requests, _closing(backups, ledger, used):
+    with StopRequests() as requests, _closing(session, backups, ledger, used):
         attempt = Attempt(
             session,
             data,
@@ -167,12 +167,16 @@ def fit(
 
 @contextlib.contextmanager
 def _closing(
-    backups: Sequence[BackupAndRestore], ledger: Ledger | None, used: Sequence[Feed]
+    session: Session,
+    backups: Sequence[BackupAndRestore],
+    ledger: Ledger | None,
+    used: Sequence[Feed],
 ) -> Iterator[None]:
     """Closes them in the end, after an error too; what comes then is the program's own."""
     try:
         yield
     finally:
+        session.engine.let_go()
         phases.enter("save")
         for backup in backups:
             backup.close()

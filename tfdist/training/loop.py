@@ -81,7 +81,7 @@ class Loop:
         while self.step < steps.stop:
             decision = self._decide(steps.stop)
             if decision.stop or decision.asked is not None:
-                self._session.engine.finish()
+                self._finish()
             if decision.stop:
                 self._session.model.stop_training = True
                 if self.step > steps.start:  # one that has begun has a step, as under Keras
@@ -117,9 +117,16 @@ class Loop:
         self._pace.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
         self.step = last
         phases.enter("step", step=last)
-        logs = self._session.metrics(self._program, self.step_logs) if self._with_logs else {}
+        logs: dict[str, Any] = {}
+        if self._with_logs and left < last - epoch.start:  # some step of the epoch has been done
+            logs = self._session.metrics(self._program, self.step_logs)
         with phases.entered("callback"):
             self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
+
+    def _finish(self) -> None:
+        """Waits for the steps that are under way; what the last of them says is what counts."""
+        if self._session.engine.steps_under_way:
+            self.step_logs = self._session.finish(self._program)
 
     def _decide(self, epoch_end: int) -> Decision:
         session, step = self._session, self.step

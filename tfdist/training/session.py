@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -59,27 +61,15 @@ class Session:
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
         """Runs steps as `Engine.run` does; wrong labels and data that end are told in one line."""
-        try:
+        with _telling_of_data():
             logs = self.engine.run(program, first, last, goes_on=goes_on)
-            self._has_run.add(program)
-            return logs
-        except tf.errors.OutOfRangeError:
-            raise UsageError(
-                "data",
-                received="a dataset that ended before the step it was asked for",
-                expected="one that gives as many batches each time that it is read",
-                fix="let from_generator make a new iterator each time, as a function does",
-            ) from None
-        except tf.errors.InvalidArgumentError as error:
-            found = _BAD_LABEL.search(str(error))
-            if found is None:
-                raise
-            raise UsageError(
-                "labels",
-                received=f"a label of {found[1]}",
-                expected=f"labels in the range {found[2]}",
-                fix="number the classes from 0, or make the last layer as wide as there are",
-            ) from None
+        self._has_run.add(program)
+        return logs
+
+    def finish(self, program: StepProgram) -> dict[str, float]:
+        """Waits for what `run` has left under way, as `Engine.finish` does."""
+        with _telling_of_data():
+            return self.engine.finish(program)
 
     def has_run(self, program: StepProgram) -> bool:
         """False while the next range of `program` will trace it first."""
@@ -146,6 +136,30 @@ class Session:
     def _result_in_graph(self) -> dict[str, Any]:
         results = flat_logs(self.model.get_metrics_result())
         return {name: tf.convert_to_tensor(result) for name, result in results.items()}
+
+
+@contextlib.contextmanager
+def _telling_of_data() -> Iterator[None]:
+    """Tells of data that end too soon and of a wrong label in one line."""
+    try:
+        yield
+    except tf.errors.OutOfRangeError:
+        raise UsageError(
+            "data",
+            received="a dataset that ended before the step it was asked for",
+            expected="one that gives as many batches each time that it is read",
+            fix="let from_generator make a new iterator each time, as a function does",
+        ) from None
+    except tf.errors.InvalidArgumentError as error:
+        found = _BAD_LABEL.search(str(error))
+        if found is None:
+            raise
+        raise UsageError(
+            "labels",
+            received=f"a label of {found[1]}",
+            expected=f"labels in the range {found[2]}",
+            fix="number the classes from 0, or make the last layer as wide as there are",
+        ) from None
 
 
 def _is_own(model: keras.Model, name: str) -> bool:

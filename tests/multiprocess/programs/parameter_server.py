@@ -286,7 +286,7 @@ class Slow(keras.layers.Layer):
 
 def ranges_that_go_on():
     """Many ranges between two moments at which somebody looks; and a step too long for two."""
-    account = crew_of(strategy, patience_s=0).account
+    crew = crew_of(strategy, patience_s=0)
     with strategy.scope():
         model = zoo.dense()
         model.compile("sgd", "mse", metrics=[Examples()])
@@ -297,6 +297,13 @@ def ranges_that_go_on():
         left.append(engine.steps_under_way)
         return logs
 
+    class Raising(keras.callbacks.Callback):
+        once_a_range = True
+
+        def on_train_batch_end(self, batch, logs=None):
+            if left[-1]:
+                raise LookupError("mine")
+
     (x, y), (xv, yv) = ((np.tile(zoo.X, (n, 1)), np.tile(zoo.Y, (n, 1))) for n in (20, 9))
     with (
         mock.patch.object(ParameterServerEngine, "run", run_and_look),
@@ -305,17 +312,21 @@ def ranges_that_go_on():
         history = tfdist.fit(
             model, x, y, batch_size=2, epochs=2, verbose=0, validation_data=(xv, yv)
         ).history
-    SEEN["ranges that go on"] = {
-        "examples": history["examples"] + history["val_examples"],
-        "iterations": int(model.optimizer.iterations.numpy()),
-        "left": left,
-    }
+        SEEN["ranges that go on"] = {
+            "examples": history["examples"] + history["val_examples"],
+            "iterations": int(model.optimizer.iterations.numpy()),
+            "left": left[:],
+        }
+        try:
+            tfdist.fit(model, x, y, batch_size=2, epochs=9, verbose=0, callbacks=[Raising()])
+        except LookupError:
+            SEEN["under way after an error"] = len(crew._held)
     with strategy.scope():
         model = keras.Sequential([keras.Input((zoo.X.shape[1],)), Slow(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    account.staleness.clear()
+    crew.account.staleness.clear()
     tfdist.fit(model, zoo.X[:12], zoo.Y[:12], batch_size=1, verbose=0)
-    SEEN["staleness of slow steps"] = account.summary()["staleness"]
+    SEEN["staleness of slow steps"] = crew.account.summary()["staleness"]
 
 
 PARTS = (

@@ -20,8 +20,14 @@ class Engine(Protocol):
         looks, maybe with some steps under way.
         """
 
-    def finish(self) -> None:
-        """Waits for what `run` has left under way."""
+    def finish(self, program: StepProgram) -> dict[str, float]:
+        """Waits for what `run` has left under way; returns the last step's logs, as `run` does."""
+
+    def let_go(self) -> None:
+        """Forgets what `run` has handed out and nobody has begun; waits until the rest has ended.
+
+        Where a training ends with an error: nothing changes the model after it.
+        """
 
     @property
     def steps_under_way(self) -> int:

@@ -8,6 +8,7 @@ write at once decides a count.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -76,17 +77,25 @@ class ParameterServerEngine:
             future = self._hand_out(work, *span, max_staleness=program.max_staleness)
             self._under_way.append(HandedOut(program, work, *span, future))
         if goes_on:
-            with self._dropping_the_rest():
+            with self._nothing_left_after_an_error():
                 self._crew.wait_until_begun()
             # In their order, so that sums are the same whoever was first.
             self._take(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
         else:
-            self.finish()
+            self.finish(program)
         return work.logs
 
-    def finish(self) -> None:
-        """Waits for what `run` has left under way."""
+    def finish(self, program: StepProgram) -> dict[str, float]:
+        """Waits for what `run` has left under way; returns the last step's logs."""
         self._take(list(self._under_way))
+        return self._work[program].logs if program in self._work else {}
+
+    def let_go(self) -> None:
+        """Forgets what no worker has begun, and waits until what they have begun has ended."""
+        self._crew.drop()
+        begun = [piece.future for piece in self._under_way if not piece.future.cancelled()]
+        self._under_way.clear()
+        concurrent.futures.wait(begun)
 
     @property
     def steps_under_way(self) -> int:
@@ -95,7 +104,7 @@ class ParameterServerEngine:
 
     def _take(self, pieces: Sequence[HandedOut]) -> None:
         """Takes in what comes of `pieces`, in their order."""
-        with self._dropping_the_rest():
+        with self._nothing_left_after_an_error():
             for piece in pieces:
                 self._account(piece, piece.future.result())
                 self._under_way.remove(piece)
@@ -103,13 +112,12 @@ class ParameterServerEngine:
             self._account_at_rest()
 
     @contextlib.contextmanager
-    def _dropping_the_rest(self) -> Iterator[None]:
-        """Where waiting ends with an error, forgets what no worker has begun."""
+    def _nothing_left_after_an_error(self) -> Iterator[None]:
+        """Where waiting ends with an error, no worker changes the model any more."""
         try:
             yield
         except BaseException:
-            self._crew.drop()
-            self._under_way.clear()
+            self.let_go()
             raise
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:

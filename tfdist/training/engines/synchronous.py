@@ -57,7 +57,11 @@ class SynchronousEngine:
                 program.recorder.write(start, end, rows)
         return {name: _scalar(value) for name, value in logs.items()}
 
-    def finish(self) -> None:
+    def finish(self, program: StepProgram) -> dict[str, float]:
+        """Nothing: all are done when `run` returns."""
+        return {}
+
+    def let_go(self) -> None:
         """Nothing: all are done when `run` returns."""
 
     @property

@@ -1,0 +1,124 @@
+"""The engine of a ps job, over workers that are threads: what is under way when something ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.integration.test_crew import DEADLINE_S, Members
+from tfdist.errors import PeerLost
+from tfdist.training.engines import parameter_server
+from tfdist.training.engines.crew import Crew
+from tfdist.training.engines.parameter_server import ParameterServerEngine
+from tfdist.training.program import StepProgram
+
+
+class Work:
+    """A program of pieces that do as the test says."""
+
+    training = True
+
+    def __init__(self, do):
+        self.do = do
+        self.logs = {}
+        self.begun, self.ended = set(), set()
+
+    def count_from(self, step):
+        pass
+
+    def __call__(self, first, last, place):
+        self.begun.add(first)
+        try:
+            self.do(first)
+        finally:
+            self.ended.add(first)
+        return np.array([last]), []
+
+    def take(self, numbers):
+        self.logs = {"done": float(numbers[0])}
+        return numbers[:0]
+
+
+@pytest.fixture
+def crew():
+    made = Crew(Members(), patience_s=DEADLINE_S)
+    yield made
+    made._fail(PeerLost("the test is over"))
+
+
+@pytest.fixture
+def engine(crew, monkeypatch):
+    monkeypatch.setattr(parameter_server, "crew_of", lambda strategy, patience_s: crew)
+    return ParameterServerEngine(SimpleNamespace(strategy=None, config=None))
+
+
+def program(engine, do):
+    made = StepProgram(function=None, feed=None, seed=0, training=True)
+    engine._work[made] = Work(do)
+    return made, engine._work[made]
+
+
+def test_after_an_error_no_worker_changes_the_model_any_more(engine, crew, monkeypatch):
+    others, dropped = threading.Barrier(3), threading.Event()
+    drop = crew.drop
+    monkeypatch.setattr(crew, "drop", lambda: (drop(), dropped.set()))
+
+    def do(step):
+        if step < 3:
+            others.wait(DEADLINE_S)
+        if step == 0:
+            raise LookupError("mine")
+        assert dropped.wait(DEADLINE_S)
+        time.sleep(0.3)  # what has begun goes on for a while
+
+    made, work = program(engine, do)
+    with pytest.raises(LookupError, match="mine"):
+        engine.run(made, 0, 6)
+    assert work.begun >= {0, 1, 2}
+    assert work.ended == work.begun
+    assert engine.steps_under_way == 0
+    work.do = lambda step: None
+    assert engine.run(made, 6, 12) == {"done": 12.0}
+
+
+def test_what_the_last_step_says_is_told_when_all_is_done(engine):
+    last, go_on = threading.Event(), threading.Event()
+
+    def do(step):
+        if step == 5:
+            last.set()
+            assert go_on.wait(DEADLINE_S)
+
+    made, _ = program(engine, do)
+    assert engine.finish(made) == {}
+    told = engine.run(made, 0, 6, goes_on=True)
+    assert last.wait(DEADLINE_S)
+    assert told.get("done", 0.0) < 6.0
+    assert engine.steps_under_way >= 1
+    go_on.set()
+    assert engine.finish(made) == {"done": 6.0}
+    assert engine.steps_under_way == 0
+
+
+def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine, crew):
+    go_on = threading.Event()
+    made, work = program(engine, lambda step: go_on.wait(DEADLINE_S))
+    engine._under_way = [
+        parameter_server.HandedOut(
+            made, work, step, step + 1, engine._hand_out(work, step, step + 1)
+        )
+        for step in range(9)
+    ]
+    end_s = time.monotonic() + DEADLINE_S
+    while len(work.begun) < 3:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    threading.Timer(0.2, go_on.set).start()
+    engine.let_go()
+    assert go_on.is_set()
+    assert len(work.begun) == len(work.ended) == 3
+    assert not crew._waiting
