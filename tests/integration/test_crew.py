@@ -116,6 +116,17 @@ def test_when_a_ps_is_gone_nobody_waits_for_a_call_that_never_ends(crew, members
     stuck.go_on.set()
 
 
+def test_a_ps_that_falls_silent_while_workers_wait_for_it_ends_the_work_with_its_name(
+    crew, members
+):
+    stuck = Stuck()  # as a call that reads of a host which has lost its power
+    futures = submit_until_stuck(crew, stuck)
+    members.gone = ["ps-1"]
+    failed = [future.exception(DEADLINE_S) for future in futures]
+    assert "ps-1 does not answer any more" in map(str, failed)
+    stuck.go_on.set()
+
+
 def test_a_piece_is_not_blamed_for_idle_workers_that_are_gone(crew, members):
     let_go = [threading.Event() for _ in range(3)]
     busy = [crew.submit(lambda place: let_go[place.worker_index].wait(DEADLINE_S)) for _ in let_go]

@@ -20,17 +20,18 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import executor as tf_executor
 
-from tfdist.cluster import phases
+from tfdist.cluster import Task, phases
 from tfdist.errors import PeerLost
 from tfdist.strategy.members import Members
 from tfdist.training.engines.account import Account, Share
 from tfdist.training.engines.doubts import Doubts
 from tfdist.training.engines.in_flight import InFlight
 from tfdist.training.engines.piece import Done, Piece, Place, is_of_the_network, running_at
+from tfdist.training.engines.silence import Silence
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
-_GONE_S = 4.0  # how long a worker with work may not answer before the work goes to another
+_GONE_S = 4.0  # how long who has work, or the weights for it, may not answer before it has gone
 _MAX_LOSSES = 5  # of one piece of work, before it is thought to be what ends the workers
 
 
@@ -256,18 +257,17 @@ class Crew:
             self._changed.notify()
 
     def _watch(self) -> None:
-        """Takes work back from workers that are gone while the call to them does not end."""
-        silent_s: dict[Place, float] = {}
+        """Finds out who is gone while a call that needs them does not end."""
+        workers, servers = Silence[Place](_GONE_S), Silence[Task](_GONE_S)
         while self._fatal is None:
             time.sleep(_PROBE_EVERY_S)
             with self._changed:
                 held = list(self._held)
-            now_s = time.monotonic()
             silent = [place for place in held if not self._members.answers(place.worker_index)]
-            silent_s = {place: silent_s.get(place, now_s) for place in silent}
-            for place, since_s in silent_s.items():
-                if now_s - since_s >= _GONE_S:
-                    self._take_back(place)
+            for place in workers.too_long(silent):
+                self._take_back(place)
+            for server in servers.too_long(self._members.missing() if held else []):
+                self._fail(PeerLost(f"{server} does not answer any more"))
 
     def _take_back(self, place: Place) -> None:
         with self._changed:
