@@ -17,6 +17,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     losses        a replica's loss counts by its share of the global batch
     metrics       means count examples
     variables     statistics travel with the gradients; additions in one operation; local values
+    conditions    what lives in the step may be written within a condition
     counts        an optimizer goes by the step that was handed out
     randomness    draws come from (seed, step, replica)
     functions     `tf.function` without its warning of tracing often

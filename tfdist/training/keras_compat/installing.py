@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tfdist.strategy.split import reading_once
 from tfdist.training.keras_compat import (
     at_once,
+    conditions,
     gradients,
     losses,
     metrics,
@@ -25,6 +26,7 @@ REPLACEMENTS = (
     *metrics.REPLACEMENTS,
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
+    *conditions.REPLACEMENTS,
     *updates.REPLACEMENTS,
     *at_once.REPLACEMENTS,
 )

@@ -28,6 +28,8 @@ class StepTrace:
       at_door: called with the gradients where they enter an optimizer.
       held: values of variables, by `id`, that the step has read once and goes on with.
       counts: what optimizers have for their counts of updates; None for what is in the variable.
+      graph: the step's own.
+      holder: the graph that `local` is of: the step's own, or of a condition in it.
     """
 
     num_replicas: int
@@ -48,6 +50,7 @@ class StepTrace:
     unscaled: set[str] = dataclasses.field(default_factory=set)
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
+    holder: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
     def is_in_step(self) -> bool:
         """Whether what is traced now is of the step itself, and not of a condition in it."""

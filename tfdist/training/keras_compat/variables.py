@@ -17,6 +17,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
 
 from tfdist.strategy.servers import server_of
+from tfdist.training.keras_compat.conditions import hold
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
 
@@ -31,7 +32,7 @@ def _noting_writes(original: Callable[..., Any]) -> Callable[..., Any]:
     def direct_assign(self: Any, value: Any) -> Any:
         trace = current()
         if trace is not None and id(self) in trace.local:
-            trace.local[id(self)] = tf.cast(value, trace.local[id(self)].dtype)
+            hold(self, value, trace)
             return None
         if trace is not None and trace.training and _is_statistic(self, trace):
             trace.statistics.append(self)
