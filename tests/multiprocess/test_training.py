@@ -179,7 +179,7 @@ def test_ps_serves_callbacks_and_resumes(parameter_server):
     assert (first, longer) == (12, 24)
     assert all_losses[:2] == losses
     assert len(all_losses) == 4
-    assert seen["own step"] == [["loss"], 8, {"examples": 64.0}]
+    assert seen["own step"] == [["each", "loss"], 8, {"examples": 64.0}]
 
 
 def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):

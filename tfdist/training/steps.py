@@ -14,7 +14,7 @@ from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import building, inputs
 from tfdist.training.engines import engine_for
 from tfdist.training.inputs import Length
-from tfdist.training.program import StepProgram, plain
+from tfdist.training.program import StepProgram, flat_logs, plain
 
 _ENDLESS_STEPS = 2**40
 
@@ -73,8 +73,11 @@ class StepLoop:
         )
         self.step = first_step
 
-    def run(self, steps: int) -> dict[str, float]:
-        """Runs the next `steps` steps; returns what the last one returned, over all replicas."""
+    def run(self, steps: int) -> dict[str, Any]:
+        """Runs the next `steps` steps; returns what the last one returned, over all replicas.
+
+        Scalars come as floats, other tensors as arrays.
+        """
         if steps < 1:
             raise UsageError(
                 "StepLoop.run", received=steps, expected="1 or more", fix="say how many steps"
@@ -83,15 +86,25 @@ class StepLoop:
         self.step += steps
         return logs
 
-    def results(self, *, reset: bool = True) -> dict[str, float]:
-        """Returns each metric over all replicas, and sets it to zero. A collective."""
+    def results(self, *, reset: bool = True) -> dict[str, Any]:
+        """Returns each metric over all replicas, and sets it to zero. A collective.
+
+        Scalars come as floats, other results as arrays; of a metric whose result is a dict, each of
+        its parts by its own name.
+        """
         self._engine.settle_metrics(self._program)
-        found = {metric.name: float(np.asarray(metric.result())) for metric in self._metrics}
+        results = flat_logs({metric.name: metric.result() for metric in self._metrics})
+        found = {name: _number(result) for name, result in results.items()}
         if reset:
             self._engine.reset_metrics()
             for metric in self._metrics:
                 metric.reset_state()
         return found
+
+
+def _number(result: Any) -> Any:
+    value = np.asarray(tf.convert_to_tensor(result))
+    return value if value.ndim else float(value)
 
 
 def _job() -> Job:

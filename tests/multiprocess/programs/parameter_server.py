@@ -187,11 +187,12 @@ def own_step():
         gradients = tape.gradient(loss, model.trainable_variables)
         model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         total.update_state(tf.ones(tf.shape(x)[0]))
-        return {"loss": loss}
+        return {"loss": loss, "each": tf.stack([loss, 2.0 * loss, 3.0])}
 
     loop = tfdist.StepLoop(step, (zoo.X, zoo.Y), global_batch_size=8, seed=3, metrics=[total])
     loop.run(5)
     logs = loop.run(3)
+    assert logs["each"].tolist() == [logs["loss"], 2 * logs["loss"], 3.0]
     SEEN["own step"] = [sorted(logs), loop.step, loop.results()]
 
 

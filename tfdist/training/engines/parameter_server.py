@@ -208,7 +208,7 @@ class ParameterServerEngine:
             work = Work(
                 closure=closure,
                 dataset=dataset,
-                log_names=graph.log_names,
+                log_shapes=graph.log_shapes,
                 counted=graph.counted,
                 counts_each=np.array(graph.counts_each, np.int64),
                 num_totals=sum(int(np.prod(v.shape)) for v in program.metrics),

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.errors import UsageError
 from tfdist.training.engines.reads import read_together
 from tfdist.training.engines.update_clock import UpdateClock
 from tfdist.training.engines.work import told
@@ -24,7 +25,7 @@ class PieceGraph:
     first step, the one after the last, and what each optimizer has counted before the first.
 
     Attributes:
-      log_names: of what a step returns, once it is traced.
+      log_shapes: of what a step returns, by name, once it is traced.
       counted: the counts of the optimizers that each step applies, once it is traced.
       counts_each: what a step adds to each of them.
     """
@@ -37,7 +38,7 @@ class PieceGraph:
         clock: UpdateClock | None = None,
         profile: PsProfile | None = None,
     ) -> None:
-        self.log_names: list[str] = []
+        self.log_shapes: dict[str, tuple[int, ...]] = {}
         self.counted: list[Any] = []
         self.counts_each: list[int] = []
         self._program = program
@@ -115,8 +116,9 @@ class PieceGraph:
         return numbers, [row.stack() for row in rows], *(t.stack() for t in times)
 
     def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
-        self.log_names[:] = sorted(outputs)
-        return tf.stack([tf.cast(outputs[name], tf.float32) for name in self.log_names])
+        logs = {name: tf.cast(outputs[name], tf.float32) for name in sorted(outputs)}
+        self.log_shapes.update({name: _known_shape(log, name=name) for name, log in logs.items()})
+        return tf.concat([tf.reshape(log, [-1]) for log in logs.values()], 0)
 
     def _step(
         self,
@@ -150,3 +152,14 @@ class PieceGraph:
 
         self._strategy.run(in_replica)
         return returned[0], [local[id(v)] for v in program.metrics] if totals else ()
+
+
+def _known_shape(log: tf.Tensor, *, name: str) -> tuple[int, ...]:
+    if log.shape.is_fully_defined():
+        return tuple(log.shape.as_list())
+    raise UsageError(
+        "step",
+        received=f"{name!r} of shape {log.shape} from a step",
+        expected="scalars, or tensors whose shape is known when the step is traced, under ps",
+        fix=f"return a figure of it, such as tf.reduce_mean({name})",
+    )

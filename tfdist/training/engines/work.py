@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -23,7 +24,7 @@ class Work:
     Attributes:
       closure: traced, of a `PieceGraph`.
       dataset: makes what a worker iterates over.
-      log_names: of the last step's logs, in the order in which they are told.
+      log_shapes: of the last step's logs, by name, in the order in which they are told.
       counted: the counts of the optimizers that each step applies.
       counts_each: what a step adds to each of them.
       num_totals: how many numbers the metrics of the program have.
@@ -35,14 +36,14 @@ class Work:
 
     closure: Callable[..., Any]
     dataset: Callable[[], tf.data.Dataset]
-    log_names: list[str]
+    log_shapes: dict[str, tuple[int, ...]]
     counted: list[Any]
     counts_each: np.ndarray
     num_totals: int
     training: bool
     data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
     totals: np.ndarray | None = None
-    logs: dict[str, float] = dataclasses.field(default_factory=dict)
+    logs: dict[str, Any] = dataclasses.field(default_factory=dict)
     counts_of_step_0: np.ndarray | None = None
 
     def count_from(self, step: int) -> None:
@@ -64,11 +65,14 @@ class Work:
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Takes in the totals and logs of a range; returns the staleness of its steps."""
-        end = self.num_totals + len(self.log_names)
-        totals, logs, ages = np.split(numbers, [self.num_totals, end])
+        totals, rest = np.split(numbers, [self.num_totals])
         self.totals = totals if self.totals is None else self.totals + totals
-        self.logs = dict(zip(self.log_names, map(float, logs), strict=True))
-        return ages.astype(np.int64)
+        logs: dict[str, Any] = {}
+        for name, shape in self.log_shapes.items():
+            log, rest = np.split(rest, [math.prod(shape)])
+            logs[name] = log.astype(np.float32).reshape(shape) if shape else float(log[0])
+        self.logs = logs
+        return rest.astype(np.int64)
 
 
 def told(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:

@@ -1,0 +1,93 @@
+"""What a step of the user's own gives, in the shape that it has."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.training.engines.piece_graph import PieceGraph
+from tfdist.training.engines.work import Work, told
+
+X = np.arange(24, dtype="float32").reshape(8, 3)
+
+
+class Columns(keras.metrics.Metric):
+    """The sum of each column."""
+
+    def __init__(self, name):
+        super().__init__(name=name)
+        self.sums = self.add_weight(name="sums", shape=(3,), initializer="zeros")
+
+    def update_state(self, x):
+        self.sums.assign(self.sums + tf.reduce_sum(x, 0))
+
+    def result(self):
+        return self.sums
+
+
+class FirstAndLast(Columns):
+    """Some of them, by names of their own."""
+
+    def result(self):
+        return {"first": self.sums[0], "others": self.sums[1:]}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_metrics_of_any_shape_are_results(strategies, replicas):
+    with strategies[replicas].scope():
+        metrics = [Columns("columns"), FirstAndLast("some"), keras.metrics.Sum(name="sum")]
+
+    def step(x):
+        for metric in metrics:
+            metric.update_state(x)
+        return {"each": tf.reduce_sum(x, 0)}
+
+    with strategies[replicas].scope():
+        loop = tfdist.StepLoop(step, X, global_batch_size=4, seed=1, metrics=metrics)
+    logs = loop.run(2)
+    assert logs["each"].shape == (3,)
+    found = loop.results()
+    np.testing.assert_array_equal(found.pop("columns"), X.sum(0))
+    np.testing.assert_array_equal(found.pop("others"), X.sum(0)[1:])
+    assert found == {"first": float(X.sum(0)[0]), "sum": float(X.sum())}
+    assert not loop.results()["columns"].any()
+
+
+def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
+    """Among totals and stalenesses, as one vector."""
+    graph = object.__new__(PieceGraph)
+    graph.log_shapes = {}
+    returned = {"table": tf.ones([2, 2]), "each": tf.constant([5, 6, 7]), "loss": tf.constant(0.5)}
+    numbers = told([tf.constant([8.0, 9.0])], graph._logs(returned), tf.constant([3, 0]))
+    work = Work(
+        closure=None,
+        dataset=None,
+        log_shapes=graph.log_shapes,
+        counted=[],
+        counts_each=np.zeros(0, np.int64),
+        num_totals=2,
+        training=True,
+    )
+    assert work.take(numbers.numpy()).tolist() == [3, 0]
+    assert work.totals.tolist() == [8.0, 9.0]
+    assert {name: np.asarray(log).tolist() for name, log in work.logs.items()} == {
+        "table": [[1.0, 1.0], [1.0, 1.0]],
+        "each": [5.0, 6.0, 7.0],
+        "loss": 0.5,
+    }
+    assert work.logs["each"].dtype == np.float32
+
+
+def test_what_a_step_returns_of_a_shape_that_is_not_known_is_refused_under_ps():
+    graph = object.__new__(PieceGraph)
+    graph.log_shapes = {}
+
+    @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)
+    def step(losses):
+        return graph._logs({"losses": losses})
+
+    with pytest.raises(tfdist.UsageError, match=r"step: received 'losses' of shape \(None,\)"):
+        step.get_concrete_function()
