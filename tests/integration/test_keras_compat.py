@@ -7,6 +7,7 @@ step, where stock behaviour must be what it was.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -23,6 +24,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import StatelessScope
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as keras_loss
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from packaging.version import Version
 from tensorflow.python.distribute import parameter_server_strategy_v2
@@ -224,6 +226,45 @@ def test_stock_updates_write_one_by_one(optimizer):
         np.testing.assert_array_equal(one, other)
 
 
+LATER = keras.optimizers.schedules.PiecewiseConstantDecay([10], [0.0, 1.0])
+FIRST = {
+    "_update_model_variables_moving_average": (
+        0.01,  # the average is 0, and 0.99 of the new one
+        lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+        1.0,
+    ),
+    "_get_current_learning_rate": (
+        1.0,  # by the learning rate of the first step, which is 0
+        lambda: keras.optimizers.SGD(LATER, weight_decay=0.5),
+        0.5,
+    ),
+}
+
+
+def after_step_26_came_first(optimizer):
+    """A weight of 1 whose gradient is 0, after an update that is the first on its server."""
+    weight = keras.Variable(1.0)
+    optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def step():
+        counts = keras_compat.UpdateCounts(tf.constant([25], tf.int64))
+        counts.follow(optimizer.iterations)
+        with keras_compat.tracing(dataclasses.replace(trace(), counts=counts)):
+            optimizer.apply([tf.zeros([])])
+
+    step()
+    return float(weight.numpy())
+
+
+@pytest.mark.parametrize("method", list(FIRST))
+def test_stock_optimizers_have_one_count(method, monkeypatch):
+    stock, optimizer, mine = FIRST[method]
+    assert after_step_26_came_first(optimizer()) == pytest.approx(mine)
+    monkeypatch.setattr(BaseOptimizer, method, getattr(BaseOptimizer, method).__wrapped__)
+    assert after_step_26_came_first(optimizer()) == pytest.approx(stock)
+
+
 def test_stock_accumulation_fails_under_a_strategy(strategies):
     model = make_model(
         strategies[2], lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -346,6 +387,8 @@ FAULT_SHOWN_BY = {
     "LossScaleOptimizer.apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
     "LossScaleOptimizer.scale_loss": test_stock_loss_scaling_reads_its_scale_twice,
     "LossScaleOptimizer._tf_apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
+    "BaseOptimizer._update_model_variables_moving_average": test_stock_optimizers_have_one_count,
+    "BaseOptimizer._get_current_learning_rate": test_stock_optimizers_have_one_count,
     "SGD.update_step": test_stock_updates_write_one_by_one,
     "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,

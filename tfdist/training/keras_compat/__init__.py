@@ -19,6 +19,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     variables     statistics travel with the gradients; additions in one operation; local values
     conditions    what lives in the step may be written within a condition
     counts        an optimizer goes by the step that was handed out
+    counting      but averages begin by what a server has seen
     randomness    draws come from (seed, step, replica)
     functions     `tf.function` without its warning of tracing often
     packing       small gradients go to a parameter server together

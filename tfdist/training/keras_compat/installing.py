@@ -10,6 +10,7 @@ from tfdist.strategy.split import reading_once
 from tfdist.training.keras_compat import (
     at_once,
     conditions,
+    counting,
     gradients,
     losses,
     metrics,
@@ -27,6 +28,7 @@ REPLACEMENTS = (
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
     *conditions.REPLACEMENTS,
+    *counting.REPLACEMENTS,
     *updates.REPLACEMENTS,
     *at_once.REPLACEMENTS,
 )
