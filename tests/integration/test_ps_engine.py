@@ -30,6 +30,9 @@ class Work:
     def count_from(self, step):
         pass
 
+    def rests(self):
+        pass
+
     def __call__(self, first, last, place):
         self.begun.add(first)
         try:

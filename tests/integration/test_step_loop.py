@@ -1,4 +1,4 @@
-"""What a step of the user's own gives, in the shape that it has."""
+"""What a step of the user's own gives, in the shape that it has; what its optimizers count."""
 
 from __future__ import annotations
 
@@ -56,21 +56,26 @@ def test_metrics_of_any_shape_are_results(strategies, replicas):
     assert not loop.results()["columns"].any()
 
 
+def ready(*, log_shapes=(), counted=(), num_totals=0):
+    """A program that is ready to be handed out."""
+    return Work(
+        closure=None,
+        dataset=None,
+        log_shapes=dict(log_shapes),
+        counted=list(counted),
+        counts_each=np.ones(len(counted), np.int64),
+        num_totals=num_totals,
+        training=True,
+    )
+
+
 def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
     """Among totals and stalenesses, as one vector."""
     graph = object.__new__(PieceGraph)
     graph.log_shapes = {}
     returned = {"table": tf.ones([2, 2]), "each": tf.constant([5, 6, 7]), "loss": tf.constant(0.5)}
     numbers = told([tf.constant([8.0, 9.0])], graph._logs(returned), tf.constant([3, 0]))
-    work = Work(
-        closure=None,
-        dataset=None,
-        log_shapes=graph.log_shapes,
-        counted=[],
-        counts_each=np.zeros(0, np.int64),
-        num_totals=2,
-        training=True,
-    )
+    work = ready(log_shapes=graph.log_shapes, num_totals=2)
     assert work.take(numbers.numpy()).tolist() == [3, 0]
     assert work.totals.tolist() == [8.0, 9.0]
     assert {name: np.asarray(log).tolist() for name, log in work.logs.items()} == {
@@ -91,3 +96,17 @@ def test_what_a_step_returns_of_a_shape_that_is_not_known_is_refused_under_ps():
 
     with pytest.raises(tfdist.UsageError, match=r"step: received 'losses' of shape \(None,\)"):
         step.get_concrete_function()
+
+
+def test_counts_go_on_by_the_step_until_somebody_changes_them():
+    count = tf.Variable(5, dtype=tf.int64)
+    work = ready(counted=[count])
+    work.count_from(2)
+    assert work.counts_of_step_0.tolist() == [3]
+    count.assign(9)  # three steps, one of which was done twice, as a worker died
+    work.rests()
+    work.count_from(5)
+    assert work.counts_of_step_0.tolist() == [3]
+    count.assign(0)
+    work.count_from(5)
+    assert work.counts_of_step_0.tolist() == [-5]

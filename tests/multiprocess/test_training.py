@@ -211,6 +211,7 @@ def test_ps_optimizers_go_by_the_step_that_was_handed_out(parameter_server):
     _, _, seen = parameter_server
     assert seen["went down by ramp"] == sum(range(2 * 7 * 15 + 1))
     assert seen["went down by accumulation"] == 2 * 7 * 15 / 3
+    assert seen["went down by two loops"] == sum(range(48 + 1))
 
 
 def test_ps_loses_no_part_of_an_update(parameter_server):

@@ -200,7 +200,10 @@ def one_weight_loop():
     with strategy.scope():
         model, x = zoo.descending("sgd")
         model.optimizer.build(model.trainable_variables)
+    return loop_of(model, x)
 
+
+def loop_of(model, x):
     def step(data):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(model(data[0]))
@@ -257,6 +260,14 @@ def steps_of_optimizers():
         for _ in range(2):
             tfdist.fit(model, x, x, batch_size=4, epochs=7, verbose=0)
         SEEN[f"went down by {name}"] = -zoo.flat(model)[0]
+    with strategy.scope():
+        model, x = zoo.descending(optimizers["ramp"]())
+        model.optimizer.build(model.trainable_variables)
+    loops = [loop_of(model, x) for _ in range(2)]
+    for steps in (3, 20, 1):
+        for loop in loops:
+            loop.run(steps)
+    SEEN["went down by two loops"] = -zoo.flat(model)[0]
 
 
 def staleness():

@@ -67,11 +67,11 @@ class ParameterServerEngine:
         if program not in self._work:
             require_zeros(program)  # none but a new run, or one of another program, begins here
         work = self._prepared(program)
-        work.count_from(first)
+        if not self._under_way:
+            work.count_from(first)
+            self._since_s = time.perf_counter()
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
         each = min(max(each, 1), self._most_steps(program))
-        if not self._under_way:
-            self._since_s = time.perf_counter()
         for start in range(first, last, each):
             span = start, min(start + each, last)
             future = self._hand_out(work, *span, max_staleness=program.max_staleness)
@@ -109,6 +109,7 @@ class ParameterServerEngine:
                 self._account(piece, piece.future.result())
                 self._under_way.remove(piece)
         if pieces and not self._under_way:
+            pieces[-1].work.rests()
             self._account_at_rest()
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ class Work:
       totals: of the metrics since they were reset, None where nothing has been told.
       logs: of the last step that was told of.
       counts_of_step_0: what the optimizers count before it, None until a step is run.
+      counts_at_rest: what they counted when no step was under way any more, None before.
     """
 
     closure: Callable[..., Any]
@@ -45,12 +46,24 @@ class Work:
     totals: np.ndarray | None = None
     logs: dict[str, Any] = dataclasses.field(default_factory=dict)
     counts_of_step_0: np.ndarray | None = None
+    counts_at_rest: np.ndarray | None = None
 
     def count_from(self, step: int) -> None:
-        """Has what optimizers count follow the step from here on; the first call decides."""
-        if self.counts_of_step_0 is None:
-            counts = np.array([v.numpy() for v in self.counted], np.int64)
+        """Has what optimizers count follow the step from here on, while none is under way.
+
+        They go on from where this program's steps have brought them, unless somebody has changed
+        them since `rests`, such as another program of the same optimizer or a callback.
+        """
+        counts = self._counts()
+        if self.counts_at_rest is None or np.any(counts != self.counts_at_rest):
             self.counts_of_step_0 = counts - step * self.counts_each
+
+    def rests(self) -> None:
+        """No step is under way any more."""
+        self.counts_at_rest = self._counts()
+
+    def _counts(self) -> np.ndarray:
+        return np.array([count.numpy() for count in self.counted], np.int64)
 
     def __call__(self, first: int, last: int, place: Place) -> Any:
         """Runs the steps ``[first, last)`` on a worker; returns arrays."""
