@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.errors import UsageError
+from tfdist.strategy import servers
 from tfdist.strategy.split import SplitVariable, reading_once
 
 START = np.arange(6, dtype="float32").reshape(3, 2)
@@ -158,3 +159,18 @@ def test_an_update_in_a_loop_is_refused(kind):
 
     with pytest.raises(UsageError, match="weights, which is in parts, updated in a"):
         traced(step)
+
+
+def test_a_gradient_whose_shape_is_known_at_run_time_alone_is_divided_among_the_parts():
+    variable, found = in_parts().value, []
+    shapes = [None, [None, 2], [3, 2], [], [2, 2]]
+
+    @tf.function(input_signature=[tf.TensorSpec(shape) for shape in shapes], autograph=False)
+    def update(*values):
+        found.extend(servers._is_of(value, variable) for value in values)
+        return [variable.rows_of(value, 1) for value in values[:3]]
+
+    rows = update(START, START, START, 0.1, START[:2])
+    assert found == [True, True, True, False, False]
+    for mine in rows:
+        np.testing.assert_array_equal(mine, START[2:])

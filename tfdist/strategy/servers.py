@@ -120,10 +120,13 @@ def _of_whole(function: Any, variable: SplitVariable) -> Any:
 
 
 def _is_of(value: Any, variable: SplitVariable) -> bool:
-    """Whether an argument of an update has a row for each of the variable's."""
+    """Whether an argument of an update has a row for each of the variable's.
+
+    Of a gradient the shape may be known at run time alone; other arguments are scalars.
+    """
     if isinstance(value, tf.IndexedSlices):
         return True
-    return isinstance(value, tf.Tensor) and value.shape == variable.shape
+    return isinstance(value, tf.Tensor) and value.shape.is_compatible_with(variable.shape)
 
 
 def _initial_value(kwargs: dict[str, Any]) -> tf.Tensor:
