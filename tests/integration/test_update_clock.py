@@ -96,10 +96,51 @@ def do_nothing(watcher):
         return tf.zeros([])
 
 
+class InLoops(Job):
+    """Reads in a loop and updates in another, on the second of two servers alone."""
+
+    def work(self, watcher):
+        (variable,) = self.variables
+        with watcher:
+            read = tf.while_loop(
+                lambda i, _: i < 2,
+                lambda i, x: (i + 1, x + variable.read_value()),
+                [0, tf.zeros([2])],
+            )[1]
+        with tf.control_dependencies([read]):
+            others = self.updated_by_others(self.meanwhile)
+        with tf.control_dependencies(others):
+            tf.while_loop(lambda i: i < 2, self.turn, [0])
+        return tf.zeros([])
+
+    def turn(self, i):
+        self.variables[0].assign_sub([0.1, 0.1])
+        return i + 1
+
+
+def test_a_step_that_updates_in_a_loop_counts_once_that_is_done():
+    job = InLoops(devices=["/CPU:1"], clocks=["/CPU:0", "/CPU:1"], meanwhile={"CPU:1": 3})
+    assert job.traced()().numpy().tolist() == [3] * STEPS
+    assert [int(count.numpy()) for count in job.clock._counts.values()] == [0, 4 * STEPS]
+    assert [len(before) for before in counted_after(job.traced().graph)] == [1]
+
+
+def counted_after(graph):
+    """The loops that each count of a step waits for."""
+    operations = body_of(graph)
+    counts = [op for op in operations if op.type == "ResourceCountUpTo"]
+    loops = ("While", "StatelessWhile")
+    return [[one for one in op.control_inputs if one.type in loops] for op in counts]
+
+
+def body_of(graph):
+    loop = next(op for op in graph.get_operations() if op.type == "While")
+    return graph._get_function(loop.get_attr("body").name).graph.get_operations()
+
+
 def test_a_clock_is_read_before_what_the_step_does_on_its_server_and_counts_after_its_update():
     graph = Job(devices=["/CPU:0", "/CPU:1"], clocks=["/CPU:0", "/CPU:1"]).traced().graph
-    loop = next(op for op in graph.get_operations() if op.type == "While")
-    operations = graph._get_function(loop.get_attr("body").name).graph.get_operations()
+    operations = body_of(graph)
     looked, counted = [], []
     for op in operations:
         for before in op.control_inputs:

@@ -14,10 +14,11 @@ from tensorflow.python.eager.record import VariableWatcher
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.training.engines.handles import outermost
-from tfdist.training.profile.traffic import calls_functions
+from tfdist.training.profile.traffic import READS, calls_functions
 
 _NO_LIMIT = 2**62
 _WRITES = ("Assign", "Resource", "If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+_LOOPS = ("While", "StatelessWhile")
 _T = TypeVar("_T")
 
 
@@ -121,6 +122,16 @@ class UpdateClock:
 
 def _written(op: Any) -> list[Any]:
     """The handles of the variables that an operation may write to."""
-    if not op.type.startswith(_WRITES):
+    if not _writes(op):
         return []
     return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
+
+
+def _writes(op: Any) -> bool:
+    """Whether an operation may write; a loop as a recurrent layer's does not, where it only reads:
+    to wait for it would cost a message.
+    """
+    if op.type in _LOOPS:
+        body = op.graph._get_function(op.get_attr("body").name)
+        return body is not None and any(map(_writes, body.graph.get_operations()))
+    return bool(op.type.startswith(_WRITES)) and op.type not in READS
