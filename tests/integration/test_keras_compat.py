@@ -31,6 +31,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 
 import tfdist
 from tfdist.training import keras_compat
+from tfdist.training.keras_compat import constraints
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(8, 4).astype("float32")
@@ -265,6 +266,31 @@ def test_stock_optimizers_have_one_count(method, monkeypatch):
     assert after_step_26_came_first(optimizer()) == pytest.approx(stock)
 
 
+def constrained_at(*, traced_in=contextlib.nullcontext):
+    """Where a step constrains a variable of the second device."""
+    with tf.device("/CPU:1"):
+        weight = keras.Variable(np.ones((3, 2), "float32"))
+    weight.constraint = keras.constraints.MaxNorm(1.0)
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([weight])
+
+    @tf.function
+    def step():
+        with traced_in():
+            optimizer.apply([tf.zeros([3, 2])])
+
+    step()
+    np.testing.assert_allclose(np.linalg.norm(weight.numpy(), axis=0), [1.0, 1.0], rtol=1e-5)
+    graph = step.get_concrete_function().graph
+    return [op.device[-5:] for op in graph.get_operations() if op.type == "Sqrt"]
+
+
+def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
+    monkeypatch.setattr(constraints, "server_of", lambda variable: 0)
+    assert constrained_at() == [""]
+    assert constrained_at(traced_in=lambda: keras_compat.tracing(trace())) == ["CPU:1"]
+
+
 def test_stock_accumulation_fails_under_a_strategy(strategies):
     model = make_model(
         strategies[2], lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -389,6 +415,7 @@ FAULT_SHOWN_BY = {
     "LossScaleOptimizer._tf_apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
     "BaseOptimizer._update_model_variables_moving_average": test_stock_optimizers_have_one_count,
     "BaseOptimizer._get_current_learning_rate": test_stock_optimizers_have_one_count,
+    "Variable.constraint": test_stock_constraints_go_by_way_of_the_worker,
     "SGD.update_step": test_stock_updates_write_one_by_one,
     "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,

@@ -10,6 +10,7 @@ from tfdist.strategy.split import reading_once
 from tfdist.training.keras_compat import (
     at_once,
     conditions,
+    constraints,
     counting,
     gradients,
     losses,
@@ -28,6 +29,7 @@ REPLACEMENTS = (
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
     *conditions.REPLACEMENTS,
+    *constraints.REPLACEMENTS,
     *counting.REPLACEMENTS,
     *updates.REPLACEMENTS,
     *at_once.REPLACEMENTS,
