@@ -31,7 +31,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 
 import tfdist
 from tfdist.training import keras_compat
-from tfdist.training.keras_compat import constraints
+from tfdist.training.keras_compat import accumulation, constraints
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(8, 4).astype("float32")
@@ -291,6 +291,41 @@ def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
     assert constrained_at(traced_in=lambda: keras_compat.tracing(trace())) == ["CPU:1"]
 
 
+class Interrupted(keras.optimizers.SGD):
+    """While it updates, another worker adds 5 to the gradients."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        self._accumulated_gradients[0]._value.assign_add(5.0)
+
+
+def accumulated(*, traced_in=contextlib.nullcontext):
+    """A weight and the gradients that are left after two steps; operations that write a sum."""
+    weight = keras.Variable(0.0)
+    optimizer = Interrupted(1.0, gradient_accumulation_steps=2)
+    optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def step(gradient):
+        with traced_in():
+            optimizer.apply([gradient])
+
+    for _ in range(2):
+        step(tf.constant(1.0))
+    graph = step.get_concrete_function(tf.constant(1.0)).graph
+    (condition,) = [op for op in graph.get_operations() if op.type == "If"]
+    branch = graph._get_function(condition.get_attr("else_branch").name).graph
+    writes = [op.type for op in branch.get_operations() if op.type.startswith("Assign")]
+    return weight.numpy(), optimizer._accumulated_gradients[0].numpy(), writes
+
+
+def test_stock_sums_of_gradients_lose_what_others_add_meanwhile(monkeypatch):
+    monkeypatch.setattr(accumulation, "server_of", lambda variable: 0)
+    assert accumulated() == (-1.0, 0.0, ["AssignVariableOp"])
+    mine = accumulated(traced_in=lambda: keras_compat.tracing(trace()))
+    assert mine == (-1.0, 5.0, ["AssignAddVariableOp"])
+
+
 def test_stock_accumulation_fails_under_a_strategy(strategies):
     model = make_model(
         strategies[2], lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -416,6 +451,15 @@ FAULT_SHOWN_BY = {
     "BaseOptimizer._update_model_variables_moving_average": test_stock_optimizers_have_one_count,
     "BaseOptimizer._get_current_learning_rate": test_stock_optimizers_have_one_count,
     "Variable.constraint": test_stock_constraints_go_by_way_of_the_worker,
+    "BaseOptimizer._backend_apply_gradients": (
+        test_stock_sums_of_gradients_lose_what_others_add_meanwhile
+    ),
+    "BaseOptimizer._backend_reset_gradient_accumulators": (
+        test_stock_sums_of_gradients_lose_what_others_add_meanwhile
+    ),
+    "TFOptimizer._backend_increment_gradient_accumulators": (
+        test_stock_sums_of_gradients_lose_what_others_add_meanwhile
+    ),
     "SGD.update_step": test_stock_updates_write_one_by_one,
     "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,

@@ -218,6 +218,8 @@ def test_ps_loses_no_part_of_an_update(parameter_server):
     """Each momentum is the one before and a gradient of 1, and goes into the weight once."""
     _, _, seen = parameter_server
     assert seen["went down by momentum"] == sum(range(2 * 7 * 15 + 1))
+    # Of gradients that are accumulated by all, none is lost, and none counts twice.
+    assert 4 * seen["went down by sums"] + seen["still to go down"] == 2 * 7 * 15
 
 
 def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server):

@@ -253,6 +253,7 @@ def steps_of_optimizers():
         "ramp": lambda: keras.optimizers.SGD(zoo.Ramp()),
         "accumulation": lambda: keras.optimizers.Lion(1.0, gradient_accumulation_steps=3),
         "momentum": lambda: keras.optimizers.SGD(1.0, momentum=1.0),
+        "sums": lambda: keras.optimizers.SGD(1.0, gradient_accumulation_steps=4),
     }
     for name, optimizer in optimizers.items():
         with strategy.scope():
@@ -260,6 +261,7 @@ def steps_of_optimizers():
         for _ in range(2):
             tfdist.fit(model, x, x, batch_size=4, epochs=7, verbose=0)
         SEEN[f"went down by {name}"] = -zoo.flat(model)[0]
+    SEEN["still to go down"] = float(model.optimizer._accumulated_gradients[0].numpy()[0, 0])
     with strategy.scope():
         model, x = zoo.descending(optimizers["ramp"]())
         model.optimizer.build(model.trainable_variables)

@@ -14,6 +14,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     reduction     the sum over replicas itself, in few messages
     updates       behind the door: each replica updates its own copy of a variable
     at_once       SGD with momentum updates a variable in one operation
+    accumulation  what several workers accumulate is neither lost nor counted twice
     constraints   a variable is constrained on its server
     losses        a replica's loss counts by its share of the global batch
     metrics       means count examples

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tfdist.strategy.split import reading_once
 from tfdist.training.keras_compat import (
+    accumulation,
     at_once,
     conditions,
     constraints,
@@ -33,6 +34,7 @@ REPLACEMENTS = (
     *counting.REPLACEMENTS,
     *updates.REPLACEMENTS,
     *at_once.REPLACEMENTS,
+    *accumulation.REPLACEMENTS,
 )
 
 

@@ -27,6 +27,7 @@ class StepTrace:
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_door: called with the gradients where they enter an optimizer.
       held: values of variables, by `id`, that the step has read once and goes on with.
+      taken: what an update takes of sums of gradients, part by part, by the `id` of the sum.
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       graph: the step's own.
       holder: the graph that `local` is of: the step's own, or of a condition in it.
@@ -40,6 +41,7 @@ class StepTrace:
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_door: Callable[[Sequence[Any]], None] | None = None
     held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    taken: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     counts: UpdateCounts | None = None
     draws: int = 0
     sums: int = 0

@@ -17,6 +17,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
 
 from tfdist.strategy.servers import server_of
+from tfdist.training.keras_compat.accumulation import taken
 from tfdist.training.keras_compat.conditions import hold
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
@@ -71,6 +72,8 @@ def _in_step(variable: Any, trace: StepTrace) -> tf.Tensor | None:
     found = trace.local.get(id(variable))
     if found is None:
         found = trace.held.get(id(variable))
+    if found is None:
+        found = taken(variable, trace)
     if found is None and trace.counts is not None:
         found = trace.counts.value(variable)
     return found
