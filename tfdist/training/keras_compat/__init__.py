@@ -15,13 +15,14 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     updates       behind the door: each replica updates its own copy of a variable
     at_once       SGD with momentum updates a variable in one operation
     accumulation  what several workers accumulate is neither lost nor counted twice
+    averaging     averages are taken on the servers, and begin with the first update there
     constraints   a variable is constrained on its server
     losses        a replica's loss counts by its share of the global batch
     metrics       means count examples
     variables     statistics travel with the gradients; additions in one operation; local values
     conditions    what lives in the step may be written within a condition
     counts        an optimizer goes by the step that was handed out
-    counting      but averages begin by what a server has seen
+    rates         and so does the learning rate, in an update too
     randomness    draws come from (seed, step, replica)
     functions     `tf.function` without its warning of tracing often
     packing       small gradients go to a parameter server together

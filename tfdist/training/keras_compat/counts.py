@@ -4,7 +4,7 @@ Keras asks an optimizer's count of updates for the learning rate of a schedule, 
 accumulation this is, and for when averages are taken over. The count is on a server, where workers
 add to it in any order: two steps may find the same number there, and none another one.
 An update itself keeps to the count there: Adam corrects by how often its slots were updated.
-`counting` has the exceptions.
+The learning rate is that of the step there, too (`rates`).
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -30,7 +30,7 @@ class UpdateCounts:
         self.followed: list[Variable] = []
         self.each: list[int] = []
         self._given = given
-        self._by_step: bool | None = None
+        self._also_in_updates = False
         self._graph = tf.compat.v1.get_default_graph()
 
     def follow(self, variable: Variable) -> None:
@@ -47,21 +47,19 @@ class UpdateCounts:
 
     def value(self, variable: Variable) -> tf.Tensor | None:
         """What a count is in this step; None for another variable, and within an update."""
-        place, by_step = self._place(variable), self._by_step
-        if by_step is None:
-            by_step = distribute_lib.get_update_replica_id() is None
-        if place is None or not by_step:
+        place, in_update = self._place(variable), distribute_lib.get_update_replica_id() is not None
+        if place is None or (in_update and not self._also_in_updates):
             return None
         return tf.cast(self._given[place] + self.each[place], variable.dtype)
 
     @contextlib.contextmanager
-    def going_by(self, *, step: bool) -> Iterator[None]:
-        """Counts are those of the step, or those on the servers, whether in an update or not."""
-        before, self._by_step = self._by_step, step
+    def also_in_updates(self) -> Iterator[None]:
+        """Counts are those of the step within an update as well."""
+        before, self._also_in_updates = self._also_in_updates, True
         try:
             yield
         finally:
-            self._by_step = before
+            self._also_in_updates = before
 
     def after(self) -> tf.Tensor:
         """What is given to the next step."""
