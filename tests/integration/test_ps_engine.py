@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.integration.test_crew import DEADLINE_S, Members
 from tfdist.errors import PeerLost
-from tfdist.training.engines import parameter_server
+from tfdist.training.engines import lost_server, parameter_server
 from tfdist.training.engines.crew import Crew
+from tfdist.training.engines.lost_server import naming_a_lost_server
 from tfdist.training.engines.parameter_server import ParameterServerEngine
 from tfdist.training.program import StepProgram
 
@@ -107,9 +109,7 @@ def test_what_the_last_step_says_is_told_when_all_is_done(engine):
     assert engine.steps_under_way == 0
 
 
-def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(
-    engine, crew, monkeypatch
-):
+def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine, crew, monkeypatch):
     go_on = threading.Event()
     drop = crew.drop
     monkeypatch.setattr(crew, "drop", lambda: (drop(), go_on.set()))
@@ -127,3 +127,20 @@ def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(
     engine.let_go()
     assert len(work.begun) == len(work.ended) == 3
     assert not crew._waiting
+
+
+@pytest.mark.parametrize(
+    ("error", "gone", "raised"),
+    [
+        (tf.errors.UnavailableError(None, None, "failed to connect"), ["ps-1"], PeerLost),
+        (tf.errors.UnavailableError(None, None, "failed to connect"), [], tf.errors.OpError),
+        (tf.errors.InvalidArgumentError(None, None, "mine"), ["ps-1"], tf.errors.OpError),
+    ],
+)
+def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, gone, raised, monkeypatch):
+    members = SimpleNamespace(missing=lambda: gone)
+    monkeypatch.setattr(lost_server.Members, "of", lambda strategy: members)
+    job = SimpleNamespace(kind="ps", strategy=None)
+    with pytest.raises(raised) as told, naming_a_lost_server(job):
+        raise error
+    assert raised is not PeerLost or str(told.value) == "ps-1 does not answer any more"

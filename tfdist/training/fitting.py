@@ -19,6 +19,7 @@ from tfdist.strategy import broadcast
 from tfdist.training import building, inputs, resume
 from tfdist.training.arguments import require_frequency, require_whole
 from tfdist.training.attempt import Attempt
+from tfdist.training.engines.lost_server import naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation
 from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
@@ -142,7 +143,11 @@ def fit(
             steps=validation_steps,
         )
     used = [data.feed] if validation is None else [data.feed, validation.feed]
-    with StopRequests() as requests, _closing(session, backups, ledger, used):
+    with (
+        naming_a_lost_server(job),
+        StopRequests() as requests,
+        _closing(session, backups, ledger, used),
+    ):
         attempt = Attempt(
             session,
             data,
