@@ -79,9 +79,7 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
         )
 
 
-def build(
-    model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]
-) -> None:
+def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]) -> None:
     """Makes every variable of model, metrics, loss and optimizer inside the scope.
 
     `batch_spec`: nest of `tf.TensorSpec` of one batch; `first_batch` is called where that does not

@@ -79,9 +79,7 @@ def predict(
     looks = _some_task_looks(listed, mode="predict", stop=model.stop_predicting)
     batches: list[Any] = []
     computed = session.engine.outputs(program, 0, total)
-    while len(batches) < total and not (
-        looks and batches and _asked(job, model.stop_predicting)
-    ):
+    while len(batches) < total and not (looks and batches and _asked(job, model.stop_predicting)):
         step = len(batches)
         listed.on_predict_batch_begin(step)
         batches.append(next(computed))
