@@ -371,12 +371,6 @@ def test_a_dataset_of_single_examples_is_refused():
         StreamSource(tf.data.Dataset.from_tensor_slices((X, Y)))
 
 
-def test_a_dataset_of_shapes_that_are_not_known_is_refused():
-    data = tf.data.Dataset.from_generator(lambda: iter([[[1.0]]]), output_types=tf.float32)
-    with pytest.raises(UsageError, match="to know how many axes"):
-        StreamSource(data)
-
-
 def test_an_input_function_is_called_with_the_context_of_its_task():
     batches = tf.data.Dataset.from_tensor_slices(Y).batch(5)
 

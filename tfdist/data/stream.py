@@ -182,13 +182,6 @@ def _require_batches(spec: Nest) -> None:
                 expected="batches: a first axis of examples in every part",
                 fix="end the dataset with .batch(global_batch_size)",
             )
-        if shape is not None and shape.rank is None:
-            raise UsageError(
-                "tf.data.Dataset",
-                received=f"elements {spec}",
-                expected="to know how many axes each part of a batch has",
-                fix="give from_generator an output_signature, or map to tf.ensure_shape",
-            )
 
 
 def _without_batch_axis(spec: Any) -> Any:

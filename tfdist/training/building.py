@@ -180,7 +180,7 @@ def _is_ready_for_its_own_step(model: keras.Model) -> bool:
     metrics, loss = model._compile_metrics, model._compile_loss
     return (
         any(_is_own(model, step) for step in ("train_step", "test_step"))
-        and (model.built or all(layer.built for layer in model._flatten_layers(include_self=False)))
+        and all(layer.built for layer in model._flatten_layers(include_self=False))
         and (metrics is None or metrics.built)
         and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
     )
