@@ -19,6 +19,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     constraints   a variable is constrained on its server
     losses        a replica's loss counts by its share of the global batch
     metrics       means count examples
+    moments       synchronized statistics leave out who stands in for an empty share
     variables     statistics travel with the gradients; additions in one operation; local values
     conditions    what lives in the step may be written within a condition
     counts        an optimizer goes by the step that was handed out
