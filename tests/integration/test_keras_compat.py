@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import StatelessScope
+from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -346,6 +348,20 @@ def test_stock_reduces_once_more_in_the_update(strategies):
     assert reduced == [2.0, 2.0]
 
 
+def test_stock_synchronized_statistics_count_who_stands_in_for_an_empty_share(strategies):
+    def mean(*, traced):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        place = dataclasses.replace(trace(), num_replicas=2, examples=1 - replica)
+        with keras_compat.tracing(place) if traced else contextlib.nullcontext():
+            mine = tf.ones([1, 1]) * (3.0 + tf.cast(replica, tf.float32))
+            found, _ = nn._compute_moments_sync(mine, [0], False)
+        return found[0]
+
+    stock = functools.partial(mean, traced=False)
+    assert per_replica(strategies[2], stock) == [3.5, 3.5]
+    assert per_replica(strategies[2], functools.partial(mean, traced=True)) == [3.0, 3.0]
+
+
 def test_stock_statistics_drift_apart(strategies):
     def sgd():
         return keras.optimizers.SGD(0.001)
@@ -444,6 +460,9 @@ FAULT_SHOWN_BY = {
         test_stock_losses_of_one_number_count_once_for_each_replica
     ),
     "CompileLoss.call": test_stock_losses_of_several_outputs_are_means_over_batches,
+    "keras.src.backend.tensorflow.nn._compute_moments_sync": (
+        test_stock_synchronized_statistics_count_who_stands_in_for_an_empty_share
+    ),
     "Mean.update_state": test_stock_losses_of_several_outputs_are_means_over_batches,
     "BaseOptimizer.apply": test_stock_clips_before_it_reduces,
     "LossScaleOptimizer.apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,

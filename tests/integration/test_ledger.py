@@ -194,7 +194,7 @@ def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
         data = prepare(X, Y, None, job=job, length=Length(batch_size=8), shuffle=True, seed=1)
         from tfdist.training import building
 
-        building.build(model, job, data.batch_spec)
+        building.build(model, job, data.batch_spec, first_batch=data.first_batch)
         session = Session(model, job)
         program = session.program("train_step", data.feed, seed=1)
         if with_ledger:

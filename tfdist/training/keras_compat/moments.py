@@ -24,7 +24,8 @@ def _of_examples_that_count(original: Callable[..., Any]) -> Callable[..., Any]:
         trace = current()
         context = tf.distribute.get_replica_context()
         if trace is None or trace.num_replicas == 1 or context is None:
-            return original(x, axes, keepdims)  # type: ignore[no-any-return]
+            found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
+            return found
         counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
         sums = [
             counts * tf.reduce_sum(values, axis=axes, keepdims=True)
