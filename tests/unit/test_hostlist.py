@@ -36,6 +36,8 @@ AS_SLURM = {
     ),
     "[1-3]": "1 2 3",
     "n[7],m[08][1]": "n7 m081",
+    "n[1-2][3-4][5],m[6]": "n135 n235 n145 n245 m6",  # the first fastest but for the last one
+    "n[5][1-2][3-4],m[6],m[6]": "n513 n514 n523 n524 m6 m6",
     "gpu[1-2],node01": "gpu1 gpu2 node01",
 }
 OURS = {
@@ -66,6 +68,8 @@ WRONG = [
     "n[1-2-3]",
     "n[1-2]]",
     "n[[1-2]]",
+    "n[1[2][3]],m[4-5]",
+    "n[[1][2]],m[4],m[5]",
     "n[1 -2]",
     "n1 n2",
     "(n1,n2)",
@@ -212,6 +216,14 @@ LARGE = {
     "three brackets a name": (
         ",".join(f"x{row}c[0-7]s[0-7]n[0-1]" for row in range(1_242)),
         158_976,
+    ),
+    "two brackets of one number, and ranges once": (
+        ",".join(f"x[{n // 100}]n[{n}]" for n in range(19_872)) + ",y[1-2]n[3-4]",
+        19_876,
+    ),
+    "brackets of one number between those of ranges": (
+        ",".join(f"x{n}n[{n}]" if n % 10 else f"x{n}n[{n}-{n + 1}]-ib" for n in range(19_872)),
+        21_860,
     ),
     "a bracket for each node": (",".join(f"n[{number}]" for number in range(158_976)), 158_976),
     "no ranges": (",".join(f"n{number}" for number in range(158_976)), 158_976),

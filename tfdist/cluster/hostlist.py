@@ -24,6 +24,7 @@ _MAX_DIGITS = 18
 _ELEMENT = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _WITHOUT_RANGES = re.compile(r"[^\[\]]*+(?:\[[0-9]{1,18}\][^\[\]]*+)*+")  # n1,n[2]
+_ONE_NUMBER = re.compile(r"\[([0-9]{1,18})\](?=[^\[\],]*+\[)")  # not in the last bracket of a name
 _RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _DIGITS = "0123456789"
@@ -51,7 +52,8 @@ def expand(text: str, *, where: str) -> list[str]:
         if "" in names:
             raise _mistake(text, where, "a name before and after each comma")
         return names
-    *gaps, last = _BRACKETS.split(text)  # text, bracket, text, ..., text
+    plainer = text if text.count("-") >= text.count("[") else _ONE_NUMBER.sub(r"\1", text)
+    *gaps, last = _BRACKETS.split(plainer)  # text, bracket, text, ..., text
     return _all_names(gaps[::2], gaps[1::2], last, text=text, where=where)
 
 
