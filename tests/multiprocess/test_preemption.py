@@ -40,6 +40,7 @@ def test_a_job_asked_to_stop_in_every_way_ends_like_one_left_alone(tmp_path: Pat
         ask(job)
         assert job.end() == code, job.logs()
         assert "Traceback" not in job.logs(), job.logs()
+        assert len(job.chiefs_words()) == 1, job.logs()
         (said,) = job.chiefs_words()
         name, step = said.split(" at step ")[0], int(re.findall(r"\d+", said)[-1])
         assert name == way.split()[0], job.logs()
