@@ -291,10 +291,10 @@ class Attempt:
         line = stopping.message(
             signum, step=step, saved_step=self._saved_step, has_backup=bool(self._backups)
         )
+        if self._session.job.is_chief:  # before another one's end has the launcher end all
+            _LOG.warning("%s", line)
         with phases.entered("save"):
             # Whoever ended now would take down the others, and with them the chief's last write.
             sum_over_tasks(self._session.job, np.zeros(1), of="the end of a stopped run")
-        if self._session.job.is_chief:
-            _LOG.warning("%s", line)
         phases.enter("done")
         raise Stopped(signum, line)
