@@ -101,7 +101,16 @@ def _measure(args: argparse.Namespace) -> None:
             for (_, by), campaign in zip(SIDES, campaigns, strict=False):
                 if by is TFDIST or number < args.peer_rounds:
                     campaign.random_kills(args.kills)
-    RAW.write_text(_OWN_PATH.sub("", RAW.read_text()))
+    RAW.write_text(_without_paths(RAW.read_text()))
+
+
+def _without_paths(text: str) -> str:
+    """What torchrun has said of where it runs is of no use to a reader."""
+    # `.venv` may be a link: then it names the checkout that the link leads to.
+    checkouts = {BENCHMARKS.parent, (BENCHMARKS / ".venv").resolve().parents[1]}
+    for checkout in checkouts:
+        text = text.replace(f"{checkout}/", "")
+    return _OWN_PATH.sub("", text)
 
 
 def _expected() -> str:
