@@ -12,7 +12,6 @@ import signal
 from collections.abc import Callable, Container, Sequence
 
 from tfdist.cluster import Task
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from tfdist.launch.alone import EVALUATOR, Alone
 from tfdist.launch.blame import Blame
 from tfdist.launch.ending import Ending
@@ -200,10 +199,8 @@ class Supervisor:
                 return
             failure = self._progress.dated(self._progress.behind(failure), now_s=now_s)
             if not self._alone.take(failure):
-                # Its process may still have a traceback to print. One that was asked to stop has
-                # agreed on it with the others, which write their last and end by themselves.
-                stops = failure.kind and failure.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED)
-                self._fail(failure, but=tuple(self._running) if stops else (failure.task,))
+                # Its process may still have a traceback to print.
+                self._fail(failure, but=(failure.task,))
 
     def _find_hang(self, now_s: float) -> None:
         serving = [task for task in self._running if not self._servers.serve_nobody(task)]
