@@ -78,6 +78,28 @@ def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_o
     assert ends.codes == [128 + signal.SIGINT]
 
 
+def test_a_task_that_stops_for_another_takes_its_first_own_signal_as_the_same_request() -> None:
+    heard: list[int] = []
+    before = {s: signal.signal(s, lambda signum, _: heard.append(signum)) for s in SIGNALS}
+    try:
+        with contextlib.suppress(Stopped), StopRequests():
+            raise Stopped(signal.SIGUSR1)  # which another task has heard
+        signal.raise_signal(signal.SIGTERM)  # the launcher's, when that one was gone
+        assert heard == []
+        for signum in SIGNALS:
+            signal.raise_signal(signum)
+        assert heard == list(SIGNALS)
+        with contextlib.suppress(Stopped), StopRequests() as requests:
+            signal.raise_signal(signal.SIGTERM)
+            wait_until(lambda: requests.signum is not None)
+            raise Stopped(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # a second one
+        assert heard == [*SIGNALS, signal.SIGTERM]
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda signum, _: heard.append(signum))

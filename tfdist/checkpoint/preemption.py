@@ -44,7 +44,9 @@ class StopRequests:
     Only in the main thread of the program, where Python has its signals; in another one it hears
     nothing. A signal that the program was started to ignore, as nohup does, stays ignored. At the
     end everything is as it was before; a signal that nobody has answered by `Stopped` is then sent
-    again, to whoever handled it before.
+    again, to whoever handled it before. A task that stops for what another one has heard takes the
+    first signal of its own, even after the end, as the same request: the first task to be gone has
+    a launcher or a scheduler tell the others, which may still have something to write.
 
     Args:
       end: ends the process with an exit code, from the thread that has heard the second signal.
@@ -103,7 +105,10 @@ class StopRequests:
         if self._thread is not None:
             self._thread.join()
         self._close()
-        if self.signum is not None and not isinstance(error, Stopped):
+        if isinstance(error, Stopped):
+            if self.signum is None and not _entered:
+                self._pass_over_one()
+        elif self.signum is not None:
             if isinstance(error, Exception):  # the signal may end the process before it is told
                 _LOG.error("%s while stopping: %s", signal.Signals(self.signum).name, error)
             signal.raise_signal(self.signum)
@@ -112,10 +117,16 @@ class StopRequests:
         """Sets the handlers and the descriptor as they were."""
         _entered.remove(self)
         for signum, (handler, action) in self._before.items():
-            if handler is not None:  # None: one of C, as faulthandler's is
-                signal.signal(signum, handler)
-            _act(signum, action)
+            _set(signum, handler, action)
         signal.set_wakeup_fd(self._before_fd)
+
+    def _pass_over_one(self) -> None:
+        def passed_over(signum: int, frame: FrameType | None) -> None:
+            for one, (handler, action) in self._before.items():
+                _set(one, handler, action)
+
+        for signum in self._before:
+            signal.signal(signum, passed_over)
 
     def _close(self) -> None:
         for fd in self._fds or ():
@@ -174,6 +185,8 @@ def _action(signum: int) -> Any:
     return action if ctypes.CDLL(None).sigaction(signum, None, action) == 0 else None
 
 
-def _act(signum: int, action: Any) -> None:
+def _set(signum: int, handler: Any, action: Any) -> None:
+    if handler is not None:  # None: one of C, as faulthandler's is
+        signal.signal(signum, handler)
     if action is not None:
         ctypes.CDLL(None).sigaction(signum, action, None)
