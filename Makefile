@@ -8,9 +8,7 @@ ARGS ?=
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-SHELL := /bin/bash
-
-.PHONY: help setup demo test test-one-process test-jobs test-mpi test-slurm test-networks lint chaos bench recovery clean
+.PHONY: help setup demo test test-mpi test-slurm test-networks lint chaos bench recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -26,23 +24,16 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 	$(CPU_ONLY) $(PY) -m tfdist.launch --strategy ps --workers 4 --ps 1 $(ARGS)
 
-# Tests of one process compute; jobs wait, for imports, graces and peers, and leave the machine to
-# others: they run side by side. Tests that hold how long something takes run after them, alone.
+# Two files side by side: jobs that wait, for a grace to pass or a peer to come, leave the machine to
+# others. Tests that hold how long something takes run after them, alone.
 test: setup  ## every test; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
-	$(MAKE) --no-print-directory -j 2 -k test-one-process test-jobs
+	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile tests/unit tests/integration
+	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/multiprocess
 	$(CPU_ONLY) $(PY) -m pytest -m alone tests/multiprocess
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
 endif
-
-test-one-process: setup
-	set -o pipefail; $(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile tests/unit tests/integration \
-	    2>&1 | sed -u 's/^/one process | /'
-
-test-jobs: setup
-	set -o pipefail; $(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-	    -m "not alone" tests/multiprocess 2>&1 | sed -u 's/^/jobs | /'
 
 test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debian
 	tests/mpi/setup.sh
