@@ -27,6 +27,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+def pytest_sessionstart():
+    """The fork server is to hear a Ctrl-C, and who is forked, whatever has started the tests."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def _what_the_fork_server_said():
     yield

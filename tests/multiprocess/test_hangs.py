@@ -417,7 +417,8 @@ def a_script_that_becomes_another_program_is_not_expected_to_speak(launch):
 
 
 def after_a_sleep_of_the_whole_machine_nobody_is_blamed(launch):
-    job = launch(f"ready(); works({2 * HANG_S + 6})", "--strategy=multiworker", "--workers=2")
+    two = ("--strategy=multiworker", "--workers=2", "--grace_s=20")  # they need not end together
+    job = launch(f"ready(); works({2 * HANG_S + 6})", *two)
     tasks = job.pids(2).values()
     job.process.send_signal(signal.SIGSTOP)
     for pid in tasks:
