@@ -24,6 +24,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_tensorflow_keeps():
+    """Does the same with the graphs that TensorFlow keeps for good: a hundred take seconds."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Each test starts from the same names, seeds and precision."""
