@@ -205,7 +205,7 @@ def test_steps_that_nobody_recorded_are_named(tmp_path):
 
 
 def test_a_task_without_a_file_is_named(tmp_path):
-    write(tmp_path, [(0, 10)], tasks=3)
+    write(tmp_path, [(0, 5), (5, 10)], tasks=3)
     (tmp_path / "attempt-1-worker-1.bin").unlink()
     proof = proof_of(tmp_path)
     assert not proof.proved
@@ -363,16 +363,28 @@ def test_a_disk_that_is_full_is_told_once_and_what_was_whole_stays(tmp_path, bef
     assert proof_of(tmp_path).proved
 
 
-@pytest.mark.parametrize("left", [b"", None])
+@pytest.mark.parametrize("left", ["no file", "nothing", "a first line"])
 def test_a_task_that_could_write_nothing_takes_the_range_of_its_peers_back(tmp_path, left):
-    """Its disk was full when the second attempt began, and nothing has been done since."""
+    """It was killed, or its disk was full, when the second attempt had begun."""
     write(tmp_path, [(0, 6)], tasks=2)
     write(tmp_path, [(4, 8)], tasks=2, attempt=2)
     path = tmp_path / "attempt-2-worker-1.bin"
-    path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n" if left is None else left)
+    path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n" if left[0] == "a" else b"")
+    if left == "no file":
+        path.unlink()
     proof = proof_of(tmp_path)
     assert proof.proved, proof.problems
     assert proof.ledger.end == 4
+
+
+def test_a_first_range_in_flight_proves_nothing(tmp_path, capsys):
+    write(tmp_path, [(0, 1)], tasks=2)
+    (tmp_path / "attempt-1-worker-1.bin").unlink()
+    assert program.main([str(tmp_path)]) == 1
+    assert program.main([str(tmp_path), "--same_as", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == 2 * [
+        "tfdist.ledger: ledger: no step is recorded"
+    ]
 
 
 def test_tasks_of_two_runs_in_one_attempt_are_refused(tmp_path):

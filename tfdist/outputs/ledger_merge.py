@@ -153,6 +153,8 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
     for attempt in attempts:
         _require_same_run(attempt, attempts[-1], plan)
     end = max(min(a.last, a.limit) for a in attempts)
+    if not end:  # what there is was in flight
+        raise TfdistError("ledger: no step is recorded")
     return Merged(attempts=tuple(attempts), plan=plan, end=end)
 
 
@@ -168,8 +170,15 @@ def _attempt(files: Sequence[LedgerFile], *, limit: int) -> Attempt:
 
 
 def _recorded_by_all(files: Sequence[LedgerFile]) -> int:
-    """Up to where every task of the newest attempt got: what one wrote past it was in flight."""
+    """Up to where every task of the newest attempt got: what one wrote past it was in flight.
+
+    A task begins a range when all have recorded the one before: of one that has no file yet, the
+    others have a single record.
+    """
     first = min(place.first for file in files for place in file.places)
+    are_all_there = len(files) == files[0].header.num_tasks
+    if not are_all_there and all(len(file.places) < 2 for file in files):
+        return first
     return min(max((place.last for place in file.places), default=first) for file in files)
 
 
