@@ -10,6 +10,7 @@ import resource
 import select
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,20 @@ def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, proces
     processes.wait(1)
     processes.kill_alone(W0)
     assert world.ended_sessions == [4711]
+
+
+def test_a_task_that_has_no_group_of_its_own_yet_is_signalled_too(world, processes):
+    """A fork server tells of a start before the new process has come to make its session."""
+    child = subprocess.Popen(["sleep", "1000"])
+    world.started = [Started(task=W0, pid=child.pid, at_s=0)]
+    os.write(world.write_fd, bytes([signal.SIGCHLD]))
+    processes.wait(1)
+    try:
+        processes.signal(W0, signal.SIGTERM)
+        assert child.wait(DEADLINE_S) == -signal.SIGTERM
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.fixture

@@ -285,4 +285,7 @@ class JobProcesses:
 
 def _signal_group(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signum)
+        try:
+            os.killpg(pid, signum)
+        except ProcessLookupError:  # forked just now, and leads no group yet
+            os.kill(pid, signum)
