@@ -344,7 +344,8 @@ def test_a_signal_reaches_each_task_and_is_the_exit_code(launch, command, signum
     job.ready(2)
     job.signal(signum)
     assert job.end() == code
-    assert job.text.count("saved\n") == 2
+    for index in (0, 1):
+        assert "saved\n" in Path(f"run/logs/attempt-1/worker-{index}.log").read_text()
     assert "Traceback" not in job.text
 
 
@@ -510,6 +511,35 @@ def test_forked_tasks_fail_with_the_fork_server_and_its_log_is_named(launch):
     os.kill(server, signal.SIGKILL)
     assert job.end() == 137
     assert re.search(r"failed first: the fork server has ended: see .*fork-server.log\n", job.text)
+    job.assert_gone()
+
+
+def test_who_asks_every_process_of_a_job_to_stop_lets_its_tasks_save(launch):
+    """As a service manager does, or a scheduler: the tasks would end with the fork server."""
+    job = launch(
+        """
+        import os, signal
+        def save(*_):
+            os.write(1, b"saved\\n")
+            os._exit(143)
+        signal.signal(signal.SIGTERM, save)
+        os.write(1, b"ready %d\\n" % os.getpid())
+        while True:
+            signal.pause()
+        """,
+        "--workers=2",
+        "--run_dir=run",
+        command=FORK,
+    )
+    tasks = job.ready(2)
+    (server,) = (pid for pid, line in children(job.process.pid).items() if "fork server" in line)
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        os.kill(server, signum)
+    for pid in (*tasks, job.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert job.end() == 143
+    for index in (0, 1):
+        assert "saved\n" in Path(f"run/logs/attempt-1/worker-{index}.log").read_text()
     job.assert_gone()
 
 

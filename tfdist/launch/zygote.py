@@ -33,6 +33,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 TensorFlow's, of which it has its own, when it is first used."""
 
 _FDS_PER_REQUEST = 2
+_FOR_TASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What a service manager or a scheduler that ends a job sends to each of its processes. The tasks
+save then, and would end with the server: it waits for its launcher's end."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,6 +48,8 @@ def main(argv: Sequence[str]) -> None:
 
 def import_once(modules: Sequence[str]) -> None:
     """Imports what all tasks share, and leaves it as it is to be shared."""
+    # Not ignored: what is sent to a task while it is being made waits until it is one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_TASKS)
     set_title("tfdist fork server")
     gc.disable()  # what is imported stays: to look for what does not only takes time
     for name in modules:
@@ -125,6 +130,7 @@ class _Server:
         die_with(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_TASKS)
         os.close(self._wake_fd)
         os.close(self._wake_write_fd)
         self._control.close()
