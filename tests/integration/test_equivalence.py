@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.integration.conftest import mirrored
 from tfdist.training.keras_compat import reduction
 
 RNG = np.random.RandomState(0)
@@ -124,6 +125,15 @@ def test_replicas_equal_one_device(strategies, on_one_device, optimizer, replica
     assert difference(one, many) < 1e-6
     assert many.optimizer.iterations.numpy() == one.optimizer.iterations.numpy() > 0
     np.testing.assert_allclose(many_history.history["loss"], one_history.history["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_a_group_of_one_replica_equals_one_device(on_one_device, optimizer):
+    """As what is left of a job that was resized to one worker."""
+    one, one_history = on_one_device(optimizer)
+    group, history = trained(mirrored(1), optimizer=optimizer, examples=60)
+    assert difference(one, group) < 1e-6
+    np.testing.assert_allclose(history.history["loss"], one_history.history["loss"], rtol=1e-5)
 
 
 def sequences(strategy):

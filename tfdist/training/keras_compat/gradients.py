@@ -30,7 +30,7 @@ _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers
 def _door(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         trace = current()
-        if trace is None or trace.in_door or not (trace.num_replicas > 1 or _on_ps()):
+        if trace is None or trace.in_door or not _in_group():
             return original(self, grads, trainable_variables)
         if trace.counts is not None:
             trace.counts.follow(self._iterations)
@@ -49,6 +49,12 @@ def _door(original: Callable[..., Any]) -> Callable[..., Any]:
             trace.in_door = False
 
     return apply
+
+
+def _in_group() -> bool:
+    """Whether Keras would sum over replicas: a group of one asks it to where it may not either."""
+    group = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
+    return isinstance(tf.distribute.get_strategy(), group) or _on_ps()
 
 
 def _on_ps() -> bool:
