@@ -66,7 +66,7 @@ class History:
         self.killed_alone = []
         self.watched = set()
         self.hang = None
-        self.stopped_task = None
+        self.stopped_task = self.absent_task = None
         self._order = itertools.count()
         self._coming = []
 
@@ -172,6 +172,9 @@ class History:
 
     def stopped(self):
         return self.stopped_task
+
+    def absent(self, now_s):
+        return self.absent_task and (self.absent_task, f"has not started by {now_s}")
 
     # the screen
 
@@ -518,8 +521,30 @@ def test_a_task_that_is_stopped_is_the_culprit_of_one_that_lost_a_peer(history):
     assert failure.cause.startswith("stopped (SIGSTOP), and worker-0 lost it: UnavailableError")
 
 
-def test_a_task_with_an_error_of_its_own_is_blamed_whoever_is_stopped(history):
+WAITED = "worker-0: waited 60 s of 60 s for worker-1"
+
+
+def test_a_task_that_does_not_come_is_the_culprit_of_one_that_gave_up_waiting(history):
+    history.absent_task = W1
+    history.at(5, Raised(task=W0, exit_code=75, cause=WAITED, at_s=5))
+    history.ends(W0, 6, status=75)
+    attempt = history.run([W0, W1])
+    failure = attempt.first_failure
+    assert (failure.task, attempt.exit_code) == (W1, 75)
+    assert failure.cause == f"has not started by 5, and worker-0 gave up: {WAITED} (exit code 75)"
+
+
+def test_a_task_that_is_stopped_is_the_culprit_of_one_that_gave_up_waiting(history):
     history.stopped_task = W1
+    history.at(5, Raised(task=W0, exit_code=75, cause=WAITED, at_s=5))
+    history.ends(W0, 6, status=75)
+    failure = history.run([W0, W1]).first_failure
+    assert failure.task == W1
+    assert failure.cause.startswith("stopped (SIGSTOP), and worker-0 lost it: worker-0: waited")
+
+
+def test_a_task_with_an_error_of_its_own_is_blamed_whoever_is_stopped(history):
+    history.stopped_task = history.absent_task = W1
     history.ends(W0, 6, status=1)
     assert history.run([W0, W1]).first_failure.task == W0
 

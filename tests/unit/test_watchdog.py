@@ -96,6 +96,21 @@ def test_a_stopped_task_is_told_at_once():
     assert job.watchdog.stopped() == W1
 
 
+def test_a_task_that_does_not_come_and_says_nothing_is_told_at_once():
+    job = Job()
+    job.silent.add(W1)
+    job.run(2)
+    job.enter("rendezvous", W0)
+    assert job.watchdog.absent(job.now_s) is None
+    job.run(5)
+    task, looks = job.watchdog.absent(job.now_s)
+    assert task == W1
+    assert looks == "has not started: silent for 7 s (its process sleeps)"
+    job.silent.clear()
+    job.run(1)
+    assert job.watchdog.absent(job.now_s) is None
+
+
 def test_a_stopped_task_is_named_and_not_asked_for_its_stacks():
     job = Job()
     job.enter("step", step=10)

@@ -91,7 +91,7 @@ def find(
     """
     if silent:
         blamed = min(silent, key=lambda task: (not task.is_stopped, task.heard_s))
-        return blamed, _silence(blamed, now_s) + _waits(waiting, but=blamed)
+        return blamed, silence(blamed, now_s) + _waits(waiting, but=blamed)
     if owing:
         blamed, since_s = min(owing, key=lambda owed: owed[1])
         return blamed, f"its piece of work is not done after {now_s - since_s:.0f} s"
@@ -108,7 +108,8 @@ def find(
     return None
 
 
-def _silence(task: Watched, now_s: float) -> str:
+def silence(task: Watched, now_s: float) -> str:
+    """Returns how a task that says nothing looks from outside."""
     for_ = f"for {now_s - task.heard_s:.0f} s"
     last = f", last heard {task.doing}" if task.phase != "import" else ""
     if task.state == "t":

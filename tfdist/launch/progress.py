@@ -7,6 +7,7 @@ from collections.abc import Container
 from typing import Protocol
 
 from tfdist.cluster import Task
+from tfdist.errors import EXIT_PEER_MISSING
 from tfdist.launch.blame import is_lost_peer
 from tfdist.launch.events import Beat, Started
 from tfdist.launch.report import Failure
@@ -34,6 +35,7 @@ class Watcher(Protocol):
     def next_check_s(self) -> float: ...
     def verdict(self, now_s: float) -> Hang | None: ...
     def stopped(self) -> Task | None: ...
+    def absent(self, now_s: float) -> tuple[Task, str] | None: ...
 
 
 class Progress:
@@ -102,15 +104,23 @@ class Progress:
         return self.dated(failure, now_s=now_s), hang.stuck
 
     def behind(self, failure: Failure) -> Failure:
-        """Returns that of a stopped task where `failure` is of one that has lost a peer.
+        """Returns that of another task where `failure` is of one that has lost or missed a peer.
 
-        TensorFlow gives up a peer that does not answer, which may be before it counts as hanging.
+        TensorFlow gives up a peer that is stopped and does not answer, and the tasks wait for one
+        that does not come, which both may be over before it counts as hanging.
         """
-        stopped = self._watchdog.stopped() if is_lost_peer(failure.cause) else None
-        if stopped is None:
+        has_missed = failure.exit_code == EXIT_PEER_MISSING
+        if not has_missed and not is_lost_peer(failure.cause):
             return failure
-        cause = f"stopped (SIGSTOP), and {failure.task} lost it: {failure.cause}"
-        return dataclasses.replace(failure, task=stopped, cause=cause, kind="stopped")
+        if stopped := self._watchdog.stopped():
+            cause = f"stopped (SIGSTOP), and {failure.task} lost it: {failure.cause}"
+            return dataclasses.replace(failure, task=stopped, cause=cause, kind="stopped")
+        absent = self._watchdog.absent(failure.at_s) if has_missed else None
+        if absent is None:
+            return failure
+        task, looks = absent
+        cause = f"{looks}, and {failure.task} gave up: {failure.cause}"
+        return dataclasses.replace(failure, task=task, cause=cause, kind="absent")
 
     def dated(self, failure: Failure, *, now_s: float) -> Failure:
         """Returns `failure` with the step it happened at and how long it took to be seen."""

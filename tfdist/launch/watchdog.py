@@ -134,6 +134,14 @@ class Watchdog:
         states = ((task.task, self._state_of(task.task)) for task in self._tasks())
         return next((task for task, state in states if state in ("T", "t")), None)
 
+    def absent(self, now_s: float) -> tuple[Task, str] | None:
+        """Returns a task that says nothing and has not come to its training, and how it looks."""
+        for task in self._tasks():
+            if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
+                task.state = self._state_of(task.task)
+                return task.task, culprit.silence(task, now_s)
+        return None
+
     def _tasks(self) -> list[Watched]:
         return list(self._watched.values())
 
