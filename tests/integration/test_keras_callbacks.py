@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
+from tfdist.cluster import phases
 from tfdist.training.engines.synchronous import SynchronousEngine
 
 RNG = np.random.RandomState(0)
@@ -434,6 +435,19 @@ def test_a_callback_with_every_hook_gets_the_calls_of_keras(strategies, replicas
         assert list(one[-1]) == list(other[-1]), one[0]
         for name, value in one[-1].items():
             np.testing.assert_allclose(value, other[-1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_in_every_hook_a_task_says_that_it_runs_code_of_the_programs_own(strategies):
+    """Where one stands still in its hook, it is told from those that wait for it."""
+    doing = {}
+    hooks = [n for n in vars(keras.callbacks.Callback) if re.match("on_(epoch|train|test)_", n)]
+
+    def noting(hook):
+        return lambda *_, **__: doing.setdefault(hook, set()).add(phases.current().phase)
+
+    callback = type("Doing", (keras.callbacks.Callback,), {hook: noting(hook) for hook in hooks})()
+    tfdist.fit(make_model(strategies[1]), X, Y, callbacks=[callback], **OPTIONS)
+    assert doing == {hook: {"callback"} for hook in hooks}
 
 
 def test_a_callback_without_batch_hooks_leaves_ranges_long(strategies, ranges):

@@ -136,7 +136,8 @@ class Evaluation:
         session.reset_metrics()
         session.model.stop_evaluating = False
         with phases.entered("validate"):
-            callbacks.on_test_begin()
+            with phases.entered("callback"):
+                callbacks.on_test_begin()
             looks = _some_task_looks(callbacks, mode="test", stop=session.model.stop_evaluating)
             logs: dict[str, float] = {}
             first = 0
@@ -144,13 +145,16 @@ class Evaluation:
                 last, stop = self._decide(first, looks=looks, requests=requests)
                 if stop:
                     break
-                callbacks.on_test_batch_begin(first)
+                with phases.entered("callback"):
+                    callbacks.on_test_batch_begin(first)
                 logs = self._run_range(first, last, looks=looks)
                 seen = session.metrics(self._program, logs) if looks else {}
-                callbacks.on_test_batch_end(last - 1, seen)
+                with phases.entered("callback"):
+                    callbacks.on_test_batch_end(last - 1, seen)
                 first = last
             result = session.metrics(self._program, logs)
-            callbacks.on_test_end(result)
+            with phases.entered("callback"):
+                callbacks.on_test_end(result)
         return result
 
     def _decide(
