@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import threading
+import tracemalloc
+import types
 from io import FileIO
 
 import keras
@@ -428,8 +430,45 @@ class Listing(keras.callbacks.Callback):
         self.seen = saved["seen"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
-def test_weights_that_a_callback_keeps_reach_the_other_tasks_in_their_type(dtype):
+def worker(*, is_chief):
+    """One of two workers, whose sums the test makes."""
+    strategy = types.SimpleNamespace(num_replicas_in_sync=2)
+    return types.SimpleNamespace(kind="multiworker", is_chief=is_chief, strategy=strategy)
+
+
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
+
+
+@DTYPES
+def test_weights_that_a_callback_keeps_reach_the_other_tasks_in_their_type(dtype, monkeypatch):
+    kept = {"matrix": np.arange(9).reshape(3, 3).astype(dtype), "number": np.ones([], dtype)}
+    told, sums = [], []
+    monkeypatch.setattr(state, "broadcast", lambda value: told.append(json.dumps(value)) or value)
+    monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: sums.append(mine + 0) or mine)
+    state.all_from_chief(worker(is_chief=True), kept)
+    monkeypatch.setattr(state, "broadcast", lambda _: json.loads(told.pop(0)))
+    monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: mine + sums.pop(0))
+    came = state.all_from_chief(worker(is_chief=False), None)
+    assert came.keys() == kept.keys()
+    for name, array in kept.items():
+        assert came[name].dtype == array.dtype
+        np.testing.assert_array_equal(came[name], array)
+
+
+def test_an_array_on_its_way_to_the_others_takes_its_memory_once_more(monkeypatch):
+    monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: mine.copy())
+    monkeypatch.setattr(group, "_PIECE_WORDS", 2**10)
+    array = np.arange(2**20 + 3).astype(np.uint8)
+    tracemalloc.start()
+    came = group.sum_bytes(worker(is_chief=True), array, of="an array")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1.1 * array.nbytes
+    np.testing.assert_array_equal(came, array)
+
+
+@DTYPES
+def test_what_the_chief_tells_comes_in_its_type(dtype):
     array = np.arange(6).reshape(2, 3).astype(dtype)
     sent = json.dumps({"best": array}, default=group._encode)
     came = json.loads(sent, object_hook=group._decode)["best"]

@@ -195,13 +195,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             else {
                 "run": dataclasses.asdict(_run_state(checkpoint)),
                 "callbacks": checkpoint.meta["callbacks"],
-                "best": {n: a for n, a in checkpoint.arrays.items() if n.startswith("callbacks/")},
             }
         )
+        kept = callback_state.best_weights_in(checkpoint.arrays) if checkpoint else None
         self._saved_run = RunState(**told["run"])
         others = callbacks.callbacks
         callback_state.set_states(others, told["callbacks"])
-        callback_state.set_best_weights(others, told["best"])
+        callback_state.set_best_weights(others, state.all_from_chief(job, kept))
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._configuration = identity.describe(self.model)

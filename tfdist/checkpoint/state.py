@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from tfdist.errors import UsageError
-from tfdist.strategy import Job
+from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_bytes, sum_over_tasks
 
 _DIFFERENCES_SHOWN = 4
@@ -63,6 +63,20 @@ def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
     dtype = _numpy_dtype(like)
     mine = np.asarray(value, dtype) if job.is_chief else np.zeros(tuple(like.shape), dtype)
     return sum_bytes(job, mine, of="the chief's value of a variable")
+
+
+def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
+    """Returns the chief's `arrays`, of any types and shapes, in every task. A collective."""
+    mine = {name: np.asarray(array) for name, array in (arrays or {}).items()}
+    told = broadcast({name: [array.dtype.name, array.shape] for name, array in mine.items()})
+    return {
+        name: sum_bytes(
+            job,
+            mine[name] if job.is_chief else np.zeros(shape, np.dtype(dtype)),
+            of="an array of the chief's",
+        )
+        for name, (dtype, shape) in told.items()
+    }
 
 
 def names_of(model: keras.Model) -> dict[str, list[Any]]:

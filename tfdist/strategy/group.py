@@ -100,18 +100,19 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
 def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
     """Sums arrays in which each element is zero in all tasks but one, bit for bit. A collective.
 
-    Of any type and one shape in all tasks; a copy in pieces, so that large arrays can be sent.
+    Of any type and one shape in all tasks. A copy, sent in pieces: it takes the memory of one
+    array more, however large that is.
     """
     if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
         return array
-    data = array.tobytes()
-    words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32)
-    pieces = [
-        sum_over_tasks(job, words[start : start + _PIECE_WORDS], of=of)
-        for start in range(0, len(words), _PIECE_WORDS)
-    ]
-    total = b"".join(piece.tobytes() for piece in pieces)[: len(data)]
-    return np.frombuffer(total, array.dtype).reshape(array.shape)
+    mine = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    words = np.zeros(-(-mine.size // 4), np.int32)
+    whole = words.view(np.uint8)[: mine.size]
+    whole[:] = mine
+    for start in range(0, words.size, _PIECE_WORDS):
+        piece = slice(start, start + _PIECE_WORDS)
+        words[piece] = sum_over_tasks(job, words[piece], of=of)
+    return whole.view(array.dtype).reshape(array.shape)
 
 
 @functools.lru_cache(maxsize=4)
