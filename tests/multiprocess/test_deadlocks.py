@@ -25,7 +25,7 @@ CAUSES = {
 }
 
 
-PLACES = {1: [*CAUSES], 2: ["before", "callback", "after"]}
+PLACES = {1: [*CAUSES], 2: [*CAUSES]}
 """Where tasks deadlock, one attempt after the other, by the number of workers."""
 
 

@@ -52,6 +52,16 @@ def test_a_thread_beside_says_that_a_phase_goes_on_and_changes_nothing_else(cloc
     assert phases.current() == phases.PhaseState(phase="trace", step=10, since_s=101.0)
 
 
+def test_who_is_at_a_sum_says_so_where_it_is_held_up_by_who_is_not():
+    phases.say_at_sum(True)
+    for phase in phases.PHASES:
+        phases.enter(phase)
+        is_training = phase in ("trace", "step", "save", "validate")
+        assert phases.told() == ("sum" if is_training else phase)
+    phases.say_at_sum(False)
+    assert phases.told() == phases.current().phase
+
+
 def test_to_wait_for_all_is_a_phase_of_its_own_where_a_program_may_take_its_time(clock):
     for phase in phases.PHASES:
         phases.enter(phase)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.cluster import phases
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import neighbours
 from tfdist.strategy.group import naming_who_is_gone
@@ -377,3 +378,16 @@ def test_where_one_cannot_be_reached_all_do_without(apart, caplog):
     assert time.monotonic() - start < DEADLINE_S
     assert f"worker-1 cannot be reached from worker-0 at 127.0.0.1:{port}" in caplog.text
     assert "gradients go by TensorFlow's collectives" in caplog.text
+
+
+def test_a_worker_says_that_it_is_at_a_sum_until_it_is_made(monkeypatch):
+    monkeypatch.setattr(phases, "_state", phases.PhaseState(phase="step", step=7))
+    one, other = ring_of(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.sum, np.ones(3))
+        while not waiting.done() and phases.told() != "sum":
+            time.sleep(0.01)
+        other.close()
+        with pytest.raises(ConnectionError):
+            waiting.result(timeout=DEADLINE_S)
+    assert phases.told() == "step"

@@ -192,6 +192,26 @@ def test_at_the_same_step_the_one_that_saves_is_blamed():
     assert job.run(HANG_S + 2).task == W2
 
 
+def test_who_traces_while_others_are_at_a_sum_has_its_time():
+    job = Job()
+    job.enter("sum", step=0)
+    job.enter("trace", W1, step=0)
+    assert job.run(2 * HANG_S) is None
+    assert job.run(10 * HANG_S).task == W1
+
+
+@pytest.mark.parametrize("phase", ["step", "save", "validate"])
+def test_who_is_not_at_a_sum_where_the_others_are_is_blamed(phase):
+    job = Job()
+    job.enter("sum", step=120)
+    job.enter(phase, W1, step=120)
+    hang = job.run(HANG_S + 2)
+    assert hang.task == W1
+    assert hang.cause.endswith(
+        " after 120 steps for 20 s, while worker-0 is at a sum with its peers after 120 steps"
+    )
+
+
 def test_where_all_wait_alike_the_chief_is_named_and_it_is_said():
     job = Job()
     job.enter("step", step=120)

@@ -33,6 +33,12 @@ training, and in ``serve``, as a worker or ps that a chief gives work to, it may
 ``barrier`` it waits there for others, who may.
 """
 
+SUM = "sum"
+"""What a task says instead of one of `_WITH_SUMS` while it is at a sum over the tasks: who is not
+there holds the others up."""
+
+_WITH_SUMS = ("trace", "step", "save", "validate")
+
 UNTIMED = ("import", "done")
 """Phases that are a program's own code, which takes as long as it takes."""
 
@@ -73,6 +79,7 @@ _state = PhaseState(since_s=time.monotonic())
 _lock = threading.Lock()
 _awaited: Awaited | None = None
 _of_runtime: frozenset[int] = frozenset()
+_is_at_sum = False
 
 
 def current() -> PhaseState:
@@ -89,6 +96,18 @@ def say_awaited(oldest: Awaited | None) -> None:
     """Says what this process waits for, None for nothing; for whoever hands out the work."""
     global _awaited
     _awaited = oldest
+
+
+def say_at_sum(is_at_sum: bool) -> None:
+    """Says whether this process is at a sum over the tasks; from whatever thread is."""
+    global _is_at_sum
+    _is_at_sum = is_at_sum
+
+
+def told() -> str:
+    """Returns what others are told that this process does; safe in any thread."""
+    phase = _state.phase
+    return SUM if _is_at_sum and phase in _WITH_SUMS else phase
 
 
 def of_runtime() -> frozenset[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tfdist.cluster import Task
 from tfdist.launch.events import Awaited
 
-WAITING = ("save", "validate", "step", "rendezvous", "barrier")
+WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
 
 _DOING = {
@@ -21,6 +21,7 @@ _DOING = {
     "save": "saving",
     "serve": "serving the chief",
     "step": "in a step",
+    "sum": "at a sum with its peers",
     "trace": "tracing",
     "validate": "validating",
 }

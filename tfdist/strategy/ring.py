@@ -23,6 +23,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfdist.cluster import phases
+
 _OF_BYTES = 120
 # How many sums before this one, a checksum of what it is of, and that in words.
 _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
@@ -80,6 +82,7 @@ class Ring:
                 "two threads of this worker sum at once: what all tasks call has one order, and is"
                 " called in one thread"
             )
+        phases.say_at_sum(True)
         try:
             return self._sum(arrays, of)
         except OSError as error:
@@ -89,6 +92,7 @@ class Ring:
             self._leave(f"a sum of this worker was interrupted: {type(error).__name__}")
             raise
         finally:
+            phases.say_at_sum(False)
             self._at_work.release()
 
     def close(self) -> None:

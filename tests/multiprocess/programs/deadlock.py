@@ -1,7 +1,7 @@
 """Stands still at another place in each attempt: the arguments, first to last.
 
-The last worker does ``before`` and ``after`` the training and in a ``callback``, all do in the
-``data`` and in a ``py_function`` of the step; ``nowhere`` is an attempt that ends.
+The last worker does ``before`` and ``after`` the training, in a ``callback``, in the ``data`` and
+in a ``py_function`` of the step; ``nowhere`` is an attempt that ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def stands_still(*_):
 def batches():
     """Gives twenty batches, or stops after ten."""
     for number in range(20):
-        if PLACE == "data" and number == 10:
+        if PLACE == "data" and IS_LAST and number == 10:
             stands_still()
         yield np.ones((8, 2), np.float32), np.zeros(8, np.int32)
 
@@ -53,7 +53,7 @@ class Model(keras.Sequential):
     """One whose step may call Python."""
 
     def train_step(self, data):
-        if PLACE == "py_function":
+        if PLACE == "py_function" and IS_LAST:
             with tf.control_dependencies([tf.cond(self.optimizer.iterations > 9, stop, go_on)]):
                 return super().train_step(data)
         return super().train_step(data)
