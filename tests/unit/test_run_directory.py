@@ -137,6 +137,16 @@ def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory: RunDi
     assert directory.metrics_file.read_text() == '{"step": 5}\n'
 
 
+def test_a_line_is_on_the_disk_before_the_checkpoint_that_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    directory = RunDirectory(tmp_path)
+    directory.append_metrics({"step": 5})
+    assert synced == [directory.metrics_file.stat().st_size]
+
+
 def test_a_summary_is_whole_or_the_old_one(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,9 +103,14 @@ class RunDirectory:
         return _read_json(self.summary_file)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Adds a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null."""
+        """Adds a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null.
+
+        It is on the disk then, as the checkpoint will be that a run goes on from after this line.
+        """
         with self._one_line_errors(), open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the lines of `metrics.jsonl`, without one that a crash cut short."""
