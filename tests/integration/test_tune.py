@@ -280,6 +280,22 @@ def test_keras_tuner_opens_what_was_written(
     assert f"Trial {best.id} summary" in capsys.readouterr().out
 
 
+def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(
+    space: SearchSpace, tmp_path: Path
+) -> None:
+    """KerasTuner makes a MeanIoU to see which way is better, and does not know its classes."""
+    chief = make_chief("random", space, tmp_path, Trials())
+    search = chief._search
+    name = search.ask().trial
+    assert name is not None
+    history = [{"virtual_epoch": n, "val_accuracy": 0.5, "mean_io_u": n / 4} for n in (1, 2)]
+    search.tell(name, status="COMPLETED", history=history, reason="")
+    search.publish()
+    trial = opened("random", tmp_path).oracle.get_best_trials()[0]
+    assert trial.score == 0.5
+    assert [one.value for one in trial.metrics.get_history("mean_io_u")] == [[0.25], [0.5]]
+
+
 def test_results_that_cannot_be_written_are_one_line(space: SearchSpace, tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "keras_tuner").touch()

@@ -7,17 +7,18 @@ KerasTuner 1.4.8), so they are written for those who read them, whole each time,
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras_tuner
+from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.tuning.asking import RUNNING, Answer
@@ -39,7 +40,7 @@ class Search:
         self._is_last = False
         self._populate = oracle.populate_space
         if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
-            self._populate = partial(self._next_of_grid, oracle.populate_space)
+            self._populate = functools.partial(self._next_of_grid, oracle.populate_space)
         oracle.verbose = 0
         oracle._set_project_dir(str(sweep_dir), PROJECT)
         oracle.populate_space = self._populate_space
@@ -56,10 +57,13 @@ class Search:
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
     ) -> None:
         """Tells the oracle that a trial has ended, COMPLETED or FAILED, and its metrics."""
-        objective = self._oracle.objective.name
+        objective, tracker = self._oracle.objective.name, self._oracle.trials[trial].metrics
         for line in history:
             if objective in line:
                 metrics = {name: value for name, value in line.items() if name != "virtual_epoch"}
+                for name in metrics:
+                    if not (name == objective or tracker.exists(name) or _has_direction(name)):
+                        tracker.register(name, direction="min")
                 self._oracle.update_trial(trial, metrics, step=int(line["virtual_epoch"]))
         ended = self._oracle.trials[trial]
         ended.status, ended.message = status, reason or None
@@ -202,6 +206,20 @@ def _draw_as_if_asked(oracle: Any) -> None:
     behind. 50 is KerasTuner 1.4's `num_restarts`.
     """
     oracle._random_state.uniform(size=(50, len(oracle._get_hp_bounds())))
+
+
+@functools.cache
+def _has_direction(metric: str) -> bool:
+    """Whether KerasTuner can look for which way a metric is better.
+
+    It makes the metric of Keras' that has this name, and fails where that needs arguments, as that
+    of ``mean_io_u`` does (1.4.8).
+    """
+    try:
+        infer_metric_direction(metric)
+    except Exception:
+        return False
+    return True
 
 
 def _not_yet(*_: object) -> None:
