@@ -231,6 +231,21 @@ def test_an_objective_that_is_not_reported_is_told_after_the_first_epoch(
     assert len(RunDirectory(tmp_path / "trials" / "0").read_metrics()) == 1
 
 
+def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(
+    tmp_path: Path, strategies: Any
+) -> None:
+    objective = keras_tuner.Objective("val_loss", "max")  # so that the first one is the best
+    tuner = make_tuner(tmp_path, objective=objective, distribution_strategy=strategies[1])
+    fitting = {"validation_data": (X, Y), "validation_freq": 2, "epochs": 5, "verbose": 0}
+    inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
+    outcome = outcome_of(tmp_path / "trials" / "0", Goal(objective="val_loss", direction="max"))
+    assert isinstance(outcome, Completed)
+    assert outcome.best_virtual_epoch == 2
+    assert ["val_loss" in line for line in outcome.history] == [False, True, False, True, False]
+    model = tuner.load_model(tuner.oracle.trials["0"])
+    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
+
+
 def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(
     tmp_path: Path, strategies: Any
 ) -> None:

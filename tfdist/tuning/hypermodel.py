@@ -106,6 +106,8 @@ class SaveBest(keras.callbacks.Callback):
             if not original.objective.better_than(value, original.best_value):
                 return
             original.best_value = value
+        elif math.isfinite(original.best_value):  # reported after some epochs only
+            return
         self._has_saved = True
         if is_chief():
             self.model.save_weights(original.filepath)

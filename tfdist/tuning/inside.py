@@ -56,9 +56,8 @@ def run_assigned(
     require_known()
     if is_chief():
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
-        result = _result(tuner, results)
         is_told = fitting.has_told(results, tuner.oracle.objective.name)
-        told = {} if is_told else {"result": result}
+        told = {} if is_told else {"result": _result(tuner, results)}
         if assignment.save_model and fitting.model is not None:
             save_whole(fitting.model, fitting.directory.model_file)
         fitting.directory.write_summary({"status": DONE, **told, **fitting.summary()})

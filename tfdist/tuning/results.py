@@ -112,7 +112,7 @@ def ended(
 
 
 def _scored(goal: Goal, metrics: Sequence[Mapping[str, Any]]) -> Completed | Failed:
-    if metrics and goal.objective not in metrics[-1]:
+    if metrics and not any(goal.objective in line for line in metrics):
         there = ", ".join(sorted(set(metrics[-1]) - _NOT_METRICS))
         return Failed(reason=f"it does not report {goal.objective}; it reports {there}")
     history = tuple(_finite(line) for line in metrics)
