@@ -614,6 +614,29 @@ def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
         assert last.score == pytest.approx(first.score)
 
 
+def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(
+    tmp_path: Path, strategies: Any
+) -> None:
+    def accumulated(hp: Any) -> keras.Model:
+        model = build(hp)
+        model.compile(
+            keras.optimizers.SGD(0.1, gradient_accumulation_steps=8),
+            model.loss,
+            metrics=["accuracy"],
+        )
+        return model
+
+    def run(epochs: int) -> list[int]:
+        tuner = make_tuner(tmp_path, accumulated, distribution_strategy=strategies[1])
+        fitting = {"epochs": epochs, "validation_data": (X, Y), "verbose": 0}
+        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
+        lines = RunDirectory(tmp_path / "trials" / "0").read_metrics()
+        return [line["virtual_epoch"] for line in lines]
+
+    assert run(2) == [1, 2]
+    assert run(4) == [1, 2, 3, 4]
+
+
 def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(
     tmp_path: Path, strategies: Any
 ) -> None:

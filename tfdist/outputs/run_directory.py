@@ -127,7 +127,14 @@ class RunDirectory:
 
     def drop_metrics_after(self, step: int) -> None:
         """Takes back the lines of steps that a run resumed at `step` is about to do again."""
-        lines = [line for line in self.read_metrics() if line["step"] <= step]
+        self._keep_metrics([line for line in self.read_metrics() if line["step"] <= step])
+
+    def drop_metrics_from(self, virtual_epoch: int) -> None:
+        """Takes back the lines of virtual epochs that a resumed run does again, from this one."""
+        lines = self.read_metrics()
+        self._keep_metrics([one for one in lines if one["virtual_epoch"] < virtual_epoch])
+
+    def _keep_metrics(self, lines: list[dict[str, Any]]) -> None:
         with self._one_line_errors():
             if self.metrics_file.exists():
                 text = "".join(to_json(line) + "\n" for line in lines)

@@ -186,10 +186,10 @@ class _MetricLines(keras.callbacks.Callback):
 
     def _write(self, epoch: int, logs: Mapping[str, Any]) -> None:
         step = self._steps_before + _steps_of(self.model)
-        if not self._has_written:  # those of an attempt that went further
-            self._directory.drop_metrics_after(step - 1)
-        self._has_written = True
         virtual_epoch = self._epochs_before + epoch + 1
+        if not self._has_written:  # those of an attempt that went further
+            self._directory.drop_metrics_from(virtual_epoch)
+        self._has_written = True
         self._directory.append_metrics({"step": step, "virtual_epoch": virtual_epoch, **logs})
 
 
