@@ -260,9 +260,10 @@ def test_a_program_that_failed_failed_and_one_that_was_killed_goes_on() -> None:
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match=r"with thesis\.tex and no journal\.jsonl"):
-        directory.require_own(tmp_path)
-    assert (tmp_path / "thesis.tex").exists()
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=r"with thesis\.tex and no journal\.jsonl"):
+            conduct(asked_for(tmp_path, [], overwrite=overwrite))
+    assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 def test_what_a_start_leaves_that_came_to_no_journal_is_no_hindrance(tmp_path: Path) -> None:

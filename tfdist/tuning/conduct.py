@@ -67,6 +67,7 @@ def conduct(sweep: Sweep) -> tuple[int, SweepState]:
     """
     sweep_dir = sweep.options.sweep_dir
     directory.make(sweep_dir)
+    directory.require_own(sweep_dir)  # before the lock's file is in it, too
     with ExitStack() as stack:
         stack.enter_context(ChiefLock(sweep_dir))
         directory.require_own(sweep_dir)
