@@ -291,6 +291,14 @@ def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path: Path) ->
     assert len(chief.state.ranked()) == 3
 
 
+def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path: Path) -> None:
+    fates: dict[str, list[Outcome]] = {name: [Failed(reason="no")] for name in "0123"}
+    chief = make_chief(tmp_path, Disk(fates=fates))
+    assert chief.run() == 1
+    assert chief.state.finished == "all trials have failed"
+    assert chief.state.is_complete, "there is nothing to go on with"
+
+
 def test_values_that_make_no_configuration_fail_their_trial_only(tmp_path: Path) -> None:
     def flags(trial: Trial) -> tuple[str, ...]:
         if trial.id == "2":

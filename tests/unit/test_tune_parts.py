@@ -24,6 +24,7 @@ from rich.console import Console
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.process import raise_file_limit
+from tfdist.tuning import conduct as conduct_module
 from tfdist.tuning import directory, plot
 from tfdist.tuning.conduct import Sweep, conduct
 from tfdist.tuning.difference import differences
@@ -323,6 +324,18 @@ def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(
     with pytest.raises(UsageError, match="space: received nothing"):
         conduct(asked_for(tmp_path, said, overwrite=False))
     assert said == ["described", "closed"]
+
+
+def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(tmp_path: Path) -> None:
+    book = journal(tmp_path)
+    book.add("begun", **begun())
+    book.add("asked", trial="0", values={}, run="0", until=None, status="RUNNING", asker="r")
+    over = {"score": None, "best_virtual_epoch": None, "history": [], "last_lines": []}
+    book.add("ended", trial="0", status="FAILED", reason="ValueError: no", **over)
+    book.add("finished", reason="all trials have failed", is_complete=True)
+    exit_code, state = conduct_module._trials(asked_for(tmp_path, [], overwrite=False), book)
+    assert exit_code == 1
+    assert state.finished == "all trials have failed"
 
 
 def begun(**changes: Any) -> dict[str, Any]:

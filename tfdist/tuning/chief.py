@@ -93,7 +93,9 @@ class Chief:
                 self._fill()
                 self._observer.tick(self.state)
                 if self._is_done():
-                    return self._finish("all trials have ended", EXIT_OK)
+                    how = "failed" if self.state.has_failed else "ended"
+                    self._finish(f"all trials have {how}", is_complete=True)
+                    return EXIT_FAILED if self.state.has_failed else EXIT_OK
                 self._step()
         finally:
             self._stop_all()
@@ -101,7 +103,8 @@ class Chief:
             was_interrupted = self._stop_signal == signal.SIGINT
             return EXIT_INTERRUPTED if was_interrupted else EXIT_STOPPED
         reason = f"{self.state.num_failed} failed trials (--max_failed_trials)"
-        return self._finish(reason, EXIT_FAILED)
+        self._finish(reason, is_complete=False)
+        return EXIT_FAILED
 
     def _is_done(self) -> bool:
         """Whether no trial runs, can be asked for, or waits: for a runner, while none is there."""
@@ -288,10 +291,8 @@ class Chief:
         while self._running:
             self._step(_counts_in_the_end)
 
-    def _finish(self, reason: str, exit_code: int) -> int:
-        is_complete = exit_code == EXIT_OK
+    def _finish(self, reason: str, *, is_complete: bool) -> None:
         self.state.apply(self._journal.add("finished", reason=reason, is_complete=is_complete))
-        return exit_code
 
 
 def _counts_in_the_end(outcome: Outcome) -> bool:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tfdist.errors import EXIT_OK
+from tfdist.errors import EXIT_FAILED, EXIT_OK
 from tfdist.launch.machine import Machine
 from tfdist.launch.warm import WarmServer
 from tfdist.tuning import directory, mark, retrain
@@ -95,7 +95,7 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
     if state.is_complete:
         logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
         leaderboard(state, sweep_dir)
-        return EXIT_OK, state
+        return EXIT_FAILED if state.has_failed else EXIT_OK, state
     serving, exit_code = _serving(sweep), None
     try:
         search = sweep.search_of(journal.lines[0])

@@ -253,11 +253,11 @@ def _raise_unless_done(exit_code: int, state: SweepState, options: RunOptions) -
     if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         sys.exit(exit_code)
     if exit_code != EXIT_OK:
-        log = options.sweep_dir / retrain.NAME / "launch.log"
-        failed = f"the best trial could not be trained again; {log} says why"
-        raise TfdistError(
-            f"sweep {options.sweep_dir}: {failed if state.is_complete else state.finished}"
-        )
+        why = state.finished
+        if state.is_complete and not state.has_failed:
+            log = options.sweep_dir / retrain.NAME / "launch.log"
+            why = f"the best trial could not be trained again; {log} says why"
+        raise TfdistError(f"sweep {options.sweep_dir}: {why}")
 
 
 def _take_over_results(tuner: Any, sweep_dir: Path) -> None:

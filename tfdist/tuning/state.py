@@ -114,6 +114,11 @@ class SweepState:
     def num_failed(self) -> int:
         return sum(trial.status == FAILED for trial in self.trials.values())
 
+    @property
+    def has_failed(self) -> bool:
+        """Returns whether all trials that have ended, one or more, have failed."""
+        return self.num_failed > 0 and not self.completed
+
     def ranked(self) -> list[Trial]:
         """Returns the completed trials, the best first."""
         done = [t for t in self.trials.values() if t.status == COMPLETED and t.score is not None]
