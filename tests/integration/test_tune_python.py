@@ -392,6 +392,22 @@ def test_what_hyperband_goes_by_is_part_of_what_the_sweep_is(tmp_path: Path) -> 
     json.dumps(described(8), allow_nan=False)  # the journal's
 
 
+def test_what_a_random_search_goes_by_is_part_of_what_the_sweep_is(tmp_path: Path) -> None:
+    def described(**options: Any) -> Any:
+        tuner = make_tuner(tmp_path, **options)
+        return from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})
+
+    directory.require_same(tmp_path, described(), described())
+    with pytest.raises(UsageError, match=r"seed=4 \(there: 3\)"):
+        directory.require_same(tmp_path, described(), described(seed=4))
+    directory.require_same(tmp_path, described(), described(seed=None))  # the first one counts
+    turned = keras_tuner.Objective("val_accuracy", "min")
+    with pytest.raises(UsageError, match=r"direction='min' \(there: 'max'\)"):
+        directory.require_same(tmp_path, described(), described(objective=turned))
+    with pytest.raises(UsageError, match=r"executions_per_trial='2' \(there: '1'\)"):
+        directory.require_same(tmp_path, described(), described(executions_per_trial=2))
+
+
 def test_what_a_trial_returns_is_its_result_whatever_the_epochs_say(
     tmp_path: Path, strategies: Any
 ) -> None:

@@ -18,7 +18,10 @@ PLOT = "sweep.png"
 TRIALS = "trials"
 FORK_LOG = "fork-server.log"
 
-_SAME = ("tuner", "objective", "factor", "strategy", "workers", "ps", "early_stop")
+_SAME = (
+    *("tuner", "objective", "direction", "factor"),
+    *("strategy", "workers", "ps", "early_stop"),
+)
 
 
 def require_own(path: Path) -> None:

@@ -35,6 +35,9 @@ _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points
 """What an oracle of KerasTuner's goes by, beside the space, the objective and the seed."""
 
 
+_TELL_THEIR_SEED = (keras_tuner.RandomSearch, keras_tuner.GridSearch)
+
+
 def search(
     tuner: Any,
     *fit_args: Any,
@@ -118,19 +121,20 @@ def search(
         if join is not None:
             sys.exit(_join(options))
         asked = Asked(options=options, backup_every_steps=backup_every_steps)
-        exit_code, state = _conduct(tuner, asked, fit_kwargs)
+        fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
+        exit_code, state = _conduct(tuner, asked, fitting)
         _raise_unless_done(exit_code, state, options)
     else:
         complete_space(tuner)
     _take_over_results(tuner, options.sweep_dir)
 
 
-def _conduct(tuner: Any, asked: Asked, fit_kwargs: Mapping[str, Any]) -> tuple[int, SweepState]:
+def _conduct(tuner: Any, asked: Asked, fitting: Mapping[str, Any]) -> tuple[int, SweepState]:
     options = asked.options
     return conduct(
         Sweep(
             options=options,
-            describe=lambda: _describe(tuner, options, fit_kwargs),
+            describe=lambda: _describe(tuner, options, fitting),
             search_of=lambda begun: _search(tuner, options.sweep_dir, begun),
             plan_of=lambda begun: plan_of(tuner, asked, seed=begun["seed"]),
             best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),
@@ -198,7 +202,7 @@ def _names_of_fit() -> Iterable[str]:
     return inspect.signature(fit).parameters
 
 
-def _describe(tuner: Any, options: RunOptions, fit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(tuner: Any, options: RunOptions, fitting: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the sweep is; of the arguments of fit, those that JSON has."""
     complete_space(tuner)
     oracle = tuner.oracle
@@ -223,14 +227,16 @@ def _describe(tuner: Any, options: RunOptions, fit_kwargs: Mapping[str, Any]) ->
         "workers": options.workers,
         "ps": options.ps,
         "early_stop": options.early_stop,
-        # Of the oracle; where none is given it draws another at each start, and the first counts.
-        "seed": None,
+        # Where none is given the oracle draws another at each start, and the first counts. Of the
+        # other tuners it cannot be told whether one was given.
+        "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
         "max_trials": oracle.max_trials,
         "config": {
             **{f"tuner.{n}": str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)},
+            "tuner.executions_per_trial": str(tuner.executions_per_trial),
             **{
                 name: value
-                for name, value in fit_kwargs.items()
+                for name, value in fitting.items()
                 if isinstance(value, plain) and name != "verbose"
             },
         },
