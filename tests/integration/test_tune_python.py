@@ -100,19 +100,25 @@ def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(
     assert seen == [0, 1, 2]
 
 
-def test_what_saves_the_best_epoch_is_resumed_with_the_trial() -> None:
+def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path: Path) -> None:
     objective = keras_tuner.Objective("val_accuracy", "max")
-    path = "trial_1/x"
+    path = str(tmp_path / "trial_1" / "x")
+    Path(path).parent.mkdir()
     original = types.SimpleNamespace(objective=objective, filepath=path, best_value=-np.inf)
     saving = hypermodel.SaveBest(original)
     assert saving.get_state() == {"trial": "trial_1", "best": "-inf"}
     saving.set_state({"trial": "trial_1", "best": "0.75"})
     saved: list[str] = []
-    saving.set_model(types.SimpleNamespace(save_weights=saved.append))
+    shapes = {"input_shape": [None, 4]}
+    model = types.SimpleNamespace(save_weights=saved.append, get_build_config=lambda: shapes)
+    saving.set_model(model)
     saving.on_epoch_end(0, {"val_accuracy": 0.75})
     assert saved == []
     saving.on_epoch_end(1, {"val_accuracy": 0.8})
     assert saved == [path]
+    # What KerasTuner loads a model by that is built by its data; it writes it after the fit, to
+    # which a trial that is stopped does not come.
+    assert json.loads(Path(path).with_name("build_config.json").read_text()) == shapes
 
 
 def test_a_search_in_every_task_of_a_job_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -108,9 +109,12 @@ class SaveBest(keras.callbacks.Callback):
             original.best_value = value
         elif math.isfinite(original.best_value):  # reported after some epochs only
             return
-        self._has_saved = True
         if is_chief():
             self.model.save_weights(original.filepath)
+            if not self._has_saved:  # what KerasTuner writes in the end, where no stop came before
+                shapes = self._file.with_name("build_config.json")
+                shapes.write_text(json.dumps(self.model.get_build_config()), encoding="utf-8")
+        self._has_saved = True
 
     def on_train_end(self, logs: Any = None) -> None:
         has_best = self._has_saved or math.isfinite(self._original.best_value)
