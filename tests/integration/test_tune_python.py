@@ -437,6 +437,21 @@ def test_what_a_trial_returns_is_its_result_whatever_the_epochs_say(
     assert outcome.score == 0.25
 
 
+def test_what_a_trial_has_told_its_oracle_is_its_result(tmp_path: Path, strategies: Any) -> None:
+    """As tuners were written before KerasTuner 1.1; it still takes it."""
+
+    class Older(keras_tuner.RandomSearch):
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> None:
+            for step, value in enumerate((0.25, 0.5, 0.125)):
+                self.oracle.update_trial(trial.trial_id, {"val_accuracy": value}, step=step)
+
+    tuner = make_tuner(tmp_path, distribution_strategy=strategies[1])
+    tuner.__class__ = Older
+    inside.run_assigned(tuner, assigned(tmp_path, units=2), (), {})
+    outcome = outcome_of(tmp_path / "trials" / "0", Goal(objective="val_accuracy", direction="max"))
+    assert (outcome.score, outcome.best_virtual_epoch) == (0.5, 2)
+
+
 def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

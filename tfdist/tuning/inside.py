@@ -56,8 +56,13 @@ def run_assigned(
     require_known()
     if is_chief():
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
-        is_told = fitting.has_told(results, tuner.oracle.objective.name)
-        told = {} if is_told else {"result": _result(tuner, results)}
+        objective = tuner.oracle.objective.name
+        if trial.metrics.exists(objective):  # the tuner itself has told it to its oracle
+            told = {"result": _result_told(trial.metrics, objective)}
+        elif fitting.has_told(results, objective):
+            told = {}
+        else:
+            told = {"result": _result(tuner, results)}
         if assignment.save_model and fitting.model is not None:
             save_whole(fitting.model, fitting.directory.model_file)
         fitting.directory.write_summary({"status": DONE, **told, **fitting.summary()})
@@ -206,6 +211,12 @@ def _result(tuner: Any, results: Any) -> dict[str, Any]:
     except KeyError as error:
         raise unreported(objective.name, _reported(results)) from error
     return {"virtual_epoch": step + 1, **{name: float(value) for name, value in metrics.items()}}
+
+
+def _result_told(tracker: Any, objective: str) -> dict[str, Any]:
+    """Returns the result of a trial that has called ``oracle.update_trial``, as older tuners do."""
+    best = {name: tracker.get_best_value(name) for name in tracker.metrics}
+    return {"virtual_epoch": (tracker.get_best_step(objective) or 0) + 1, **best}
 
 
 def _reported(results: Any) -> list[str]:
