@@ -26,6 +26,7 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.process import raise_file_limit
 from tfdist.tuning import conduct as conduct_module
 from tfdist.tuning import directory, plot
+from tfdist.tuning.assignment import Assignment
 from tfdist.tuning.conduct import Sweep, conduct
 from tfdist.tuning.difference import differences
 from tfdist.tuning.journal import Journal, read
@@ -396,6 +397,33 @@ def test_a_trial_that_ends_while_its_directory_is_waited_for_is_not_run_again(
     assert isinstance(outcome, Completed)
     assert outcome.score == 0.5
     assert trial.pid is None
+
+
+def test_a_trial_waits_for_who_still_writes_the_checkpoints_that_it_goes_on_from(
+    tmp_path: Path,
+) -> None:
+    """Of hyperband from Python: they are those of the bracket's first trial."""
+    trials = tmp_path / "trials"
+    held = trials / "0" / "checkpoints" / ".lock"
+    held.parent.mkdir(parents=True)
+    held.touch()
+    told = Assignment(
+        sweep_dir=str(tmp_path),
+        trial="5",
+        run_dir=str(trials / "5"),
+        checkpoints=str(held.parent),
+        values={},
+        seed=1,
+    )
+    runner = LauncherRunner(
+        program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=1.0
+    )
+    with open(held) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        job = TrialJob(run_dir=trials / "5", flags=(), goal=GOAL, variables=told.encode())
+        trial = runner.start(job)
+        assert trial.poll() is None
+        assert trial.pid is None, "it would find them locked, and fail"
 
 
 def test_a_trial_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

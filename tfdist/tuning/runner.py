@@ -18,7 +18,6 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.warm import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
-from tfdist.tuning.directory import is_run_in
 from tfdist.tuning.place import Place
 from tfdist.tuning.results import Completed, Failed, Killed, Outcome, completed, ended
 from tfdist.tuning.trial_job import RunningTrial, TrialJob
@@ -204,7 +203,7 @@ class LaunchedTrial:
 
         Raises TfdistError where this machine cannot; another one may.
         """
-        if is_run_in(self._job.run_dir):
+        if self._job.is_written:
             return
         self._found = self._runner.outcome(self._job)
         if self._found is not None:

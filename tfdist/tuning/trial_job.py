@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tfdist.tuning import assignment
+from tfdist.tuning.directory import is_run_in
 from tfdist.tuning.place import HERE, Place
 from tfdist.tuning.results import Completed, Failed, Goal, Outcome
 
@@ -30,6 +32,13 @@ class TrialJob:
     """Who is to run it."""
     continues: str | None = None
     """The run directory in which the trial began that this one goes on with."""
+
+    @property
+    def is_written(self) -> bool:
+        """Returns whether some job writes where this one will: also to checkpoints elsewhere."""
+        told = assignment.read(self.variables)
+        places = {self.run_dir, *([Path(told.checkpoints).parent] if told else [])}
+        return any(map(is_run_in, places))
 
 
 class RunningTrial(Protocol):
