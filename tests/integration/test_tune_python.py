@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import types
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from tests.integration.test_tune import Crash, CrashingJournal, Nobody, result
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
-from tfdist.tuning import directory, from_python, hypermodel, inside, trial
+from tfdist.tuning import directory, exploring, from_python, hypermodel, inside, trial
 from tfdist.tuning.assigning import Asked, plan_of
 from tfdist.tuning.assignment import Assignment, read
 from tfdist.tuning.chief import Chief
@@ -375,6 +377,27 @@ def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(
     )
     summary = RunDirectory(tmp_path / "trials" / "0").read_summary() or {}
     assert summary["status"] == "done"
+
+
+def test_large_models_that_are_built_for_the_space_are_not_there_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exploring, "_LARGE", 1)
+    models: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def backbone(hp: Any) -> keras.Model:
+        alive.append(sum(ref() is not None for ref in models))
+        model = build(hp)
+        hp.Choice("backbone", list("abcdef"))
+        models.append(weakref.ref(model))
+        return model
+
+    tuner = make_tuner(tmp_path, backbone)
+    gc.collect()
+    from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})
+    assert len(alive) > 6
+    assert not any(alive)
 
 
 def test_a_space_that_is_closed_is_left_as_it_is(tmp_path: Path) -> None:

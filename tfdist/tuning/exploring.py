@@ -6,6 +6,7 @@ or in a loop over a number of layers. So it is asked with other values than the 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 _MOST = 64
 """What is higher is a size and no count, and what is built of it may be too large to be tried."""
+
+_LARGE = 10_000_000
+"""A model of more parameters is given back before the next is built, which takes a moment."""
 
 _LAST = 1 - 1e-9
 
@@ -54,9 +58,14 @@ def complete_space(tuner: Any) -> None:
 
     def build(hp: Any) -> None:
         try:
-            tuner.hypermodel.build(hp)
+            model = tuner.hypermodel.build(hp)
         except Exception as error:
             logger.debug("%s cannot be built: %s", hp.values, error)
+            return
+        is_large = getattr(model, "built", False) and model.count_params() > _LARGE
+        del model
+        if is_large:  # it refers to itself, and Python might look for such only after some more
+            gc.collect()
 
     oracle.update_space(explored(build, oracle.get_space()))
 
