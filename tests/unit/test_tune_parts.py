@@ -252,6 +252,9 @@ def test_a_program_that_failed_failed_and_one_that_was_killed_goes_on() -> None:
     assert isinstance(ended(75, report=report(None), last_lines=[]), Killed)
     assert isinstance(ended(143, report=None, last_lines=[]), Killed)
     assert isinstance(ended(-9, report=None, last_lines=[]), Killed)
+    said = ended(0, report={"attempts": [{"first_failure": None}]}, last_lines=["Epoch 1/5"])
+    assert isinstance(said, Failed)
+    assert said.reason == "its program ended before the trial was done (exit code 0)"
     said = ended(2, report=None, last_lines=["[launch] config.x: received 2"])
     assert isinstance(said, Failed)
     assert said.reason == "[launch] config.x: received 2"

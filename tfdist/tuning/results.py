@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
 from tfdist.outputs.run_directory import COUNTERS, DONE
 from tfdist.tuning.early import MedianRule
 
@@ -99,6 +99,9 @@ def ended(
         return Killed(reason=f"the launcher was ended by signal {-exit_code}")
     if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         return Killed(reason=f"it was asked to stop (exit code {exit_code})")
+    if exit_code == EXIT_OK:
+        reason = "its program ended before the trial was done (exit code 0)"
+        return Failed(reason=reason, last_lines=tuple(last_lines))
     attempts = (report or {}).get("attempts") or [{}]
     failure = attempts[-1].get("first_failure") or {}
     cause = failure.get("cause")
