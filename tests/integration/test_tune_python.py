@@ -523,6 +523,30 @@ def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(
     assert (tmp_path / "p" / "kept").exists()
 
 
+def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    populate = BaseTuner._populate_initial_space
+    monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
+    sweep_dir = tmp_path / "p-sweep"
+    sweep_dir.mkdir()
+    options = RunOptions(sweep_dir=sweep_dir)
+    described = from_python._describe(make_tuner(tmp_path, by_layers), options, {})
+    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
+    built: list[Any] = []
+
+    def counted(hp: Any) -> keras.Model:
+        built.append(hp)
+        return by_layers(hp)
+
+    trial.have_the_tuner_know_its_space(assigned(sweep_dir))
+    tuner = make_tuner(tmp_path, counted)
+    assert {one.name for one in tuner.oracle.get_space().space} == NESTED
+    assert built == []
+    make_tuner(tmp_path / "of another search", counted)
+    assert built != []
+
+
 def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart() -> None:
     program = """
 import atexit, sys, threading, time, types

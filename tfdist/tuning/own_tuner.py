@@ -23,7 +23,7 @@ def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
             fix="make one from the build function",
         )
     if given is None:
-        return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
+        return default_dir(tuner)
     theirs = Path(tuner.directory, tuner.project_name).resolve()
     if Path(given).resolve().is_relative_to(theirs):
         raise UsageError(
@@ -33,6 +33,11 @@ def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
             fix="leave it out, or give one beside it",
         )
     return Path(given)
+
+
+def default_dir(tuner: Any) -> Path:
+    """Returns where a sweep with this tuner writes where nothing else is said."""
+    return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
 
 
 def require_fresh(tuner: Any) -> None:

@@ -9,16 +9,20 @@ be there before its first operation; a worker or ps of a ps job never comes to t
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import runpy
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tfdist.errors import EXIT_OK, UsageError
 from tfdist.strategy import current_job, make_strategy
+from tfdist.tuning.assignment import Assignment, read
+from tfdist.tuning.journal import FILE_NAME
 
 
 def main(argv: Sequence[str]) -> None:
@@ -31,6 +35,8 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
     make_strategy()
     have_tuners_overwrite_nothing()
+    if told := read(os.environ):
+        have_the_tuner_know_its_space(told)
     try:
         _run(argv)
     except SystemExit as ended:
@@ -60,6 +66,32 @@ def have_tuners_overwrite_nothing() -> None:
         make(tuner, *args, **{**kwargs, "overwrite": False})
 
     BaseTuner.__init__ = make_without
+
+
+def have_the_tuner_know_its_space(told: Assignment) -> None:
+    """Has the tuner of the sweep read the space when it is made; KerasTuner builds models for it.
+
+    One more for each condition, to find what is asked for there.
+    """
+    from keras_tuner import HyperParameters
+    from keras_tuner.src.engine.base_tuner import BaseTuner
+
+    from tfdist.tuning.own_tuner import default_dir
+
+    populate = BaseTuner._populate_initial_space
+
+    def populate_known(tuner: Any) -> None:
+        if not told.belongs_to(default_dir(tuner)):
+            populate(tuner)
+            return
+        with open(Path(told.sweep_dir, FILE_NAME), encoding="utf-8") as journal:
+            space = json.loads(journal.readline())["space"]
+        hp = HyperParameters.from_config({"space": space, "values": {}})
+        if tuner.hypermodel is not None:
+            tuner.hypermodel.declare_hyperparameters(hp)
+        tuner.oracle.update_space(hp)
+
+    BaseTuner._populate_initial_space = populate_known
 
 
 def _run(argv: Sequence[str]) -> None:
