@@ -340,6 +340,21 @@ def test_a_sweeps_own_process_does_not_load_what_trains() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_trial_imports_nothing_that_all_could_have_shared() -> None:
+    program = f"""
+import importlib, sys
+for name in ("tensorflow", "keras", *{from_python.IMPORTS_OF_TRIALS}):
+    importlib.import_module(name)
+before = set(sys.modules)
+import tfdist.tuning.trial
+tfdist.tuning.search
+from tensorboard.plugins.hparams import api  # as a KerasTuner tuner does in each trial
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "['tfdist.tuning.trial']\n", done.stderr
+
+
 def by_layers(hp: Any) -> keras.Model:
     """As KerasTuner's guide has it: a loop over layers, and an ``if`` without a condition."""
     layers = [keras.layers.Dense(hp.Int(f"units_{i}", 2, 4)) for i in range(hp.Int("layers", 1, 3))]

@@ -38,6 +38,10 @@ _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points
 _TELL_THEIR_SEED = (keras_tuner.RandomSearch, keras_tuner.GridSearch)
 
 
+IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hparams.api")
+"""What each trial comes to import, the last by KerasTuner; but for the module that is run."""
+
+
 def search(
     tuner: Any,
     *fit_args: Any,
@@ -188,7 +192,7 @@ def _runner(options: RunOptions) -> LauncherRunner:
             options,
             machine=machine,
             environ=environ,
-            modules=["tfdist.tuning.inside"],
+            modules=IMPORTS_OF_TRIALS,
             more=imports_of(Path(main.__file__).read_text(encoding="utf-8")),
         )
         if is_plain
