@@ -302,6 +302,17 @@ class Interrupted(keras.optimizers.SGD):
         self._accumulated_gradients[0]._value.assign_add(5.0)
 
 
+def written_by(graph, name):
+    """The operations of a branch that write; of conditions in it, where they hold."""
+    found, branch = [], graph._get_function(name).graph
+    for op in branch.get_operations():
+        if op.type in ("If", "StatelessIf"):
+            found += written_by(branch, op.get_attr("then_branch").name)
+        elif op.type.startswith("Assign"):
+            found.append(op.type)
+    return found
+
+
 def accumulated(*, traced_in=contextlib.nullcontext):
     """A weight and the gradients that are left after two steps; operations that write a sum."""
     weight = keras.Variable(0.0)
@@ -317,8 +328,7 @@ def accumulated(*, traced_in=contextlib.nullcontext):
         step(tf.constant(1.0))
     graph = step.get_concrete_function(tf.constant(1.0)).graph
     (condition,) = [op for op in graph.get_operations() if op.type == "If"]
-    branch = graph._get_function(condition.get_attr("else_branch").name).graph
-    writes = [op.type for op in branch.get_operations() if op.type.startswith("Assign")]
+    writes = written_by(graph, condition.get_attr("else_branch").name)
     return weight.numpy(), optimizer._accumulated_gradients[0].numpy(), writes
 
 
@@ -327,6 +337,24 @@ def test_stock_sums_of_gradients_lose_what_others_add_meanwhile(monkeypatch):
     assert accumulated() == (-1.0, 0.0, ["AssignVariableOp"])
     mine = accumulated(traced_in=lambda: keras_compat.tracing(trace()))
     assert mine == (-1.0, 5.0, ["AssignAddVariableOp"])
+
+
+def test_a_sum_of_gradients_that_was_not_finite_begins_anew(monkeypatch):
+    """As clipping makes an update of it, and the run goes on."""
+    monkeypatch.setattr(accumulation, "server_of", lambda variable: 0)
+    weight = keras.Variable([0.0, 0.0])
+    optimizer = keras.optimizers.SGD(1.0, clipvalue=1.0, gradient_accumulation_steps=2)
+    optimizer.build([weight])
+
+    @tf.function(autograph=False)
+    def step(gradient):
+        with keras_compat.tracing(trace()):
+            optimizer.apply([gradient])
+
+    for gradient in ([np.inf, 0.5], [0.0, 0.5], [0.5, 0.5], [0.5, 0.5]):
+        step(tf.constant(gradient))
+    np.testing.assert_array_equal(weight.numpy(), [-1.5, -1.0])
+    np.testing.assert_array_equal(optimizer._accumulated_gradients[0].numpy(), [0.0, 0.0])
 
 
 def test_stock_accumulation_fails_under_a_strategy(strategies):

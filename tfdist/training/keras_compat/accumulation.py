@@ -4,6 +4,7 @@ Keras reads a sum of gradients, adds to it and writes it; an update reads the su
 worker, and sets them to 0 when it is done. What others add meanwhile is lost, and two updates at
 once take the same. Here a gradient is added in one operation, and an update subtracts on the server
 what it has taken there. Two that take the same all the same leave a debt, which the next one pays.
+What is not finite has no difference: it begins anew, as under Keras.
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -70,10 +71,23 @@ def _subtracting(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self)
         for one in self._accumulated_gradients:
             for part, mine in zip(_parts(one), trace.taken.get(id(one), ()), strict=False):
-                part.assign_sub(mine)
+                with tf.device(part.device):
+                    _subtract(part, mine)
         return None
 
     return reset
+
+
+def _subtract(part: Any, mine: tf.Tensor) -> None:
+    is_finite = tf.math.is_finite(mine)
+
+    def begin_anew() -> None:
+        part.assign(tf.where(is_finite, part.read_value() - mine, tf.zeros_like(mine)))
+
+    def subtract() -> None:
+        part.assign_sub(mine)
+
+    tf.cond(tf.reduce_all(is_finite), subtract, begin_anew)
 
 
 def _is_on_servers(variable: Any) -> bool:
