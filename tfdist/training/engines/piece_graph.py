@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.training.engines.reads import read_together
+from tfdist.training.engines.totals import require_added
 from tfdist.training.engines.update_clock import UpdateClock
 from tfdist.training.engines.work import told
 from tfdist.training.feed import Part
@@ -75,7 +76,7 @@ class PieceGraph:
             part = part_of(step)
             if recorder:
                 rows = list(recorder.noted(rows, step - first, [part]))
-            updates = UpdateCounts(counts)
+            updates, before_step = UpdateCounts(counts), totals
             one_step = functools.partial(self._step, step, part, totals, phases, updates)
             if clock:
                 (outputs, totals), ages = clock.step(ages, work=one_step)
@@ -86,6 +87,7 @@ class PieceGraph:
                 at = tf.cast(step - first, tf.int32)
                 times = [array.write(at, phases.end()) for array in times]
             traced = graph.get_operations()[before:]
+            require_added(program.metrics, before_step, totals, operations=traced)
             read_together(traced)
             if clock:
                 clock.look_first(traced)
