@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tests.integration.test_crew import DEADLINE_S, Members
 from tfdist.errors import PeerLost
+from tfdist.training import building
 from tfdist.training.engines import lost_server, parameter_server
 from tfdist.training.engines.crew import Crew
 from tfdist.training.engines.lost_server import naming_a_lost_server
@@ -141,6 +143,26 @@ def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, gone, raised, m
     members = SimpleNamespace(missing=lambda: gone)
     monkeypatch.setattr(lost_server.Members, "of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
-    with pytest.raises(raised) as told, naming_a_lost_server(job):
+    monkeypatch.setattr(lost_server, "current_job", lambda: job)
+    with pytest.raises(raised) as told, naming_a_lost_server():
         raise error
     assert raised is not PeerLost or str(told.value) == "ps-1 does not answer any more"
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict", "StepLoop", "run", "results"])
+def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch):
+    def lost(*args, **kwargs):
+        raise tf.errors.UnavailableError(None, None, "failed to connect")
+
+    members = SimpleNamespace(missing=lambda: ["ps-1"])
+    monkeypatch.setattr(lost_server.Members, "of", lambda strategy: members)
+    job = SimpleNamespace(kind="ps", strategy=None)
+    monkeypatch.setattr(lost_server, "current_job", lambda: job)
+    monkeypatch.setattr(building, "job_for", lost)
+    monkeypatch.setattr(building, "require_compiled_functions", lost)
+    loop = object.__new__(tfdist.StepLoop)
+    loop._engine = SimpleNamespace(run=lost, settle_metrics=lost)
+    loop._program, loop.step = None, 0
+    acts = {"run": lambda: loop.run(1), "results": loop.results}
+    with pytest.raises(PeerLost, match="ps-1 does not answer any more"):
+        acts.get(act, lambda: getattr(tfdist, act)(None, None))()

@@ -17,12 +17,14 @@ from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines.joining import joined
+from tfdist.training.engines.lost_server import naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.pace import Pace
 from tfdist.training.program import StepProgram
 from tfdist.training.session import Session
 
 
+@naming_a_lost_server()
 def evaluate(
     model: keras.Model,
     x: Any = None,
@@ -51,6 +53,7 @@ def evaluate(
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
+@naming_a_lost_server()
 def predict(
     model: keras.Model,
     x: Any,

@@ -30,6 +30,7 @@ from tfdist.training.profile import profile_of
 from tfdist.training.session import Session
 
 
+@naming_a_lost_server()
 def fit(
     model: keras.Model,
     x: Any = None,
@@ -143,11 +144,7 @@ def fit(
             steps=validation_steps,
         )
     used = [data.feed] if validation is None else [data.feed, validation.feed]
-    with (
-        naming_a_lost_server(job),
-        StopRequests() as requests,
-        _closing(session, backups, ledger, used),
-    ):
+    with StopRequests() as requests, _closing(session, backups, ledger, used):
         attempt = Attempt(
             session,
             data,

@@ -26,6 +26,7 @@ from tfdist.training import fit, recipe
 from tfdist.training.building import bytes_on_servers
 from tfdist.training.datasets import Datasets, load_datasets
 from tfdist.training.engines.crew import crew_of
+from tfdist.training.engines.lost_server import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
 from tfdist.training.ledger import Ledger
@@ -79,6 +80,7 @@ def _is_finished(directory: RunDirectory) -> bool:
     return (directory.read_summary() or {}).get("status") == DONE
 
 
+@naming_a_lost_server()
 def _run_as_task(
     config: Any,
     directory: RunDirectory,

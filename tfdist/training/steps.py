@@ -13,6 +13,7 @@ from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import building, inputs
 from tfdist.training.engines import engine_for
+from tfdist.training.engines.lost_server import naming_a_lost_server
 from tfdist.training.inputs import Length
 from tfdist.training.program import StepProgram, flat_logs, plain
 
@@ -40,6 +41,7 @@ class StepLoop:
     Every training task makes one alike and calls it alike.
     """
 
+    @naming_a_lost_server()
     def __init__(
         self,
         step: Callable[[Any], Mapping[str, Any]],
@@ -73,6 +75,7 @@ class StepLoop:
         )
         self.step = first_step
 
+    @naming_a_lost_server()
     def run(self, steps: int) -> dict[str, Any]:
         """Runs the next `steps` steps; returns what the last one returned, over all replicas.
 
@@ -86,6 +89,7 @@ class StepLoop:
         self.step += steps
         return logs
 
+    @naming_a_lost_server()
     def results(self, *, reset: bool = True) -> dict[str, Any]:
         """Returns each metric over all replicas, and sets it to zero. A collective.
 
