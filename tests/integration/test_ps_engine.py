@@ -50,6 +50,17 @@ class Work:
         return numbers[:0]
 
 
+class Clock:
+    """Counts the steps of a program that pieces of one step have applied."""
+
+    def __init__(self, work):
+        self.work = work
+
+    @property
+    def applied(self):
+        return len(self.work.ended)
+
+
 @pytest.fixture
 def crew():
     made = Crew(Members(), patience_s=DEADLINE_S)
@@ -83,6 +94,7 @@ def test_after_an_error_no_worker_changes_the_model_any_more(engine, crew, monke
         time.sleep(0.3)  # what has begun goes on for a while
 
     made, work = program(engine, do)
+    engine._clock = Clock(work)
     with pytest.raises(LookupError, match="mine"):
         engine.run(made, 0, 6)
     assert work.begun >= {0, 1, 2}
@@ -90,6 +102,7 @@ def test_after_an_error_no_worker_changes_the_model_any_more(engine, crew, monke
     assert engine.steps_under_way == 0
     work.do = lambda step: None
     assert engine.run(made, 6, 12) == {"done": 12.0}
+    assert crew.account.applied_twice == 0  # those of the error are nobody's
 
 
 def test_what_the_last_step_says_is_told_when_all_is_done(engine):

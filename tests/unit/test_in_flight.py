@@ -87,7 +87,7 @@ def test_the_account_counts_each_step_once_and_names_what_was_begun_again():
     account = Account()
     account.done(0, 3, times=1, staleness=[0, 2, 0])
     account.done(3, 5, times=2, staleness=[1, 0])
-    account.applied = 6
+    account.applied_twice += 1
     assert account.repeats == [Repeat(first=3, last=5, times=2)]
     assert account.summary() == {
         "staleness": {"0": 3, "1": 1, "2": 1},

@@ -38,21 +38,18 @@ class Account:
     """The training steps of one process: each was completed once, and some were begun again.
 
     Attributes:
-      completed: steps whose results came back.
-      applied: updates that the servers have seen; those above `completed` were applied twice.
+      applied_twice: updates that the servers have seen, less the steps completed.
       staleness: how many steps had so many updates of others between their reading and writing.
       repeats: the ranges that were begun more than once.
     """
 
     def __init__(self) -> None:
-        self.completed = 0
-        self.applied = 0
+        self.applied_twice = 0
         self.staleness: collections.Counter[int] = collections.Counter()
         self.repeats: list[Repeat] = []
 
     def done(self, first: int, last: int, *, times: int, staleness: Iterable[int]) -> None:
         """Takes down a piece of work that is done."""
-        self.completed += last - first
         self.staleness.update(map(int, staleness))
         if times > 1:
             self.repeats.append(Repeat(first=first, last=last, times=times))
@@ -61,6 +58,6 @@ class Account:
         """Returns what the run's summary says of it."""
         return {
             "staleness": {str(age): self.staleness[age] for age in sorted(self.staleness)},
-            "steps_applied_twice": self.applied - self.completed,
+            "steps_applied_twice": self.applied_twice,
             "repeated_ranges": [[r.first, r.last, r.times] for r in self.repeats],
         }

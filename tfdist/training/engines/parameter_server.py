@@ -47,7 +47,8 @@ class ParameterServerEngine:
         self._crew = crew_of(job.strategy, patience_s=patience_s)
         self._workers = len(self._crew.shares)
         self._clock: UpdateClock | None = None
-        self._applied = 0
+        self._applied = 0  # when nobody worked last, by the clock
+        self._completed = 0  # since then
         self._work: weakref.WeakKeyDictionary[StepProgram, Work] = weakref.WeakKeyDictionary()
         self._under_way: list[HandedOut] = []
         self._times: list[tuple[int, Any]] = []
@@ -96,6 +97,8 @@ class ParameterServerEngine:
         begun = [piece.future for piece in self._under_way if not piece.future.cancelled()]
         self._under_way.clear()
         concurrent.futures.wait(begun)
+        if begun:
+            self._forget_what_was_applied()
 
     @property
     def steps_under_way(self) -> int:
@@ -171,6 +174,7 @@ class ParameterServerEngine:
         ages = piece.work.take(numbers)
         if piece.work.training:
             self._crew.account.done(piece.first, piece.last, times=done.times, staleness=ages)
+            self._completed += piece.last - piece.first
             self._times += [(done.worker_index, found) for found in times]
         recorder = piece.program.recorder
         if recorder is not None:
@@ -181,10 +185,18 @@ class ParameterServerEngine:
         """Adds up what can be told only while nobody works."""
         if self._clock is not None:
             before, self._applied = self._applied, self._clock.applied
-            self._crew.account.applied += self._applied - before
+            self._crew.account.applied_twice += self._applied - before - self._completed
+            self._completed = 0
         if self._profile is not None and self._times:
             self._profile.add(self._times, wall_s=time.perf_counter() - self._since_s)
             self._times = []
+
+    def _forget_what_was_applied(self) -> None:
+        """Of steps that an error has ended nobody knows which were applied, and how often."""
+        self._completed = 0
+        if self._clock is not None:
+            with contextlib.suppress(tf.errors.OpError):  # the ps may be what has ended
+                self._applied = self._clock.applied
 
     def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
         work = self._work.get(program)
