@@ -185,3 +185,24 @@ def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(memb
     alone = Crew(members, patience_s=DEADLINE_S)
     with pytest.raises(PeerLost, match="worker-0 answers, but none of 3 pieces of work got done"):
         alone.submit(cannot_reach("ps-0", 0)).result(DEADLINE_S)
+
+
+def test_when_none_of_several_workers_reaches_a_ps_one_line_says_so(crew):
+    """A piece that is alone is tried no more often than one that ends its workers."""
+    with pytest.raises(PeerLost, match=r"worker-\d answers, .*: ps-0: No route to host$"):
+        crew.submit(cannot_reach("ps-0", 0, 1, 2)).result(DEADLINE_S)
+
+
+def test_a_piece_that_ends_its_workers_is_not_begun_for_ever(crew, members):
+    def end(place):
+        members.silent.add(place.worker_index)
+        raise tf.errors.UnavailableError(None, None, "Socket closed")
+
+    def start_again(worker):
+        members.silent.discard(worker)
+        members.connected |= {worker}
+        return True
+
+    members.admit = start_again
+    with pytest.raises(PeerLost, match=r"begun 5 times and never done; worker-\d is gone"):
+        crew.submit(end).result(DEADLINE_S)

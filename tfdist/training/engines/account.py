@@ -24,6 +24,12 @@ class Share:
     seconds: float = 0.0
     losses: int = 0
 
+    def add(self, *, steps: int, seconds: float) -> None:
+        """Takes down a piece that it has finished."""
+        self.pieces += 1
+        self.steps += steps
+        self.seconds += seconds
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Repeat:

@@ -24,7 +24,7 @@ from tfdist.cluster import Task, phases
 from tfdist.errors import PeerLost
 from tfdist.strategy.members import Members
 from tfdist.training.engines.account import Account, Share
-from tfdist.training.engines.doubts import Doubts
+from tfdist.training.engines.doubts import Doubts, first_line
 from tfdist.training.engines.in_flight import InFlight
 from tfdist.training.engines.piece import Done, Piece, Place, is_of_the_network, running_at
 from tfdist.training.engines.silence import Silence
@@ -182,10 +182,8 @@ class Crew:
             piece.future.set_exception(failed)
             return True
         self._doubts.did(place.worker_index)
-        share = self.shares[place.worker_index]
-        share.pieces += 1
-        share.steps += piece.steps
-        share.seconds += time.monotonic() - start_s
+        taken_s = time.monotonic() - start_s
+        self.shares[place.worker_index].add(steps=piece.steps, seconds=taken_s)
         times = piece.losses + 1
         piece.future.set_result(Done(value=result, worker_index=place.worker_index, times=times))
         return True
@@ -193,11 +191,9 @@ class Crew:
     @contextlib.contextmanager
     def _awaited(self, place: Place) -> Iterator[None]:
         """Says how old the oldest piece under way is, and who has it."""
-        worker = place.worker_index
-        task, is_first = f"worker-{worker}", place not in self._begun
+        is_first, now_s = place not in self._begun, time.monotonic()
         self._begun.add(place)
-        now_s = time.monotonic()
-        self._say(place, phases.Awaited(task=task, since_s=now_s, is_first=is_first))
+        self._say(place, phases.Awaited(task=place.task, since_s=now_s, is_first=is_first))
         try:
             yield
         finally:
@@ -220,9 +216,11 @@ class Crew:
             return True
         if not is_of_the_network(error):
             return False
-        if self._members.answers(place.worker_index):
+        said = first_line(error) if self._members.answers(place.worker_index) else ""
+        if said:
             self._doubt(place.worker_index, error)
-        return self._lost(piece, place)
+        self._lost(piece, place, said=said)
+        return True
 
     def _doubt(self, worker: int, error: tf.errors.OpError) -> None:
         line = self._doubts.failed(worker, error)
@@ -231,16 +229,18 @@ class Crew:
         elif line:
             _LOG.warning("%s; going on without it", line)
 
-    def _lost(self, piece: Piece, place: Place) -> bool:
-        """Gives the piece of a worker that is gone to another; False after too many of them."""
+    def _lost(self, piece: Piece, place: Place, *, said: str = "") -> None:
+        """Gives the piece of a worker that is gone, or has `said` why it failed, to another."""
         self._members.lost(place.worker_index)
         self.shares[place.worker_index].losses += 1
         piece.losses += 1
-        if piece.losses >= _MAX_LOSSES:
-            return False
-        _LOG.warning("worker-%d is gone; its work goes to another", place.worker_index)
-        self._queue_again(piece)
-        return True
+        why = f"{place.task} answers, and says: {said}" if said else f"{place.task} is gone"
+        if piece.losses < _MAX_LOSSES:
+            _LOG.warning("%s; its work goes to another", why)
+            self._queue_again(piece)
+            return
+        why = f"a piece of work was begun {_MAX_LOSSES} times and never done; {why}"
+        piece.future.set_exception(self._fatal or PeerLost(why))
 
     def _give_back(self, piece: Piece, place: Place) -> None:
         """Leaves a piece that was not begun to another."""
@@ -275,8 +275,7 @@ class Crew:
         if piece is None or not self._released(place):
             return  # its call has ended meanwhile
         self._say(place, None)
-        if not self._lost(piece, place):
-            piece.future.set_exception(PeerLost(f"{_MAX_LOSSES} workers are gone over one piece"))
+        self._lost(piece, place)
         self._begin_to_serve(place.worker_index, life=place.life)
 
     def _fail(self, error: BaseException) -> None:

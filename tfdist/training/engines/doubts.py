@@ -24,5 +24,10 @@ class Doubts:
         if self._failures[worker] < _MOST or worker in self.left_out:
             return None
         self.left_out |= {worker}
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        return f"worker-{worker} answers, but none of {_MOST} pieces of work got done: {said[:200]}"
+        said = first_line(error)
+        return f"worker-{worker} answers, but none of {_MOST} pieces of work got done: {said}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line that is not too long."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -46,6 +46,11 @@ class Place:
     worker_index: int
     life: int
 
+    @property
+    def task(self) -> str:
+        """The worker's name."""
+        return f"worker-{self.worker_index}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
