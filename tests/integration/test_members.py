@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from types import SimpleNamespace
@@ -9,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec
+from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
+from tfdist.errors import UsageError
+from tfdist.strategy import introductions, rendezvous
 from tfdist.strategy import members as members_module
+from tfdist.strategy.introductions import Introductions, introduce
 from tfdist.strategy.members import Members
 
 DEADLINE_S = 20.0
@@ -82,3 +86,70 @@ def test_a_worker_that_is_being_killed_is_not_connected_to(
     assert runtime.told == []
     assert members.admit(1) is True
     assert members.connected == {1}
+
+
+class Start:
+    """A chief that waits for a ps and two workers, which listen from the beginning."""
+
+    version = "2.21.0"
+
+    def __init__(self, ports):
+        chief, ps, *workers = ports
+        self.cluster = ClusterSpec(
+            chief=(chief.address,), ps=(ps.address,), worker=tuple(w.address for w in workers)
+        )
+
+    def config(self, task):
+        return TaskConfig(cluster=self.cluster, task=task)
+
+    def wait(self):
+        config = self.config(Task("chief", 0))
+        guests = Introductions(config, version=self.version)
+        with (
+            contextlib.ExitStack() as listening,
+            rendezvous.answering(config) as listener,
+            guests.heard_at(listener),
+        ):
+            for task in self.others():
+                listening.enter_context(rendezvous.answering(self.config(task)))
+            return Members(self.cluster).wait(timeout_s=DEADLINE_S, guests=guests)
+
+    def others(self):
+        return [task for task in self.cluster.tasks() if task.type != "chief"]
+
+
+@pytest.fixture
+def start():
+    with contextlib.ExitStack() as stack:
+        yield Start([stack.enter_context(port) for port in hold_ports(4)])
+
+
+@pytest.mark.parametrize("teller", [Task("worker", 1), Task("ps", 0)])
+def test_a_task_of_another_version_of_tensorflow_is_refused_by_its_name(start, teller, monkeypatch):
+    monkeypatch.setattr(introductions, "_SHY_S", DEADLINE_S)
+    for task in start.others():
+        introduce(start.config(task), version="2.20.1" if task == teller else "2.21.0")
+    with pytest.raises(UsageError, match=r"expected 2[.]21[.]0, as chief-0 has") as told:
+        start.wait()
+    assert f"{teller} ({start.cluster.address(teller)}): received TensorFlow 2.20.1" in str(
+        told.value
+    )
+
+
+def test_tasks_alike_begin_and_those_that_never_say_what_they_are_do(start, monkeypatch):
+    monkeypatch.setattr(introductions, "_SHY_S", 0.3)
+    assert start.wait() == {0, 1}
+    monkeypatch.setattr(introductions, "_SHY_S", DEADLINE_S)
+    for task in start.others():
+        introduce(start.config(task), version="2.21.0")
+    assert start.wait() == {0, 1}
+
+
+def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_was():
+    with hold_ports(1)[0] as port:
+        server = tf.distribute.Server(
+            {"chief": [port.address]}, job_name="chief", task_index=0, start=True
+        )
+    assert introductions._is_told(port.address, b"tfdist: worker-0 has TensorFlow 2.20.1\n")
+    with tf.Graph().as_default(), tf.compat.v1.Session(server.target) as session:
+        assert session.run(tf.constant(7)) == 7

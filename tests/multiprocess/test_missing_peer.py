@@ -7,7 +7,7 @@ import socket
 
 from tests import forked_python
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
-from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
+from tfdist.errors import EXIT_OK, EXIT_PEER_MISSING, EXIT_USAGE
 
 DEADLINE_S = 180
 CASES = {
@@ -20,12 +20,12 @@ CASES = {
 class Waiting:
     """A program that makes its strategy as a task of a cluster, without the launcher."""
 
-    def __init__(self, cluster, task, *, startup_timeout_s, said):
+    def __init__(self, cluster, task, *, startup_timeout_s, said, before="pass"):
         options = JobOptions(startup_timeout_s=startup_timeout_s)
         told = encode(TaskConfig(cluster=cluster, task=task, options=options))
         self.said = said
         with said.open("w") as file:
-            program = "import tfdist; tfdist.make_strategy()"
+            program = f"import tfdist; {before}; tfdist.make_strategy()"
             env = {**os.environ, "TF_CONFIG": told}
             self.program = forked_python.Program("-c", program, env=env, stderr=file)
 
@@ -55,6 +55,27 @@ def test_a_task_names_whom_it_waits_for_and_gives_up(tmp_path):
         address = cluster.address(Task(missing[:-2], int(missing[-1])))
         assert f"{missing} ({address}" in line, case
         assert "raise --startup_timeout_s" in line, case
+
+
+def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(tmp_path):
+    chief, ps, *workers = held = hold_ports(4)
+    cluster = ClusterSpec(
+        chief=(chief.address,), ps=(ps.address,), worker=tuple(w.address for w in workers)
+    )
+    other = "import tensorflow; tensorflow.__version__ = '2.0.7'"
+    tasks = {
+        task: Waiting(
+            cluster, task, startup_timeout_s=float(DEADLINE_S), said=tmp_path / str(task),
+            before=other if str(task) == "worker-1" else "pass",
+        )
+        for task in cluster.tasks()
+    }  # fmt: skip
+    ended = {str(task): program.end() for task, program in tasks.items()}
+    code, said = ended.pop("chief-0")
+    assert code == EXIT_USAGE, said
+    (line,) = [text for text in said.splitlines() if text.startswith("tfdist: ")]
+    assert line.startswith(f"tfdist: worker-1 ({held[3].address}): received TensorFlow 2.0.7; ")
+    assert [code for code, _ in ended.values()] == [EXIT_OK] * 3, ended
 
 
 def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():

@@ -16,6 +16,7 @@ from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, initial_values, neighbours, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
+from tfdist.strategy.introductions import Introductions
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.members import ElasticParameterServerStrategy, Members
 from tfdist.strategy.serve import chief_watch, serve
@@ -233,8 +234,10 @@ def _parameter_server(
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=min_workers)
-    with rendezvous.answering(config):  # as the workers ask for this task meanwhile
-        workers = members.wait(timeout_s=timeout_s)
+    guests = Introductions(config, version=tf.__version__)
+    # As the workers ask for this task meanwhile.
+    with rendezvous.answering(config) as listener, guests.heard_at(listener):
+        workers = members.wait(timeout_s=timeout_s, guests=guests)
     with rendezvous.last_resort(timeout_s=timeout_s):
         return ElasticParameterServerStrategy(
             _resolver(config), members=members, workers=workers, split_bytes=split_bytes

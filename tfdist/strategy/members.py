@@ -24,6 +24,7 @@ from tensorflow.python.training import server_lib
 
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.errors import StartupTimeout
+from tfdist.strategy.introductions import Introductions
 from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
 from tfdist.strategy.servers import BalancedExtended
 
@@ -65,24 +66,29 @@ class Members:
         """The indices of the workers that work can be given to."""
         return self._connected
 
-    def wait(self, *, timeout_s: float) -> frozenset[int]:
+    def wait(self, *, timeout_s: float, guests: Introductions) -> frozenset[int]:
         """Returns the workers that are there once all are, or enough of them after `timeout_s`.
 
         Raises:
           StartupTimeout: a ps, or too many workers, did not come; the message names them.
+          UsageError: one of them is not like this task.
         """
         servers = [task for task in self._cluster.tasks() if task.type == "ps"]
         start = said = time.monotonic()
-        missing = [*servers, *self._workers]
-        while missing := self.missing(missing):
+        awaited = [*servers, *self._workers]
+        while True:
+            missing = self.missing(awaited)
+            awaited = [task for task in awaited if task in missing or guests.awaits(task)]
             waited_s = time.monotonic() - start
-            if waited_s >= timeout_s:
-                self._require_enough(missing, waited_s)
+            if not awaited or waited_s >= timeout_s:
+                guests.require_alike()
+                if missing:
+                    self._require_enough(missing, waited_s)
                 break
-            if time.monotonic() - said >= _SAY_EVERY_S:
+            if missing and time.monotonic() - said >= _SAY_EVERY_S:
                 said = time.monotonic()
                 _LOG.warning("waited %.0f s for %s", waited_s, named(self._cluster, missing))
-            time.sleep(pause_s(missing))
+            time.sleep(pause_s(awaited))
         absent = {task.index for task in missing}
         return frozenset(task.index for task in self._workers if task.index not in absent)
 

@@ -24,7 +24,7 @@ LATER_S = 10.0
 """How much longer a task waits inside TensorFlow than for its peers to answer. One that does not
 reach this task gives up before, and names it with its address."""
 
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What begins a connection of HTTP/2, and so of gRPC: a server must answer it at once."""
 
 _PROBE_EVERY_S = 1.0
@@ -102,14 +102,14 @@ def serves(address: str, *, timeout_s: float) -> bool:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as server:
-            server.sendall(_HELLO)
+            server.sendall(HELLO)
             return bool(server.recv(1))
     except OSError:
         return False
 
 
 @contextlib.contextmanager
-def answering(config: TaskConfig) -> Iterator[None]:
+def answering(config: TaskConfig) -> Iterator[socket.socket]:
     """Accepts connections at this task's port on every interface, as TensorFlow's server will."""
     address = config.cluster.address(config.task)
     port = int(address.rpartition(":")[2])
@@ -127,7 +127,7 @@ def answering(config: TaskConfig) -> Iterator[None]:
             fix="end what listens there, or give the task another port in TF_CONFIG",
         ) from error
     with listener:
-        yield
+        yield listener
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.cluster import TaskConfig, phases
 from tfdist.errors import EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
+from tfdist.strategy.introductions import introduce
 from tfdist.strategy.memory import keep_freed_memory
 from tfdist.strategy.rendezvous import answers
 
@@ -34,11 +35,12 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
     server = _start(config)
+    met = introduce(config, version=tf.__version__)
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     _LOG.info("%s serves at %s", config.task, config.cluster.address(config.task))
-    code = wait_for_chief_to_end(config, stop=stop, timeout_s=timeout_s)
+    code = wait_for_chief_to_end(config, stop=stop, timeout_s=timeout_s, met=met)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -46,11 +48,21 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     os._exit(code)
 
 
-def wait_for_chief_to_end(config: TaskConfig, *, stop: threading.Event, timeout_s: float) -> int:
-    """Returns the exit code once the chief came and went, never came, or `stop` was set."""
+def wait_for_chief_to_end(
+    config: TaskConfig,
+    *,
+    stop: threading.Event,
+    timeout_s: float,
+    met: threading.Event | None = None,
+) -> int:
+    """Returns the exit code once the chief came and went, never came, or `stop` was set.
+
+    Where `met` is set it has come, though it may have gone between two looks.
+    """
     address = config.cluster.address(config.cluster.chief_task)
     seen, last = False, time.monotonic()
     while not stop.wait(_PROBE_EVERY_S):
+        seen = seen or (met is not None and met.is_set())
         if answers(address):
             seen, last = True, time.monotonic()
         elif seen and time.monotonic() - last > _GONE_AFTER_S:
