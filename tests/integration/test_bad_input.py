@@ -546,6 +546,11 @@ ask(environ={"TF_CONFIG": "{'cluster': {}}"})
 workers = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 config = {"cluster": workers, "task": {"type": "worker", "index": 0}}
 ask(kind="ps", environ={"TF_CONFIG": json.dumps(config)})
+cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+config = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
+for count in (0, 2):
+    ask(environ={"TF_CONFIG": json.dumps(config)}, min_workers=count)
+ask(startup_timeout_s=-1.0)
 ask(kind="mirrored", devices_per_worker=2)
 ask(kind="mirrored")
 ask(kind="single")
@@ -596,6 +601,9 @@ def test_make_strategy_and_models_of_other_scopes():
         "devices_per_worker: received 1000",
         "TF_CONFIG",
         "kind='ps' where TF_CONFIG describes a multiworker job",
+        "tfdist.min_workers: received 0",
+        "min_workers: received 2 of 1 workers",
+        "tfdist.startup_timeout_s: received -1.0",
         "made",
         "made",
         "kind='single' after a mirrored strategy was made",

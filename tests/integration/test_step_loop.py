@@ -56,6 +56,21 @@ def test_metrics_of_any_shape_are_results(strategies, replicas):
     assert not loop.results()["columns"].any()
 
 
+@pytest.mark.parametrize("options", [{"max_staleness": -1}, {"max_staleness": 0.5}])
+def test_what_could_only_wait_for_ever_is_refused(strategies, options):
+    """No piece of work of a ps job ever meets such a bound."""
+    with strategies[1].scope(), pytest.raises(tfdist.UsageError, match="max_staleness: received"):
+        tfdist.StepLoop(lambda x: {"loss": x}, X, global_batch_size=4, **options)
+
+
+@pytest.mark.parametrize("steps", [0, 2.5])
+def test_steps_are_whole(strategies, steps):
+    with strategies[1].scope():
+        loop = tfdist.StepLoop(lambda x: {"sum": tf.reduce_sum(x)}, X, global_batch_size=4)
+    with pytest.raises(tfdist.UsageError, match="steps: received"):
+        loop.run(steps)
+
+
 def ready(*, log_shapes=(), counted=(), num_totals=0):
     """A program that is ready to be handed out."""
     return Work(

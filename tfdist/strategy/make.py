@@ -8,11 +8,20 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import Task, TaskConfig, phases, read_environment, resolved_strategy, wishes
+from tfdist.cluster import (
+    JobOptions,
+    Task,
+    TaskConfig,
+    phases,
+    read_environment,
+    resolved_strategy,
+    wishes,
+)
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, initial_values, neighbours, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
@@ -66,6 +75,13 @@ def make_strategy(
     if made is not None:
         return _same(made, kind).strategy
     devices.require_unused_runtime()
+    _check_arguments(
+        devices_per_worker=devices_per_worker,
+        threads_per_task=threads,
+        startup_timeout_s=startup_timeout_s,
+        min_workers=min_workers,
+        split_bytes=split_bytes,
+    )
     options = config.options if config else None
     devices.set_threads(threads or (options.threads_per_task if options else None))
     devices.grow_gpu_memory()
@@ -117,6 +133,11 @@ def _resolve(kind: str, config: TaskConfig | None) -> str:
     if kind == "auto":
         kind = "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "single"
     return kind
+
+
+def _check_arguments(**given: Any) -> None:
+    """Raises UsageError for what TF_CONFIG could not say either."""
+    JobOptions(**{name: value for name, value in given.items() if value is not None})
 
 
 def _same(made: Job, kind: str) -> Job:

@@ -23,7 +23,7 @@ from tensorflow.python.eager import remote
 from tensorflow.python.training import server_lib
 
 from tfdist.cluster import ClusterSpec, Task
-from tfdist.errors import StartupTimeout
+from tfdist.errors import StartupTimeout, UsageError
 from tfdist.strategy.introductions import Introductions
 from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
 from tfdist.strategy.servers import BalancedExtended
@@ -40,7 +40,14 @@ class Members:
     def __init__(self, cluster: ClusterSpec, *, min_workers: int | None = None) -> None:
         self._cluster = cluster
         self._workers = [task for task in cluster.tasks() if task.type == "worker"]
-        self._min_workers = min(min_workers or len(self._workers), len(self._workers))
+        self._min_workers = min_workers or len(self._workers)
+        if self._min_workers > len(self._workers):
+            raise UsageError(
+                "min_workers",
+                received=f"{min_workers} of {len(self._workers)} workers",
+                expected="at most those that are declared",
+                fix="declare the others in TF_CONFIG, or ask for fewer",
+            )
         self._connected: frozenset[int] = frozenset()
         self._updating = threading.Lock()
         self._noting = threading.Lock()  # never held for long

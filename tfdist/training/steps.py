@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import building, inputs
+from tfdist.training.arguments import require_whole
 from tfdist.training.engines import engine_for
 from tfdist.training.engines.lost_server import naming_a_lost_server
 from tfdist.training.inputs import Length
@@ -55,6 +55,8 @@ class StepLoop:
         max_staleness: int | None = None,
     ) -> None:
         building.require_compiled_functions(doing="StepLoop")
+        require_whole("first_step", first_step, least=0)
+        require_whole("max_staleness", max_staleness, least=0)
         self._job = _job()
         self._metrics = list(metrics)
         seed = int(broadcast(int(np.random.randint(2**31)) if seed is None else seed))
@@ -81,10 +83,7 @@ class StepLoop:
 
         Scalars come as floats, other tensors as arrays.
         """
-        if steps < 1:
-            raise UsageError(
-                "StepLoop.run", received=steps, expected="1 or more", fix="say how many steps"
-            )
+        require_whole("steps", steps, least=1)
         logs = self._engine.run(self._program, self.step, self.step + steps)
         self.step += steps
         return logs
