@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -142,6 +143,22 @@ def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine,
     engine.let_go()
     assert len(work.begun) == len(work.ended) == 3
     assert not crew._waiting
+
+
+def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
+    made = StepProgram(
+        function=None, feed=None, seed=0, training=True, metrics=(keras.Variable(0.0),)
+    )
+    work = engine._work[made] = Work(None)
+    for total in (3.0, 5.0):
+        work.totals = np.array([total])
+        made.metrics[0].assign(0.0)  # as `reset_state` of a program that has no say in it
+        engine.settle_metrics(made)
+        assert made.metrics[0].numpy() == total
+    engine.reset_metrics()
+    made.metrics[0].assign(0.0)
+    engine.settle_metrics(made)
+    assert made.metrics[0].numpy() == 0.0
 
 
 @pytest.mark.parametrize(
