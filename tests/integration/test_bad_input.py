@@ -412,6 +412,12 @@ def test_class_weights_that_cannot_be_are_refused(strategies):
     assert "no targets" in refusal(lambda: fit(model, X, class_weight={0: 1.0}))
     line = refusal(lambda: fit(two_outputs(strategies[1]), X, [Y, Y], class_weight={0: 1.0}))
     assert "several outputs" in line
+    with strategies[1].scope():
+        each = keras.Sequential([keras.Input((4, 1)), keras.layers.Dense(3, "softmax")])
+        each.compile("sgd", "sparse_categorical_crossentropy")
+    pixels = RNG.randint(0, 3, (12, 4, 1))
+    line = refusal(lambda: fit(each, X[..., None], pixels, class_weight={0: 2.0}))
+    assert "targets of shape (None, 4, 1)" in line
     for wrong in ([1, 1, 1], {}, {"cat": 1.0}, {-1: 2.0}, {0: "heavy"}):
         line = refusal(lambda wrong=wrong: fit(model, X, labels, class_weight=wrong))
         assert line.startswith("class_weight: received")

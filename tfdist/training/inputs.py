@@ -246,4 +246,11 @@ def _with_weight(spec: Any) -> Any:
             expected="one target per example, and no sample weights",
             fix="pass sample_weight alone, with the class weights multiplied in",
         )
+    if y.shape.rank not in (1, 2):
+        raise UsageError(
+            "class_weight",
+            received=f"targets of shape {y.shape}, of which an example has several classes",
+            expected="a class for each example, as a number or one-hot",
+            fix="pass sample_weight, with a weight for each of them",
+        )
     return x, y, tf.TensorSpec([None], tf.float32)
