@@ -264,6 +264,34 @@ def test_layers_in_float8_are_refused_on_several_replicas(strategies):
             assert "of a layer in float8" in refusal(lambda model=model: fit(model, X, Y))
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_optimizer_of_a_step_of_ones_own_is_built_before(strategies, replicas):
+    """A second one, as of a GAN; on one device the first step may build it, as under Keras."""
+
+    class TwoOptimizers(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.second.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    with strategies[replicas].scope():
+        model = TwoOptimizers([keras.Input((4,)), keras.layers.Dense(1)])
+        model.second = keras.optimizers.Adam(name="second")
+        model.compile("sgd", "mse")
+    if replicas == 1:
+        fit(model, X, Y)
+    else:
+        line = refusal(lambda: fit(model, X, Y))
+        assert "Adam 'second' in a step, and not built" in line
+        with strategies[replicas].scope():
+            model.second.build(model.trainable_variables)
+        fit(model, X, Y)
+    assert model.second.iterations.numpy() == 1
+
+
 def test_optimizers_inside_another_are_of_the_scope_too(strategies):
     outside = keras.optimizers.OptimizerMap(keras.optimizers.SGD())
     with strategies[2].scope():

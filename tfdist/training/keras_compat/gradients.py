@@ -18,6 +18,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
+from tfdist.errors import UsageError
 from tfdist.training.keras_compat.by_rows import require_by_rows
 from tfdist.training.keras_compat.packing import sent_together
 from tfdist.training.keras_compat.reduction import reduced, times
@@ -38,6 +39,7 @@ def _door(original: Callable[..., Any]) -> Callable[..., Any]:
             trainable_variables = list(trainable_variables)
         require_by_rows(self, trainable_variables or self._trainable_variables)
         if trace.num_replicas > 1:
+            _require_built(self)
             grads = reduced(_weighted(list(grads), trace), trace)
         if trace.at_door is not None:
             trace.at_door(grads)
@@ -55,6 +57,17 @@ def _in_group() -> bool:
     """Whether Keras would sum over replicas: a group of one asks it to where it may not either."""
     group = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
     return isinstance(tf.distribute.get_strategy(), group) or _on_ps()
+
+
+def _require_built(optimizer: Any) -> None:
+    """Raises UsageError for one that would make variables in a step, where no replica can."""
+    if not optimizer.built:
+        raise UsageError(
+            "optimizer",
+            received=f"{type(optimizer).__name__} {optimizer.name!r} in a step, and not built",
+            expected="one that has its variables before the first step",
+            fix="call its build(variables) inside `with strategy.scope():`",
+        )
 
 
 def _on_ps() -> bool:
