@@ -479,6 +479,12 @@ def test_class_weights_weigh_as_under_keras(strategies, targets):
         np.testing.assert_allclose(ours.get_weights()[0], theirs.get_weights()[0], atol=1e-6)
 
 
+def test_a_broadcast_of_keys_that_json_would_change_is_refused():
+    for value in ({0: 1.0}, [{"a": ({"b": {1: 2}},)}]):
+        assert "text as keys" in refusal(lambda value=value: tfdist.broadcast(value))
+    assert tfdist.broadcast({"a": [{"b": 1}]}) == {"a": [{"b": 1}]}
+
+
 def test_two_lengths_of_a_run_are_refused(strategies):
     length = tfdist.VirtualEpochs(total_examples=24)
     for other in ({"epochs": 2}, {"steps_per_epoch": 2}):

@@ -48,9 +48,15 @@ def broadcast(value: Any = None) -> Any:
     """Returns the chief's `value` in every task. A collective under multiworker.
 
     Args:
-      value: what JSON can say, and NumPy arrays inside it; ignored except in the chief.
+      value: what JSON can say, and NumPy arrays inside it; ignored except in the chief. Tuples
+        come as lists.
+
+    Raises:
+      UsageError: a dict has keys that are not text, of which JSON would make some.
     """
     job = current_job()
+    if job is None or job.is_chief:
+        _require_text_as_keys(value)
     if job is None or job.kind != "multiworker":
         return value
     return _broadcast(job, value)
@@ -138,6 +144,24 @@ def _broadcast(job: Job, value: Any) -> Any:
     mine = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
     told = sum_bytes(job, mine, of="what the chief tells")
     return json.loads(told.tobytes(), object_hook=_decode)
+
+
+def _require_text_as_keys(value: Any) -> None:
+    """Under every strategy: a program is tried out where there is one task."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            _require_text_as_keys(item)
+    if not isinstance(value, dict):
+        return
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise UsageError(
+                "broadcast",
+                received=f"a dict with the key {key!r}",
+                expected="text as keys, as JSON has them",
+                fix="send a list of pairs, and make a dict of it again",
+            )
+        _require_text_as_keys(item)
 
 
 def _another_sum(name: str, lost: str, theirs: str, mine: str) -> UsageError:
