@@ -117,6 +117,22 @@ def keras_evaluate(model):
     return [float(((predicted - Y) ** 2).mean()), float(np.abs(predicted - Y).mean())]
 
 
+def test_a_pass_to_count_batches_is_told_in_a_warning(strategies, caplog):
+    """It comes before the first step, where Keras makes none."""
+
+    def said():
+        texts = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        caplog.clear()
+        return sum("read once to count its batches" in text for text in texts)
+
+    train(strategies[2], unknown_length())
+    assert said() == 1
+    train(strategies[2], unknown_length(), steps_per_epoch=3)
+    known = unknown_length().apply(tf.data.experimental.assert_cardinality(7))
+    train(strategies[2], known, validation_data=dataset())
+    assert said() == 0
+
+
 def test_shuffled_python_examples_are_those_of_arrays(strategies):
     arrays, _ = train(strategies[1], X, Y, batch_size=8, epochs=2)
     examples, _ = train(strategies[3], Examples(), batch_size=8, epochs=2)

@@ -21,6 +21,10 @@ from tfdist.training.streaming import InputFunctionFeed, StreamFeed
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_BATCH_SIZE = 32
+_COUNTING = (
+    "a dataset does not tell its length, and is read once to count its batches; steps_per_epoch "
+    "(validation_steps, steps) or tf.data.experimental.assert_cardinality(n) saves that"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +58,8 @@ def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: i
     batch = _size_of_first(source, num_replicas=layout.num_replicas)
     batches = getattr(source, "num_batches", None)
     if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
-        _LOG.info("counting the batches of a dataset that does not tell its length")
+        if layout.task_index == 0:
+            _LOG.warning(_COUNTING)
         batches = int(source.dataset_for().take(count).reduce(np.int64(0), lambda n, *_: n + 1))
     if batches == 0:
         raise UsageError(
