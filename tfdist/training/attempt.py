@@ -213,8 +213,8 @@ class Attempt:
         self._restore()
         self._session.model.stop_training = saved.stopped or asked
         self._saved = None
-        if ended:
-            _LOG.info("the run had come to its end at step %d; nothing is left to do", step)
+        if ended and self._session.job.is_chief:
+            _LOG.warning(stopping.NOTHING_LEFT, step, self._backups[0].store.directory)
 
     def _restore(self) -> None:
         assert self._saved is not None

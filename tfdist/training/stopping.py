@@ -16,6 +16,10 @@ import numpy as np
 
 from tfdist.checkpoint.backup import RunState
 
+NOTHING_LEFT = (
+    "the run had come to its end at step %d, and nothing is left to do: checkpoints in %s; "
+    "a new run needs another directory"
+)
 _KEY = "logs_before_validation"
 
 
