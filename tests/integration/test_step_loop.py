@@ -63,12 +63,16 @@ def test_what_could_only_wait_for_ever_is_refused(strategies, options):
         tfdist.StepLoop(lambda x: {"loss": x}, X, global_batch_size=4, **options)
 
 
-@pytest.mark.parametrize("steps", [0, 2.5])
-def test_steps_are_whole(strategies, steps):
+def test_steps_that_cannot_be_are_refused(strategies):
+    def loop(**options):
+        return tfdist.StepLoop(lambda x: {"sum": tf.reduce_sum(x)}, X, **options)
+
     with strategies[1].scope():
-        loop = tfdist.StepLoop(lambda x: {"sum": tf.reduce_sum(x)}, X, global_batch_size=4)
-    with pytest.raises(tfdist.UsageError, match="steps: received"):
-        loop.run(steps)
+        for steps in (0, 2.5, "a", True):
+            with pytest.raises(tfdist.UsageError, match="steps: received"):
+                loop().run(steps)
+        with pytest.raises(tfdist.UsageError, match="first_step: received -1"):
+            loop(first_step=-1)
 
 
 def ready(*, log_shapes=(), counted=(), num_totals=0):
