@@ -15,7 +15,7 @@ from tfdist.training.feed import Part
 from tfdist.training.ledger import Recorder
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepProgram:
     """A step function over a data set.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +31,7 @@ class Session:
         self.engine = engine_for(job)
         self._read_metrics: Any = None
         self._read_updated: Any = None
-        self._has_run: weakref.WeakSet[StepProgram] = weakref.WeakSet()
+        self._has_run: set[StepProgram] = set()
 
     def program(
         self,

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -49,7 +48,7 @@ class ParameterServerEngine:
         self._clock: UpdateClock | None = None
         self._applied = 0  # when nobody worked last, by the clock
         self._completed = 0  # since then
-        self._work: weakref.WeakKeyDictionary[StepProgram, Work] = weakref.WeakKeyDictionary()
+        self._work: dict[StepProgram, Work] = {}
         self._under_way: list[HandedOut] = []
         self._times: list[tuple[int, Any]] = []
         self._since_s = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,11 +30,9 @@ class SynchronousEngine:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._ranges: weakref.WeakKeyDictionary[StepProgram, Any] = weakref.WeakKeyDictionary()
-        self._gathering: weakref.WeakKeyDictionary[StepProgram, bool]
-        self._gathering = weakref.WeakKeyDictionary()
-        self._steps: weakref.WeakKeyDictionary[StepProgram, Callable[..., Any]]
-        self._steps = weakref.WeakKeyDictionary()
+        self._ranges: dict[StepProgram, Any] = {}
+        self._gathering: dict[StepProgram, bool] = {}
+        self._steps: dict[StepProgram, Callable[..., Any]] = {}
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
