@@ -225,6 +225,18 @@ def test_a_learning_rate_scheduler_takes_effect(strategies):
     assert_same_weights(ours, theirs)
 
 
+def test_a_variable_is_read_by_numpy_on_any_number_of_replicas(strategies):
+    """TensorFlow makes no number of a variable that has several copies."""
+    rates = {}
+    for replicas in (1, 2):
+        with strategies[replicas].scope():
+            rates[replicas] = keras.optimizers.SGD(0.25).learning_rate
+        assert float(rates[replicas].numpy()) == 0.25
+    assert float(rates[1]) == 0.25
+    with pytest.raises(TypeError):
+        float(rates[2])
+
+
 def test_a_learning_rate_set_in_a_batch_hook_holds_from_the_next_batch(strategies):
     class Warmup(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
