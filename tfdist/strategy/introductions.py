@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from tfdist.cluster import Task, TaskConfig
 from tfdist.errors import UsageError
-from tfdist.strategy.rendezvous import HELLO
+from tfdist.strategy.rendezvous import serves
 
 _AGAIN_S = 0.1
 _PATIENCE_S = 1.0
@@ -107,11 +107,5 @@ class Introductions:
 
 def _is_told(address: str, words: bytes) -> bool:
     """Whether somebody has heard the words, or a server of gRPC is there and leaves them aside."""
-    host, _, port = address.rpartition(":")
     header = len(words).to_bytes(3) + bytes([_FRAME, 0, 0, 0, 0, 0])
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), _PATIENCE_S) as chief:
-            chief.sendall(HELLO + header + words)
-            return bool(chief.recv(1))
-    except OSError:
-        return False
+    return serves(address, timeout_s=_PATIENCE_S, frame=header + words)

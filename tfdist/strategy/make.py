@@ -137,7 +137,17 @@ def _resolve(kind: str, config: TaskConfig | None) -> str:
 
 def _check_arguments(**given: Any) -> None:
     """Raises UsageError for what TF_CONFIG could not say either."""
-    JobOptions(**{name: value for name, value in given.items() if value is not None})
+    for name, value in given.items():
+        try:
+            JobOptions(**{} if value is None else {name: value})
+        except UsageError as error:
+            shown = name.removesuffix("_per_task")  # as `threads`
+            raise UsageError(
+                f"make_strategy({shown})",
+                received=error.received,
+                expected=error.expected,
+                fix=f"pass {shown} so, or leave it out",
+            ) from None
 
 
 def _same(made: Job, kind: str) -> Job:

@@ -24,7 +24,7 @@ LATER_S = 10.0
 """How much longer a task waits inside TensorFlow than for its peers to answer. One that does not
 reach this task gives up before, and names it with its address."""
 
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What begins a connection of HTTP/2, and so of gRPC: a server must answer it at once."""
 
 _PROBE_EVERY_S = 1.0
@@ -94,15 +94,15 @@ def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
     raise StartupTimeout(_message(config, [chief], waited_s, most_s))
 
 
-def serves(address: str, *, timeout_s: float) -> bool:
+def serves(address: str, *, timeout_s: float, frame: bytes = b"") -> bool:
     """True when a server of gRPC is at ``host:port``; waits for it while something listens there.
 
-    False as soon as nothing does.
+    False as soon as nothing does. A `frame` of HTTP/2 is sent to it with the greeting.
     """
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as server:
-            server.sendall(HELLO)
+            server.sendall(_HELLO + frame)
             return bool(server.recv(1))
     except OSError:
         return False
