@@ -8,28 +8,13 @@ from typing import Any
 
 from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.data.stream_graph import DRAWING
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.inputs import Data
 
 _LOG = logging.getLogger(__name__)
 _OPS_SHOWN = 3
-# They draw from a state of the process or of a `tf.random.Generator`, which no checkpoint holds.
-# Keras' layers and tfdist's data draw from the run's seed and the step instead.
-_DRAWING = frozenset(
-    (
-        *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
-        *("ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2"),
-        *("RandomShuffle", "RandomCrop", "Multinomial", "NonDeterministicInts"),
-        *("SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2"),
-        *("UniformCandidateSampler", "LogUniformCandidateSampler", "AllCandidateSampler"),
-        *("LearnedUnigramCandidateSampler", "FixedUnigramCandidateSampler"),
-        *("ThreadUnsafeUnigramCandidateSampler", "StatefulRandomBinomial", "StatefulUniform"),
-        *("StatefulUniformInt", "StatefulUniformFullInt", "StatefulStandardNormal"),
-        *("StatefulStandardNormalV2", "StatefulTruncatedNormal", "RngReadAndSkip", "RngSkip"),
-        "Timestamp",
-    )
-)
 
 
 def require_exact(backups: Sequence[BackupAndRestore], data: Data, *, job: Job) -> None:
@@ -78,7 +63,7 @@ def _drawing(graph_def: Any) -> Iterator[str]:
     bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
     for body in bodies:
         for node in body:
-            if node.op in _DRAWING:
+            if node.op in DRAWING:
                 yield f"{node.op} ({node.name})"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,13 @@ import tensorflow as tf
 
 from tfdist.cluster import phases
 from tfdist.data.order import example_at
-from tfdist.data.source import GraphSource, lean_options
+from tfdist.data.source import GraphSource, lean_options, unpack
 from tfdist.training.epochs import EpochPlan, share_of
 
 AHEAD_STEPS = 2
+DIGEST_EVERY_STEPS = 512
+Digest = tuple[int, int]
+"""Of a whole batch, and of its targets alone; 64 bits each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +111,8 @@ class Feed(abc.ABC):
       counts_shares: True when a replica's share is known only once all have counted.
       can_record: True when a batch is made of examples by index.
       records: True to give `Part.examples`; set before anything is made from the feed.
+      digests: by step, of batches that several tasks read whole and are to compare.
+      digests_cover_inputs: False where inputs may differ between tasks, as augmented ones do.
     """
 
     plan: EpochPlan
@@ -115,6 +121,8 @@ class Feed(abc.ABC):
     counts_shares: bool = False
     can_record: bool = False
     records: bool = False
+    digests: dict[int, Digest]
+    digests_cover_inputs: bool = True
 
     @abc.abstractmethod
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
@@ -135,6 +143,11 @@ class Feed(abc.ABC):
         Called in graph, once for the range, and what it returns once in a step's graph. `given`
         is the worker's iterator over `worker_dataset`.
         """
+
+    def first_parts(self) -> tuple[Any, ...]:
+        """The first element of `dataset(0, 1)`, eagerly; a look that changes nothing."""
+        found: tuple[Any, ...] = next(iter(self.dataset(0, 1)))
+        return found
 
     def at(self, step: tf.Tensor) -> list[Part]:
         """The parts of this task's replicas in `step`, scalar int64; pure graph."""
@@ -157,6 +170,11 @@ class Feed(abc.ABC):
         self._iterator, self._next_step = None, -1
 
 
+def digest_is_due(step: Any, *, first: int) -> Any:
+    """Whether tasks compare the batch of `step`, an int or a tensor, of a reading from `first`."""
+    return (step == first) | (step % DIGEST_EVERY_STEPS == 0)
+
+
 class GraphFeed(Feed):
     """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
 
@@ -174,6 +192,7 @@ class GraphFeed(Feed):
     ) -> None:
         self.source = source
         self.plan = plan
+        self.digests = {}
         self.may_be_empty = plan.smallest_step < layout.num_replicas
         self.direct = source.transform is None
         self._layout = layout
@@ -239,3 +258,19 @@ class GraphFeed(Feed):
 def _as_element(part: Part) -> tuple[Any, ...]:
     element = (part.data, part.share, part.count)
     return element if part.examples is None else (*element, part.examples)
+
+
+def digest_of(batch: Any) -> Digest:
+    """Returns the digests of a batch of arrays: of all of it, and of the targets alone."""
+    _, y, _ = unpack(batch)
+    return _digest(batch), _digest(y)
+
+
+def _digest(nest: Any) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for leaf in tf.nest.flatten(nest):
+        array = np.asarray([] if leaf is None else leaf)
+        found.update(f"{array.shape}{array.dtype}".encode())
+        is_text = array.dtype.kind in "OUS"
+        found.update(repr(array.tolist()).encode() if is_text else array.tobytes())
+    return int.from_bytes(found.digest(), "little")

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import GraphSource, Source, batch_spec
 from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.data.stream_graph import Reading, read
 from tfdist.errors import UsageError
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import Feed, GraphFeed, Layout, Order
@@ -60,7 +61,8 @@ def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: i
     if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
         if layout.task_index == 0:
             _LOG.warning(_COUNTING)
-        batches = int(source.dataset_for().take(count).reduce(np.int64(0), lambda n, *_: n + 1))
+        whole = read(source.dataset_for(), Reading(in_step=layout.num_tasks > 1))
+        batches = int(whole.take(count).reduce(np.int64(0), lambda n, *_: n + 1))
     if batches == 0:
         raise UsageError(
             "data",
@@ -100,7 +102,7 @@ def _size_of_first(source: Any, *, num_replicas: int) -> int:
     else:
         sizes = _lengths(source.batched_spec)
         if None in sizes:
-            sizes = _lengths(next(iter(source.dataset_for()), None))
+            sizes = _lengths(next(iter(read(source.dataset_for(), Reading(peek=True))), None))
     if len(sizes) > 1 and num_replicas > 1 and not isinstance(source, InputFunctionSource):
         raise UsageError(
             "data",

@@ -16,7 +16,7 @@ from tfdist.data.source import Source, unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
-from tfdist.training import feeds
+from tfdist.training import agreement, feeds
 from tfdist.training.arguments import require_class_weight, require_split, require_whole
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
 from tfdist.training.feed import Feed, Layout, Order
@@ -44,8 +44,7 @@ class Data:
 
     def first_batch(self) -> Any:
         """Returns this task's first part of the first step, as the step gets it; eager tensors."""
-        parts = next(iter(self.feed.dataset(0, 1)))
-        return parts[0][0]
+        return self.feed.first_parts()[0][0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +104,8 @@ def prepare(
     if isinstance(source, InputFunctionSource) and not shuffle:
         # Each once: not by tasks that may overlap.
         source = StreamSource(source.dataset_for(), transform=source.transform)
+    agreement.share_random_states(job, source)
+    agreement.require_same_examples(job, source)
     layout = _layout(job)
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     batch_size, steps, whole = length.batch_size, length.steps_per_epoch, source.num_examples

@@ -15,7 +15,7 @@ from tfdist.data.order import example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import batch_spec
 from tfdist.training.epochs import EpochPlan, share_of
-from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part
+from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part, digest_is_due, digest_of
 
 _THREADS = 2
 
@@ -37,6 +37,7 @@ class PythonFeed(Feed):
     ) -> None:
         self.source = source
         self.plan = plan
+        self.digests = {}
         self.may_be_empty = plan.smallest_step < layout.num_replicas
         self._layout = layout
         self._seed = seed
@@ -72,6 +73,7 @@ class PythonFeed(Feed):
 
     def _read(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         threads = self._threads
+        self._first = first
         waiting: collections.deque[Future[tuple[Any, ...]]] = collections.deque()
         with ThreadPoolExecutor(threads, thread_name_prefix="tfdist-data") as pool:
             for step in range(first, last):
@@ -134,6 +136,7 @@ class BatchFeed(PythonFeed):
     """Each task reads whole batches of a PyDataset and takes its replicas' slices."""
 
     source: PyDatasetSource
+    digests_cover_inputs = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -163,7 +166,10 @@ class BatchFeed(PythonFeed):
                     at, num_examples=batches, seed=self._seed, shuffle=self._order.shuffle
                 )[0]
             )
-        leaves = _leaves(self.source.fetch_batch(index))
+        batch = self.source.fetch_batch(index)
+        if self._layout.num_tasks > 1 and digest_is_due(step, first=self._first):
+            self.digests[step] = digest_of(batch)
+        leaves = _leaves(batch)
         size = len(leaves[0])
         parts = []
         for replica in self._layout.replica_ids:

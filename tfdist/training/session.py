@@ -19,6 +19,9 @@ from tfdist.training.engines import engine_for
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram, flat_logs, plain
 
+_OTHER_LENGTH = re.compile(
+    r"expected to contain (\d+) elements? but contained (?:only |at least )?(\d+)"
+)
 _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
 
@@ -148,6 +151,26 @@ def _telling_of_data() -> Iterator[None]:
             received="a dataset that ended before the step it was asked for",
             expected="one that gives as many batches each time that it is read",
             fix="let from_generator make a new iterator each time, as a function does",
+        ) from None
+    except tf.errors.FailedPreconditionError as error:
+        found = _OTHER_LENGTH.search(str(error))
+        if found is None:
+            raise
+        raise UsageError(
+            "data",
+            received=f"a pass over a dataset with {found[2]} batches",
+            expected=f"{found[1]}, its cardinality",
+            fix="delete the files of its cache or snapshot, which a program that stopped early may "
+            "have cut short, or mend tf.data.experimental.assert_cardinality",
+        ) from None
+    except tf.errors.AlreadyExistsError as error:
+        if "lockfile" not in str(error):
+            raise
+        raise UsageError(
+            "data",
+            received="a file cache that another process writes, or that one left half written",
+            expected="files of its own for each process that reads",
+            fix="give Dataset.cache a name with the task's index in it, or delete its .lockfile",
         ) from None
     except tf.errors.InvalidArgumentError as error:
         found = _BAD_LABEL.search(str(error))

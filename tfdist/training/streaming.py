@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import phases
+from tfdist.data.source import unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.data.stream_graph import Reading, read, serialized
 from tfdist.training.epochs import EpochPlan, share_of
-from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part
+from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part, digest_is_due
 
 _SAY_EVERY_BATCHES = 16
 _plain = tf.autograph.experimental.do_not_convert
@@ -38,6 +42,8 @@ class StreamFeed(Feed):
     ) -> None:
         self.source = source
         self.plan = plan
+        self.digests = {}
+        self._reading = Reading(seed=seed, in_step=layout.num_tasks > 1 or layout.num_workers > 1)
         self.may_be_empty = layout.num_replicas > 1
         self._layout = layout
         self._seed = seed
@@ -47,18 +53,43 @@ class StreamFeed(Feed):
         self._take = -1 if order.batches is None else order.batches
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """As in `Feed`."""
-        batches = _from_step(first, self._endless(self.source.dataset_for())).take(last - first)
+        """As in `Feed`; called eagerly."""
+        return self._dataset(first, last, self._reading)
+
+    def first_parts(self) -> tuple[Any, ...]:
+        """As in `Feed`; fills no cache of the user's."""
+        reading = dataclasses.replace(self._reading, peek=True)
+        found: tuple[Any, ...] = next(iter(self._dataset(0, 1, reading)))
+        return found
+
+    def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
+        batches = self._endless(read(self.source.dataset_for(), reading))
+        batches = _from_step(first, batches).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
+        if self._layout.num_tasks > 1 and not reading.peek:
+            numbered = numbered.map(_plain(functools.partial(self._with_digest, first)))
         return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
+
+    def _with_digest(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        """Notes the digests of a batch that tasks are to compare."""
+
+        def note() -> tf.Tensor:
+            digests = [_digest(batch), _digest(unpack(batch)[1])]
+            return tf.numpy_function(self._note, [step, tf.stack(digests)], tf.bool)
+
+        due = digest_is_due(step, first=first)
+        with tf.control_dependencies([tf.cond(due, note, lambda: tf.constant(True))]):
+            return tf.identity(step), batch
+
+    def _note(self, step: np.ndarray, digests: np.ndarray) -> np.bool_:
+        whole, targets = (int(value) for value in digests.view(np.uint64))
+        self.digests[int(step)] = whole, targets
+        return np.True_
 
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the dataset's own graph when order counts, else the worker's batches."""
         with tf.init_scope():
-            graph = tf.raw_ops.DatasetToGraphV2(
-                input_dataset=self.source.dataset_for()._variant_tensor,
-                strip_device_assignment=True,
-            )
+            graph = serialized(self.source.dataset_for(), self._reading)
         if self._in_order:
             return tf.data.Dataset.from_tensors(graph).repeat()
         index = tf.distribute.coordinator.experimental_get_current_worker_index()
@@ -113,15 +144,15 @@ class InputFunctionFeed(StreamFeed):
         self.may_be_empty = False
         self._in_order = False
 
-    def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """As in `Feed`; a task with several devices reads its stream once for each."""
+    def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
+        """As in `StreamFeed`; a task with several devices reads its stream once for each."""
         layout = self._layout
         context = tf.distribute.InputContext(
             num_input_pipelines=layout.num_tasks,
             input_pipeline_id=layout.task_index,
             num_replicas_in_sync=layout.num_replicas,
         )
-        batches = self._endless(self.source.dataset_for(context))
+        batches = self._endless(read(self.source.dataset_for(context), reading))
         local = len(layout.replica_ids)
         shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
         steps = _from_step(first, tf.data.Dataset.zip(shards)).take(last - first)
@@ -170,6 +201,21 @@ def _go_on() -> np.bool_:
 def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
     return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
+
+
+def _digest(nest: Any) -> tf.Tensor:
+    """The digest of a nest of tensors, int64, in graph."""
+    leaves = [leaf for leaf in tf.nest.flatten(nest, expand_composites=True) if leaf is not None]
+    found = tf.zeros([1], tf.int64)
+    for leaf in leaves:
+        shape = tf.cast(tf.shape(leaf), tf.int64)
+        if leaf.dtype == tf.bool:
+            leaf = tf.cast(leaf, tf.uint8)
+        row = tf.reshape(leaf, [1, tf.size(leaf)])
+        one = tf.bitcast(tf.raw_ops.Fingerprint(data=row, method="farmhash64")[0], tf.int64)
+        parts = tf.concat([found, [one], shape], 0)[tf.newaxis]
+        found = tf.bitcast(tf.raw_ops.Fingerprint(data=parts, method="farmhash64"), tf.int64)
+    return found[0]
 
 
 def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:

@@ -16,6 +16,7 @@ from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
 from tfdist.strategy import Job
 from tfdist.strategy.group import naming_who_is_gone, sum_bytes, sum_over_tasks
+from tfdist.training.agreement import require_same_batches
 from tfdist.training.engines.joining import joined, without_substitute
 from tfdist.training.exactness import require_deterministic
 from tfdist.training.feed import Part
@@ -50,6 +51,7 @@ class SynchronousEngine:
                 logs, rows = function(*_arguments(program, start, end))
             if not program.feed.direct:
                 program.feed.advanced_to(end)
+                require_same_batches(self._job, program.feed, start, end)
             if program.recorder is not None:
                 program.recorder.write(start, end, rows)
         return {name: _scalar(value) for name, value in logs.items()}
@@ -79,6 +81,7 @@ class SynchronousEngine:
                 locals_ = function(*arguments)
             if not program.feed.direct:
                 program.feed.advanced_to(step + 1)
+                require_same_batches(self._job, program.feed, step, step + 1)
             yield self._gathered(locals_)
 
     def reset_metrics(self) -> None:

@@ -1,0 +1,542 @@
+"""Rewriting of the graph of a user's `tf.data.Dataset` before it is read.
+
+A dataset is read in parts: its first batch for its size, up to a step for a resumed run, up to the
+end of a run that stops early. Every task of a job reads it, and each takes its part of a batch.
+Three things in a user's graph make that wrong without a word:
+
+- **A prefetch below a cache.** An iterator that is dropped early cancels the prefetch, which then
+  answers "end of sequence" to whoever waits for it; a cache takes this for the end of the data and
+  keeps the part it has for the whole (docs/upstream/tensorflow-cache-after-prefetch.md). A prefetch
+  changes no element, so those below a cache are left out, and each dataset gets a cache of tfdist's
+  own, out of reach of iterators that the program itself has dropped.
+- **Draws without a seed**, as of `shuffle(n)`: they get seeds from the seed of the run. All tasks
+  then see the same batches, and a resumed run sees those of the run before.
+- **Order that depends on timing** (`deterministic=False`, draws within a parallel map): with
+  several tasks, order is made deterministic and a parallel map that draws runs one call at a time.
+
+The user's dataset stays as it is. Where its graph cannot be copied it is read as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
+
+from tfdist.errors import UsageError
+
+_LOG = logging.getLogger(__name__)
+_LARGE_BYTES = 2**16
+_IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
+_COPIES = itertools.count()
+_MOST = 2**31 - 1
+_CACHES = frozenset({"CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2"})
+_PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
+_PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
+_ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+# Inputs that are the two seeds, and the input that is the state of a generator (0: none).
+_SEEDED_DATASETS = {
+    "ShuffleDataset": (2, 0),
+    "ShuffleDatasetV3": (2, 4),
+    "ShuffleAndRepeatDataset": (2, 0),
+    "ShuffleAndRepeatDatasetV2": (2, 5),
+    "RandomDataset": (0, 0),
+    "RandomDatasetV2": (0, 2),
+}
+# They draw from a state of the process or of a `tf.random.Generator`, which no checkpoint holds.
+# Keras' layers and tfdist's data draw from the run's seed and the step instead.
+DRAWING = frozenset(
+    (
+        *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
+        *("ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2"),
+        *("RandomShuffle", "RandomCrop", "Multinomial", "NonDeterministicInts"),
+        *("SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2"),
+        *("UniformCandidateSampler", "LogUniformCandidateSampler", "AllCandidateSampler"),
+        *("LearnedUnigramCandidateSampler", "FixedUnigramCandidateSampler"),
+        *("ThreadUnsafeUnigramCandidateSampler", "StatefulRandomBinomial", "StatefulUniform"),
+        *("StatefulUniformInt", "StatefulUniformFullInt", "StatefulStandardNormal"),
+        *("StatefulStandardNormalV2", "StatefulTruncatedNormal", "RngReadAndSkip", "RngSkip"),
+        "Timestamp",
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a dataset is to be read.
+
+    Attributes:
+      seed: of the draws that the user gave none.
+      in_step: several tasks read it and must see the same batches.
+      peek: leave caches and snapshots out: a look at the first batch fills none.
+    """
+
+    seed: int = 0
+    in_step: bool = False
+    peek: bool = False
+
+
+def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
+    """Returns `dataset` as it can be read in parts; see the module's docstring.
+
+    Each call starts the draws of the graph anew. Caches are shared by all readings of one dataset.
+    To be called eagerly.
+
+    Raises:
+      UsageError: several tasks are to read a dataset that draws without a seed and whose graph
+        cannot be copied.
+    """
+    graph = _graph_of(dataset)
+    if graph is None:
+        if reading.in_step:
+            _require_seeded(dataset)
+        return dataset
+    return _with_its_length(graph.dataset(reading), graph)
+
+
+def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
+    """Returns the graph of `read` as a string, for a process that is not this one."""
+    graph = _graph_of(dataset)
+    if graph is not None:
+        return tf.constant(graph.rewritten(reading).SerializeToString())
+    return tf.raw_ops.DatasetToGraphV2(
+        input_dataset=dataset._variant_tensor, strip_device_assignment=True
+    )
+
+
+def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+    """Returns the handles of the integer variables that functions of a dataset capture.
+
+    Such are the states of `keras.random.SeedGenerator` and `tf.random.Generator`.
+    """
+    found: dict[int, tf.Tensor] = {}
+    for handle in _captured(dataset):
+        dtype = _dtype_of_variable(handle)
+        if dtype is not None and dtype.is_integer:
+            found[id(handle)] = handle
+    return list(found.values())
+
+
+class _StreamGraph:
+    """The graph of one dataset, and what its copies share: large tensors, tables, caches."""
+
+    def __init__(self, dataset: tf.data.Dataset, definition: Any) -> None:
+        self.dataset_of_user = dataset  # its Python functions and tables live as long as it does
+        self.spec = dataset.element_spec
+        self.definition = definition
+        self._made: dict[Reading, Callable[[], tf.Tensor]] = {}
+        self._shared = _resources(dataset, definition)
+        self._caches: dict[str, tf.Tensor] = {}
+        self._large = _large_constants(definition)
+
+    def dataset(self, reading: Reading) -> tf.data.Dataset:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            make = self._made.get(reading)
+            if make is None:
+                make = self._made[reading] = self._function(self.rewritten(reading))
+            return tf.data.experimental.from_variant(make(), structure=self.spec)
+
+    def rewritten(self, reading: Reading) -> Any:
+        """Returns the `GraphDef` for a reading; every task of a job makes the same."""
+        graph = type(self.definition)()
+        graph.CopyFrom(self.definition)
+        bodies = _bodies(graph)
+        for body in bodies:
+            _leave_out(body, whole=body is not bodies[0] and _has_cache(bodies), peek=reading.peek)
+        numbers = itertools.count()
+        for body in bodies:
+            for node in list(body.nodes):
+                _seed(node, body, seed=reading.seed, numbers=numbers)
+        if reading.in_step:
+            drawing = _drawing_functions(graph)
+            for body in bodies:
+                for node in list(body.nodes):
+                    _put_in_order(node, body, drawing=drawing)
+        _rename_functions(bodies)
+        return graph
+
+    def _function(self, graph: Any) -> Callable[[], tf.Tensor]:
+        """Compiles what makes a new dataset of the graph; large tensors and caches are captured."""
+        end = next(node for node in graph.node if node.op == "_Retval")
+        output = end.input[0]
+        graph.node.remove(end)
+        given = {**self._shared, **self._large, **self._own_caches(graph)}
+        kept = [node for node in graph.node if f"{node.name}:0" not in given]
+        del graph.node[:]
+        graph.node.extend(kept)
+
+        for function in graph.library.function:
+            context.context().add_function_def(function)
+
+        @tf.function(autograph=False)
+        def make() -> tf.Tensor:
+            here = tf.compat.v1.get_default_graph()
+            inputs = {name: here.capture(tensor) for name, tensor in given.items()}
+            output_name = output if ":" in output else f"{output}:0"
+            found = tf.graph_util.import_graph_def(
+                graph, input_map=inputs, return_elements=[output_name], name=""
+            )
+            return found[0]
+
+        return make.get_concrete_function()
+
+    def _own_caches(self, graph: Any) -> dict[str, tf.Tensor]:
+        """Gives each memory cache of the graph a memory of this object."""
+        found = {}
+        for node in graph.node:
+            if node.op == "CacheDatasetV2":
+                if node.name not in self._caches:
+                    memory, deleter = tf.raw_ops.AnonymousMemoryCache()
+                    self._caches[node.name] = memory
+                    self._caches[f"{node.name}/deleter"] = deleter
+                node.input[2] = f"{node.name}/memory"
+                found[f"{node.name}/memory:0"] = self._caches[node.name]
+        return found
+
+
+class _Body:
+    """The nodes of the graph itself, or of one of its functions.
+
+    `depth` is 0 for the graph, 1 for a function that one of its datasets calls, 2 for a function of
+    a dataset that such a function makes.
+    """
+
+    def __init__(self, nodes: Any, *, function: Any = None, depth: int = 0) -> None:
+        self.nodes = nodes
+        self.function = function
+        self.depth = depth
+        self.by_name = {node.name: node for node in nodes}
+
+    def producer(self, reference: str) -> Any:
+        """The node that an input names, or None where it is an argument of the function."""
+        return self.by_name.get(reference.split(":")[0])
+
+    def add(self, operation: str, *, like: str, output: str = "output") -> tuple[Any, str]:
+        """Adds a node; returns it and how an input names its output."""
+        name = f"{like}/tfdist_{len(self.nodes)}"
+        node = self.by_name[name] = self.nodes.add(name=name, op=operation)
+        return node, name if self.function is None else f"{name}:{output}:0"
+
+    def constant(self, like: str, value: Any, dtype: tf.DType = tf.int64) -> str:
+        """Adds a constant; returns how an input names it."""
+        node, name = self.add("Const", like=like)
+        node.attr["dtype"].type = dtype.as_datatype_enum
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+        return name
+
+    def draw(self, like: str, seeds: tuple[int, int]) -> str:
+        """Adds a draw of a seed, another one at each call; returns how an input names it."""
+        bounds = (
+            self.constant(like, [], tf.int32),
+            self.constant(like, 1),
+            self.constant(like, _MOST),
+        )
+        node, name = self.add("RandomUniformInt", like=like)
+        node.input.extend(bounds)
+        node.attr["T"].type = tf.int32.as_datatype_enum
+        node.attr["Tout"].type = tf.int64.as_datatype_enum
+        node.attr["seed"].i, node.attr["seed2"].i = seeds
+        return name
+
+    def replace_inputs(self, instead: dict[str, str]) -> None:
+        """Has every input that names a node of `instead` name what stands there."""
+
+        def resolved(reference: str) -> str:
+            while (found := instead.get(reference.split(":")[0])) is not None:
+                reference = found
+            return reference
+
+        for node in self.nodes:
+            for i, reference in enumerate(node.input):
+                if not reference.startswith("^"):
+                    node.input[i] = resolved(reference)
+        if self.function is not None:
+            for name, reference in self.function.ret.items():
+                self.function.ret[name] = resolved(reference)
+
+
+def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
+    """The graph of a dataset, made once; None where it cannot be copied."""
+    if not hasattr(dataset, "_tfdist_graph"):
+        found = None
+        try:
+            with tf.init_scope():
+                text = tf.raw_ops.DatasetToGraphV2(
+                    input_dataset=dataset._variant_tensor,
+                    external_state_policy=_IGNORE_STATE,
+                    strip_device_assignment=True,
+                )
+                definition = tf.compat.v1.GraphDef.FromString(text.numpy())
+            found = _StreamGraph(dataset, definition)
+        except (tf.errors.OpError, ValueError, NotImplementedError, _NotMatchedError) as error:
+            _LOG.info("the graph of %s cannot be copied: %s", type(dataset).__name__, error)
+        dataset._tfdist_graph = found
+    graph: _StreamGraph | None = dataset._tfdist_graph
+    return graph
+
+
+class _NotMatchedError(Exception):
+    """The captured resources of a dataset are not those of its graph."""
+
+
+def _with_its_length(dataset: tf.data.Dataset, graph: _StreamGraph) -> tf.data.Dataset:
+    """Has a reading that ends before the dataset's own cardinality fail, as of a cut cache."""
+    count = int(graph.dataset_of_user.cardinality())
+    skips = any(node.op == "IgnoreErrorsDataset" for node in graph.definition.node)
+    if count < 0 or skips:
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _bodies(graph: Any) -> list[_Body]:
+    """The graph itself and its functions, in the order of their first use: alike in all tasks."""
+    functions = {function.signature.name: function for function in graph.library.function}
+    bodies = [_Body(graph.node)]
+    seen: set[str] = set()
+    for body in bodies:  # grows on the way
+        for node in body.nodes:
+            depth = body.depth + ("Dataset" in node.op)
+            for name in _called(node):
+                if name in functions and name not in seen:
+                    seen.add(name)
+                    function = functions[name]
+                    bodies.append(_Body(function.node_def, function=function, depth=depth))
+    return bodies
+
+
+def _called(node: Any) -> Iterator[str]:
+    yield node.op  # a call by name
+    for key in sorted(node.attr):
+        value = node.attr[key]
+        if value.HasField("func"):
+            yield value.func.name
+        for function in value.list.func:
+            yield function.name
+
+
+def _rename_functions(bodies: Sequence[_Body]) -> None:
+    """Gives the functions new names: TensorFlow would go on with those it knows by the old ones."""
+    number = next(_COPIES)
+    names = {
+        body.function.signature.name: f"{body.function.signature.name}_tfdist_{number}"
+        for body in bodies
+        if body.function is not None
+    }
+    for body in bodies:
+        if body.function is not None:
+            body.function.signature.name = names[body.function.signature.name]
+        for node in body.nodes:
+            node.op = names.get(node.op, node.op)
+            for value in node.attr.values():
+                if value.HasField("func"):
+                    value.func.name = names.get(value.func.name, value.func.name)
+                for function in value.list.func:
+                    function.name = names.get(function.name, function.name)
+
+
+def _has_cache(bodies: Sequence[_Body]) -> bool:
+    return any(node.op in _CACHES for body in bodies for node in body.nodes)
+
+
+def _leave_out(body: _Body, *, whole: bool, peek: bool) -> None:
+    """Leaves out what is below a cache and runs ahead; and caches themselves for a peek."""
+    caches = [node for node in body.nodes if node.op in _CACHES]
+    below = body.nodes if whole else _upstream(body, caches)
+    instead = {node.name: node.input[0] for node in below if node.op == "PrefetchDataset"}
+    if peek:
+        instead |= {node.name: node.input[0] for node in caches}
+    if instead:
+        body.replace_inputs(instead)
+
+
+def _upstream(body: _Body, nodes: Iterable[Any]) -> list[Any]:
+    """What the nodes read from, directly or not."""
+    found: dict[str, Any] = {}
+    waiting = list(nodes)
+    while waiting:
+        for reference in waiting.pop().input:
+            node = body.producer(reference.removeprefix("^"))
+            if node is not None and node.name not in found:
+                found[node.name] = node
+                waiting.append(node)
+    return list(found.values())
+
+
+def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
+    """Gives a node that draws without a seed one of its own.
+
+    A dataset that a function makes is made anew at each call, and gets another seed each time.
+    What is deeper still would draw the same in each of these: it is left as it is.
+    """
+    if body.depth > 1:
+        return
+    if node.op in _SEEDED_DATASETS:
+        at, generator = _SEEDED_DATASETS[node.op]
+        values = [_value_of(body.producer(reference)) for reference in node.input[at : at + 2]]
+        if values != [0, 0]:
+            return
+        for i, value in enumerate(_seeds(seed, next(numbers))):
+            node.input[at + i] = (
+                body.draw(node.name, _seeds(value, next(numbers)))
+                if body.depth
+                else body.constant(node.name, value)
+            )
+        if generator:
+            _, name = body.add("DummySeedGenerator", like=node.name, output="handle")
+            node.input[generator] = name
+    elif _draws_without_seed(node):
+        node.attr["seed"].i, node.attr["seed2"].i = _seeds(seed, next(numbers))
+
+
+def _draws_without_seed(node: Any) -> bool:
+    if node.op not in DRAWING:
+        return False
+    seeds = {"seed", "seed2"}
+    takes = seeds <= {attribute.name for attribute in op_def_registry.get(node.op).attr}
+    return takes and all(node.attr[name].i == 0 for name in seeds)
+
+
+def _seeds(seed: int, number: int) -> tuple[int, int]:
+    drawn = np.random.SeedSequence((seed, number)).generate_state(2)
+    first, second = (int(value >> 1) or 1 for value in drawn)
+    return first, second
+
+
+def _value_of(node: Any) -> int | None:
+    if node is None or node.op != "Const":
+        return None
+    return int(tf.make_ndarray(node.attr["value"].tensor))
+
+
+def _put_in_order(node: Any, body: _Body, *, drawing: set[str]) -> None:
+    """Has a node give its elements in one order, with draws in one order."""
+    if "deterministic" in node.attr and node.attr["deterministic"].s:
+        node.attr["deterministic"].s = b"true"
+    if drawing.isdisjoint(_called(node)):
+        return
+    if node.op in _PARALLEL_MAPS:
+        node.input[len(_data_inputs(node)) - 1] = body.constant(node.name, 1)
+    elif node.op in _PARALLEL_INTERLEAVES:
+        arguments = len(node.attr["Targuments"].list.type)
+        del node.input[1 + arguments + 2 :]  # but the cycle's length and the block's
+        node.op = "InterleaveDataset"
+        for name in set(node.attr) - {
+            "f",
+            "Targuments",
+            "output_types",
+            "output_shapes",
+            "metadata",
+        }:
+            del node.attr[name]
+
+
+def _data_inputs(node: Any) -> list[str]:
+    return [reference for reference in node.input if not reference.startswith("^")]
+
+
+def _drawing_functions(graph: Any) -> set[str]:
+    """The functions that draw from a state, or call one that does."""
+    functions = {function.signature.name: function for function in graph.library.function}
+    direct = {
+        name
+        for name, function in functions.items()
+        if any(node.op in DRAWING or node.op in _ASSIGNING for node in function.node_def)
+    }
+    while True:
+        more = {
+            name
+            for name, function in functions.items()
+            if name not in direct
+            and any(called in direct for node in function.node_def for called in _called(node))
+        }
+        if not more:
+            return direct
+        direct |= more
+
+
+def _large_constants(definition: Any) -> dict[str, tf.Tensor]:
+    """Takes the large tensors out of a graph, so that copies share them."""
+    found = {}
+    for node in definition.node:
+        if node.op != "Const" or node.ByteSize() < _LARGE_BYTES:
+            continue
+        with tf.init_scope(), tf.device("/CPU:0"):
+            found[f"{node.name}:0"] = tf.constant(tf.make_ndarray(node.attr["value"].tensor))
+        # ps workers get the whole graph, which is made from the definition: it keeps its own.
+    return found
+
+
+def _resources(dataset: tf.data.Dataset, definition: Any) -> dict[str, tf.Tensor]:
+    """Which inputs of the graph are which variable or table of this process.
+
+    The serialized graph has copies of them, whose later changes nobody would see.
+    """
+    inputs = [
+        reference for node in definition.node for reference in _resource_arguments(node, definition)
+    ]
+    handles = list(_captured(dataset))
+    if len(inputs) != len(handles):
+        raise _NotMatchedError(f"{len(handles)} captured resources, {len(inputs)} in the graph")
+    return {
+        name if ":" in name else f"{name}:0": handle
+        for name, handle in zip(inputs, handles, strict=True)
+    }
+
+
+def _resource_arguments(node: Any, definition: Any) -> Iterator[str]:
+    """The inputs of a node that are resources for its functions."""
+    arguments = [
+        dtype
+        for key in sorted(node.attr)
+        if key.endswith("arguments")
+        for dtype in node.attr[key].list.type
+    ]
+    if tf.resource.as_datatype_enum not in arguments:
+        return
+    producers = {other.name: other for other in definition.node}
+    for reference in _data_inputs(node):
+        producer = producers[reference.split(":")[0]]
+        made = {tf.resource.as_datatype_enum} & {
+            producer.attr[key].type for key in ("T", "dtype") if key in producer.attr
+        }
+        if made:
+            yield reference
+
+
+def _captured(dataset: Any) -> Iterator[tf.Tensor]:
+    """The resources that functions of a dataset capture, those of its inputs first."""
+    for parent in getattr(dataset, "_inputs", list)():
+        yield from _captured(parent)
+    for wrapper in getattr(dataset, "_functions", list)():
+        for tensor in getattr(getattr(wrapper, "function", None), "captured_inputs", ()):
+            if tensor.dtype == tf.resource:
+                yield tensor
+
+
+def _dtype_of_variable(handle: tf.Tensor) -> tf.DType | None:
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+def _require_seeded(dataset: Any) -> None:
+    """Raises UsageError for a shuffle without a seed; of a dataset that is not copied."""
+    for parent in getattr(dataset, "_inputs", list)():
+        _require_seeded(parent)
+    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+    if all(seed is not None and int(seed) == 0 for seed in seeds):
+        raise UsageError(
+            "tf.data.Dataset",
+            received=f"{type(dataset).__name__.strip('_')} without a seed, read by several tasks, "
+            "in a dataset whose graph cannot be copied",
+            expected="the same order in every task",
+            fix="give each shuffle a seed",
+        )
