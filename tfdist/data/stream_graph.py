@@ -75,7 +75,7 @@ class Reading:
     Attributes:
       seed: of the draws that the user gave none.
       in_step: several tasks read it and must see the same batches.
-      peek: leave caches and snapshots out: a look at the first batch fills none.
+      peek: leave caches, snapshots and variables alone: a look at the first batch changes none.
     """
 
     seed: int = 0
@@ -140,7 +140,9 @@ class _StreamGraph:
         with tf.init_scope(), tf.device("/CPU:0"):
             make = self._made.get(reading)
             if make is None:
-                make = self._made[reading] = self._function(self.rewritten(reading))
+                make = self._made[reading] = self._function(
+                    self.rewritten(reading), with_variables=not reading.peek
+                )
             return tf.data.experimental.from_variant(make(), structure=self.spec)
 
     def rewritten(self, reading: Reading) -> Any:
@@ -162,12 +164,20 @@ class _StreamGraph:
         _rename_functions(bodies)
         return graph
 
-    def _function(self, graph: Any) -> Callable[[], tf.Tensor]:
-        """Compiles what makes a new dataset of the graph; large tensors and caches are captured."""
+    def _function(self, graph: Any, *, with_variables: bool) -> Callable[[], tf.Tensor]:
+        """Compiles what makes a new dataset of the graph; large tensors and caches are captured.
+
+        Without variables the graph has copies of them, so that a peek draws no random number.
+        """
         end = next(node for node in graph.node if node.op == "_Retval")
         output = end.input[0]
         graph.node.remove(end)
-        given = {**self._shared, **self._large, **self._own_caches(graph)}
+        shared = {
+            name: handle
+            for name, handle in self._shared.items()
+            if with_variables or _dtype_of_variable(handle) is None
+        }
+        given = {**shared, **self._large, **self._own_caches(graph)}
         kept = [node for node in graph.node if f"{node.name}:0" not in given]
         del graph.node[:]
         graph.node.extend(kept)

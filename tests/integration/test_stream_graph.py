@@ -1,0 +1,253 @@
+"""Streams are read in parts without harm to their caches, and alike in every reading."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+import tfdist
+from tfdist.data.stream_graph import Reading, random_states, read, serialized
+
+plain = tf.autograph.experimental.do_not_convert
+
+
+def values(dataset):
+    return [np.asarray(value).tolist() for value in dataset.as_numpy_iterator()]
+
+
+@pytest.fixture(autouse=True)
+def no_global_seed(monkeypatch):
+    """Without the seed of the fixture for all tests, by which TensorFlow would seed each draw."""
+    monkeypatch.setattr(context.context(), "_seed", None)
+
+
+@pytest.fixture
+def busy_machine():
+    """Processes that keep the cores busy: threads then stop at any place."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    yield
+    for hog in hogs:
+        hog.kill()
+        hog.wait()
+
+
+def numbers():
+    return tf.data.Dataset.range(256).batch(64).prefetch(4).cache()
+
+
+def test_tensorflow_still_cuts_the_cache_above_a_prefetch_and_a_reading_does_not(busy_machine):
+    """The first half fails on the day that prefetches need not be left out any more."""
+    for _ in range(5000):
+        cut = numbers()
+        next(iter(cut))
+        if len(values(cut)) < 4:
+            break
+    else:
+        pytest.fail("no cache was cut in 5,000 tries")
+    assert len(values(read(cut, Reading()))) == 4
+    for _ in range(40):
+        dataset = numbers()
+        next(iter(read(dataset, Reading())))
+        assert len(values(read(dataset, Reading()))) == 4
+
+
+def below_a_cache(dataset):
+    """The operations below caches in the graph of a reading, those of functions too."""
+    graph = tf.compat.v1.GraphDef.FromString(serialized(dataset, Reading()).numpy())
+    bodies = [graph.node, *(function.node_def for function in graph.library.function)]
+    found, waiting = set(), [(body, n) for body in bodies for n in body if "Cache" in n.op]
+    while waiting:
+        body, node = waiting.pop()
+        for name in node.input:
+            inputs = [n for n in body if n.name == name.split(":")[0]]
+            found |= {n.op for n in inputs}
+            waiting += [(body, n) for n in inputs]
+    return found
+
+
+def test_no_prefetch_is_left_below_a_cache(tmp_path):
+    rows = tf.data.Dataset.range(8).batch(2).prefetch(2)
+    inner = plain(lambda n: tf.data.Dataset.range(2).prefetch(1).cache())
+    for dataset in (
+        rows.cache().prefetch(1),
+        rows.shuffle(4).prefetch(1).cache(str(tmp_path / "file")),
+        tf.data.Dataset.zip((rows, rows.map(plain(lambda n: n)))).cache(),
+        rows.flat_map(inner).cache(),
+    ):
+        operations = below_a_cache(dataset)
+        assert operations & {"BatchDatasetV2", "RangeDataset"}
+        assert "PrefetchDataset" not in operations
+
+
+def test_a_file_cache_that_was_cut_before_ends_the_run_with_that_reason(tmp_path, strategies):
+    def pairs(count):
+        rows = np.arange(count, dtype="float32")[:, None]
+        pairs = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(1)
+        return pairs.cache(str(tmp_path / "cache"))
+
+    values(pairs(1).map(plain(lambda x, y: x)))  # what a cut cache leaves behind
+    with strategies[1].scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(tfdist.UsageError, match=r"a pass .* with 1 batches.* expected 4, its"):
+        tfdist.fit(model, pairs(4), verbose=0)
+
+
+def test_a_cache_is_filled_once_for_all_readings_and_not_by_a_peek():
+    calls = []
+
+    def seen(number):
+        calls.append(int(number))
+        return number
+
+    dataset = tf.data.Dataset.range(3).map(
+        plain(lambda n: tf.ensure_shape(tf.numpy_function(seen, [n], tf.int64), []))
+    )
+    dataset = dataset.cache().repeat(2)
+    assert next(iter(read(dataset, Reading(peek=True)))) == 0
+    calls.clear()
+    assert values(read(dataset, Reading())) == [0, 1, 2, 0, 1, 2]
+    assert values(read(dataset, Reading(seed=3))) == [0, 1, 2, 0, 1, 2]
+    assert calls == [0, 1, 2]
+
+
+def test_a_snapshot_is_written_by_a_whole_reading_and_not_by_a_peek(tmp_path):
+    dataset = tf.data.Dataset.range(4).prefetch(1).snapshot(str(tmp_path / "snapshot"))
+    assert next(iter(read(dataset, Reading(peek=True)))) == 0
+    assert not (tmp_path / "snapshot").exists()
+    for _ in range(2):
+        assert values(read(dataset, Reading())) == [0, 1, 2, 3]
+
+
+def inner_shuffle(number):
+    return tf.data.Dataset.range(8).shuffle(8).map(plain(lambda n: n + 10 * number))
+
+
+def drawing(number):
+    return number + tf.random.uniform([], 0, 1000, tf.int64)
+
+
+UNSEEDED = {
+    "shuffle": lambda: tf.data.Dataset.range(20).shuffle(20),
+    "shuffle once": lambda: tf.data.Dataset.range(20).shuffle(20, reshuffle_each_iteration=False),
+    "random": lambda: tf.data.Dataset.random().take(3),
+    "sampled": lambda: tf.data.Dataset.sample_from_datasets(
+        [tf.data.Dataset.range(20), tf.data.Dataset.range(100, 120)]
+    ),
+    "inner shuffle": lambda: tf.data.Dataset.range(3).flat_map(plain(inner_shuffle)),
+    "interleaved": lambda: tf.data.Dataset.range(3).interleave(
+        plain(inner_shuffle), num_parallel_calls=2, cycle_length=2, deterministic=False
+    ),
+    "draws": lambda: tf.data.Dataset.range(16).map(plain(drawing)),
+    "parallel draws": lambda: tf.data.Dataset.range(16).map(
+        plain(drawing), num_parallel_calls=4, deterministic=False
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEDED)
+def test_draws_without_a_seed_follow_the_seed_of_the_run(kind):
+    reading = Reading(seed=1, in_step=True)
+    first, second = (values(read(UNSEEDED[kind](), reading).repeat(2)) for _ in range(2))
+    assert first == second
+    assert first != values(read(UNSEEDED[kind](), dataclasses.replace(reading, seed=2)).repeat(2))
+
+
+def test_draws_differ_between_passes_and_between_inner_datasets():
+    for kind in ("shuffle", "inner shuffle", "draws"):
+        found = values(read(UNSEEDED[kind](), Reading()).repeat(2))
+        half = len(found) // 2
+        assert found[:half] != found[half:], kind
+    inner = np.array(values(read(UNSEEDED["inner shuffle"](), Reading()))).reshape(3, 8) % 10
+    assert len({tuple(row) for row in inner}) == 3
+
+
+def test_a_seed_of_the_user_stays():
+    dataset = tf.data.Dataset.range(20).shuffle(20, seed=3)
+    other = tf.data.Dataset.range(20).shuffle(20, seed=3)
+    assert values(read(dataset, Reading(seed=1))) == values(other)
+
+
+def test_variables_and_tables_of_the_program_are_read_themselves():
+    offset = tf.Variable(1, dtype=tf.int64)
+    words = keras.layers.StringLookup(vocabulary=["a", "b"])
+    dataset = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).map(
+        plain(lambda word: words(word) + offset)
+    )
+    assert values(read(dataset, Reading())) == [2, 3, 1]
+    offset.assign(10)
+    assert values(read(dataset, Reading())) == [11, 12, 10]
+    assert [handle.dtype for handle in random_states(dataset)] == [tf.resource]
+
+
+def test_a_peek_draws_no_random_number_of_a_layer():
+    flip = keras.layers.RandomFlip(seed=3)
+    images = tf.data.Dataset.from_tensor_slices(np.ones((4, 4, 4, 1), "float32")).batch(2)
+    dataset = images.map(plain(lambda x: flip(x, training=True)))
+    before = flip.generator.state.numpy().tolist()
+    next(iter(read(dataset, Reading(peek=True))))
+    assert flip.generator.state.numpy().tolist() == before
+    values(read(dataset, Reading()))
+    assert flip.generator.state.numpy().tolist() != before
+
+
+def test_large_arrays_are_held_once_by_all_readings():
+    x = np.random.default_rng(0).random((4000, 8))
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(4000)
+    for _ in range(2):
+        np.testing.assert_array_equal(values(read(dataset, Reading()))[0], x)
+    assert len(dataset._tfdist_graph._large) == 1
+
+
+def test_another_process_gets_the_graph_with_the_seeds():
+    spec = tf.TensorSpec([], tf.int64)
+    found = []
+    for _ in range(2):
+        dataset = tf.data.Dataset.range(20).shuffle(20).prefetch(1).cache()
+        graph = serialized(dataset, Reading(seed=4, in_step=True))
+        variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+        found.append(values(tf.data.experimental.from_variant(variant, structure=spec)))
+    assert found[0] == found[1]
+    assert sorted(found[0]) == list(range(20))
+
+
+def test_a_resumed_run_reads_an_unseeded_shuffle_in_the_same_order(strategies, tmp_path):
+    def run(epochs, directory):
+        seen = []
+
+        class Noting(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.dense = keras.layers.Dense(1)
+
+            def call(self, x):
+                return self.dense(x)
+
+            def train_step(self, data):
+                tf.py_function(lambda y: seen.append(y.numpy().ravel().tolist()), [data[1]], [])
+                return super().train_step(data)
+
+        with strategies[1].scope():
+            keras.utils.set_random_seed(1)
+            model = Noting()
+            model.compile("sgd", "mse")
+        context.context()._seed = None
+        rows = np.arange(12, dtype="float32")[:, None]
+        stream = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(12).batch(4)
+        backup = tfdist.BackupAndRestore(str(directory))
+        tfdist.fit(model, stream, epochs=epochs, verbose=0, callbacks=[backup])
+        return seen
+
+    whole = run(2, tmp_path / "whole")
+    first = run(1, tmp_path / "parts")
+    rest = run(2, tmp_path / "parts")
+    assert len(whole) == 6
+    assert len(rest) == 3
+    assert len({tuple(batch) for batch in first + rest}) == 6
