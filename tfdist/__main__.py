@@ -20,7 +20,7 @@ PROGRAMS = {
     "tune": "search for hyperparameters; every trial is a job",
     "submit": "give a job to Slurm or Kubernetes",
     "doctor": "say what is wrong with the hosts of a job before it starts",
-    "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests, scripts",
+    "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests",
     "ledger": "prove that a run consumed each example exactly once",
     "replay": "run one step of a run again",
     "bench": "measure jobs of several sizes beside each other",

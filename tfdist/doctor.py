@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from tfdist.lint import report as lint_report
+from tfdist.lint.rules import rules_as_json, rules_as_text
 from tfdist.preflight import report
 from tfdist.preflight.checks import RULES
 from tfdist.preflight.command_line import HELP, Command, parse
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(HELP)
             return EXIT_OK
         if command.list:
-            as_rules = lint_report.rules_as_json if command.json else lint_report.rules_as_text
+            as_rules = rules_as_json if command.json else rules_as_text
             print(as_rules(RULES.values()), flush=True)
             return EXIT_OK
         return _run(command, dict(os.environ))

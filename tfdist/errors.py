@@ -23,19 +23,25 @@ class TfdistError(Exception):
 
 
 class UsageError(TfdistError, ValueError):
-    """A mistake in what the user wrote; found before anything is started or overwritten."""
+    """A mistake in what the user wrote; found before anything is started or overwritten.
+
+    `code` is the rule of `tfdist.lint` that it breaks; empty where it is no rule's.
+    """
 
     exit_code = EXIT_USAGE
 
-    def __init__(self, where: str, *, received: object, expected: str, fix: str) -> None:
+    def __init__(
+        self, where: str, *, received: object, expected: str, fix: str, code: str = ""
+    ) -> None:
         super().__init__(f"{where}: received {received}; expected {expected}. Fix: {fix}")
         self.where = where
         self.received = received
         self.expected = expected
         self.fix = fix
+        self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_usage_error, (self.where, self.received, self.expected, self.fix))
+        return (_usage_error, (self.where, self.received, self.expected, self.fix, self.code))
 
 
 class StartupTimeout(TfdistError, TimeoutError):
@@ -79,5 +85,5 @@ def near(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def _usage_error(where: str, received: object, expected: str, fix: str) -> UsageError:
-    return UsageError(where, received=received, expected=expected, fix=fix)
+def _usage_error(where: str, received: object, expected: str, fix: str, code: str) -> UsageError:
+    return UsageError(where, received=received, expected=expected, fix=fix, code=code)

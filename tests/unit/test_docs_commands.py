@@ -21,7 +21,7 @@ from tfdist.bench import __main__ as bench
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.launch import flags
-from tfdist.lint import command_line as lint
+from tfdist.lint import __main__ as lint
 from tfdist.preflight import command_line as doctor
 from tfdist.schedulers.flags import FLAGS as SUBMIT_FLAGS
 
@@ -83,7 +83,9 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
         "submit.md": [flag.name for flag in SUBMIT_FLAGS],
         "tuning.md": [a.option_strings[-1][2:] for a in tfdist.tuning.options._parser()._actions],
         "doctor.md": [*doctor._VALUES, *doctor._SWITCHES],
-        "lint.md": [flag[2:] for flag in lint._FLAGS],
+        "lint.md": [
+            *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
+        ],
         "ledger.md": [
             action.option_strings[-1][2:]
             for parser in (ledger._parser(), replay._parser())

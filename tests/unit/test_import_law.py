@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "launch": {"errors", "cluster", "configs", "rendezvous"},
     "schedulers": {"errors", "cluster"},
     "configs": {"errors"},
-    "lint": {"errors", "cluster", "configs"},
+    "lint": {"errors", "argument_parser", "cluster", "configs", "launch"},
     "preflight": {"errors", "cluster", "rendezvous", "launch", "lint"},
     "tuning": {
         *("errors", "configs", "outputs", "cluster", "rendezvous", "launch", "strategy"),

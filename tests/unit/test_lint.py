@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,29 +16,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import decode
-from tfdist.configs import check
 from tfdist.errors import UsageError
 from tfdist.lint import RULES, Finding, Severity, Source, lint
 from tfdist.lint.__main__ import main
-from tfdist.lint.config_values import code_of as code_of_config
-from tfdist.lint.config_values import configuration
 from tfdist.lint.files import KINDS, kind_of
-from tfdist.lint.tf_config import code_of
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(p for p in (Path(__file__).parent / "lint").glob("[A-Zg]*_*.*") if p.is_file())
+HERE = Path(__file__).parent / "lint"
+FILES = sorted(p for p in HERE.glob("[A-Zg]*_*.*") if p.is_file())
 BROKEN = [path for path in FILES if not path.name.startswith("good_")]
 GOOD = [path for path in FILES if path.name.startswith("good_")]
 OURS = sorted(
     path
-    for pattern in ("configs/*.py", "launch/**/*.sh", "launch/**/*.sbatch", "launch/**/*.yaml")
+    for pattern in ("configs/*.py", "launch/**/*.yaml", "tests/golden/*.yaml")
     for path in ROOT.glob(pattern)
 )
-MANIFEST = (Path(__file__).parent / "lint" / "good_indexed_job.yaml").read_text()
+PLAIN = [path for path in FILES if "tfdist.train" not in path.read_text("latin-1")]
+PLAIN = [path for path in PLAIN if path.suffix != ".py"]
+MANIFEST = (HERE / "good_indexed_job.yaml").read_text()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def light_tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module of this name that takes no seconds to import, for the config file that does."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "tensorflow.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+        patch.chdir(ROOT)
+        yield
 
 
 def name_of(path: Path) -> str:
     return path.name
+
+
+@functools.cache
+def of_file(path: Path) -> list[Finding]:
+    return lint([Source(name=str(path), data=path.read_bytes())])
 
 
 def findings(text: str, name: str = "-", kind: str | None = None) -> list[Finding]:
@@ -46,40 +64,37 @@ def codes(text: str, name: str = "-", kind: str | None = None) -> set[str]:
     return {finding.code for finding in findings(text, name, kind)}
 
 
+def config(*lines: str) -> str:
+    """A config file whose get_config() has these lines."""
+    body = "".join(f"    {line}\n" for line in ("c = base()", *lines, "return c"))
+    return f"from tfdist.configs import base\ndef get_config():\n{body}"
+
+
 # The files
 
 
 @pytest.mark.parametrize("path", BROKEN, ids=name_of)
 def test_a_broken_file_is_caught_by_its_rule_and_no_other(path: Path) -> None:
-    found = lint([Source(name=path.name, data=path.read_bytes())])
-    assert {finding.code for finding in found} == {path.name.split("_")[0]}, found
+    assert {finding.code for finding in of_file(path)} == {path.name.split("_")[0]}
 
 
 @pytest.mark.parametrize("path", [*GOOD, *OURS], ids=name_of)
 def test_a_good_file_has_no_finding(path: Path) -> None:
-    found = lint([Source(name=path.name, data=path.read_bytes())])
-    # Examples name an image that everybody makes for themselves.
-    assert [f for f in found if path in GOOD or f.code != "K8S029"] == []
+    assert of_file(path) == []
 
 
 @pytest.mark.parametrize("path", BROKEN, ids=name_of)
 def test_every_finding_is_one_line_that_names_the_place(path: Path) -> None:
-    for finding in lint([Source(name=path.name, data=path.read_bytes())]):
-        assert re.match(rf"{re.escape(path.name)}(:[1-9]\d*)?( \S|: )", str(finding))
-        whole_file = finding.code.startswith("LNT") or finding.code in ("TFC001", "TFC002")
-        whole_file |= finding.code in ("TFC003", "TFC004")
-        assert finding.place.line or finding.place.path or whole_file, finding
+    for finding in of_file(path):
+        assert re.match(rf"{re.escape(str(path))}(:[1-9]\d*)?( \S|: )", str(finding))
+        whole_file = ("LNT", "CFG007", "CFG008", "CFG02", "TFC001", "TFC002", "TFC003", "TFC004")
+        whole_file = (*whole_file, "CFG002")
+        assert finding.place.line or finding.place.path or finding.code.startswith(whole_file)
         assert "\n" not in str(finding)
         assert finding.fix
 
 
-@pytest.mark.parametrize("code", RULES)
-def test_every_rule_has_a_broken_file(code: str) -> None:
-    assert [path for path in BROKEN if path.name.startswith(f"{code}_")]
-
-
-def test_there_are_many_broken_files_and_a_rule_for_each() -> None:
-    assert len(BROKEN) >= 60
+def test_there_is_a_broken_file_for_each_rule() -> None:
     assert {path.name.split("_")[0] for path in BROKEN} == set(RULES)
 
 
@@ -87,13 +102,15 @@ def test_there_are_many_broken_files_and_a_rule_for_each() -> None:
 
 
 def test_the_place_is_the_line_of_the_mistake() -> None:
+    held = 0
     for path in BROKEN:
         text = path.read_bytes().decode("utf-8", "replace").splitlines()
-        for finding in lint([Source(name=path.name, data=path.read_bytes())]):
-            if finding.code in ("CFG003", "CFG006", "SLM004", "SLM011") and finding.place.line:
-                field = finding.place.path.rpartition(".")[2].lstrip("-")
-                lines = text[finding.place.line - 1 : finding.place.line + 1]
-                assert any(field in line for line in lines), finding
+        for finding in of_file(path):
+            if path.suffix == ".py" and finding.place.path and finding.place.line:
+                line = text[finding.place.line - 1]
+                assert finding.place.path.rpartition(".")[2] in line, finding
+                held += 1
+    assert held > 10
 
 
 def test_addresses_are_named_by_their_path() -> None:
@@ -104,14 +121,7 @@ def test_addresses_are_named_by_their_path() -> None:
     ]
 
 
-def test_one_mistake_does_not_hide_another() -> None:
-    config = "from tfdist.configs import base\ndef get_config():\n    c = base()\n"
-    config += "    c.modle = 'cnn'\n    c.dropout = 2.0\n    c.seed = 'x'\n    return c\n"
-    found = [(f.code, f.place.line) for f in findings(config, "c.py")]
-    assert found == [("CFG003", 4), ("CFG006", 5), ("CFG004", 6)]
-
-
-# What the checks of tfdist.cluster and tfdist.configs refuse has a rule
+# What a task would refuse has a rule
 
 
 @pytest.mark.parametrize("path", [p for p in BROKEN if p.name.startswith("TFC")], ids=name_of)
@@ -124,23 +134,7 @@ def test_the_rule_is_that_of_the_error_that_a_task_would_get(path: Path) -> None
         return
     with pytest.raises(UsageError) as refused:
         decode(path.read_text())
-    assert code_of(refused.value) == code
-
-
-@pytest.mark.parametrize(
-    ("values", "code"),
-    [
-        ({"model": "vgg"}, "CFG005"),
-        ({"learning_rate": float("nan")}, "CFG006"),
-        ({"warmup_examples": 10**9}, "CFG010"),
-        ({"augmentation.std": (0.0,)}, "CFG011"),
-        ({"early_stopping_patience": 1, "validation_split": ""}, "CFG013"),
-    ],
-)
-def test_what_configs_refuse_has_a_rule(values: dict[str, object], code: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        check(configuration(values))
-    assert code_of_config(refused.value) == code
+    assert refused.value.code == code
 
 
 # Several files, replicas, kinds
@@ -171,71 +165,6 @@ def test_a_job_without_restarts_needs_no_rule_for_mistakes(limit: str, found: se
     assert codes(text, "x.yaml") == found
 
 
-OWN = "podSelector: {matchLabels: {app: mnist}}"
-DNS = "{to: [{namespaceSelector: {}}], ports: [{protocol: UDP, port: 53}]}"
-
-
-def with_policy(spec: str) -> str:
-    """The good manifest with another NetworkPolicy for its pods."""
-    written = spec.replace("OWN", OWN).replace("DNS", DNS)
-    return MANIFEST.partition("  policyTypes: [Ingress]")[0] + f"  {written}\n"
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "ingress: [{from: [{podSelector: {}}]}]",
-        "ingress: [{from: [{OWN, namespaceSelector: {matchLabels: {team: ml}}}]}]",
-        "ingress: [{from: [{podSelector: {matchLabels: {app: other}}}]}, {from: [{OWN}]}]",
-        "ingress: [{from: [{ipBlock: {cidr: 10.0.0.0/8}}], ports: [{port: 2222}]}]",
-        "ingress: [{from: [{OWN}], ports: [{port: 2000, endPort: 3000}]}]",
-        "ingress: [{from: [{OWN}], ports: [{protocol: TCP}]}]",
-        "ingress: [{from: [{OWN}], ports: [{port: '{{ .Values.port }}'}]}]",
-        "ingress: [{from: [{OWN}]}]\n  egress: [{to: [{OWN}]}, DNS]",
-        "ingress: [{from: [{OWN}]}]\n  egress: [{}]",
-        "ingress: [{from: [{OWN}]}]\n  policyTypes: [Ingress]\n  egress: []",
-    ],
-)
-def test_a_policy_that_has_the_jobs_pods_beside_others_is_good(spec: str) -> None:
-    assert findings(with_policy(spec), "x.yaml") == []
-
-
-def test_ports_of_a_policy_are_held_against_where_tasks_listen() -> None:
-    at = "ingress: [{from: [{OWN}], ports: [{port: WHERE}]}]"
-    hosts = '            - {name: TFDIST_HOSTS, value: "mnist-[0-3].train"}\n'
-    port = '            - {name: TFDIST_PORT, value: "7000"}\n'
-    ports = '            - {name: TFDIST_PORTS, value: "7000-7100"}\n'
-    named = "          ports: [{name: tasks, containerPort: 2222}]\n          env:\n"
-    for right, old, new in (
-        ("2222", hosts, hosts),
-        ("7000", hosts, hosts + port),
-        ("7000", hosts, hosts + ports),
-        ("tasks", "          env:\n", named),
-    ):
-        for where, expected in ((right, set()), ("8080", {"K8S040"})):
-            changed = with_policy(at.replace("WHERE", where)).replace(old, new)
-            assert codes(changed, "x.yaml") == expected, (right, where)
-
-
-def test_several_policies_add_up_and_those_of_other_namespaces_do_not() -> None:
-    shut = with_policy("ingress: []")
-    open_ = "---\n" + MANIFEST.rpartition("---\n")[2]
-    assert codes(shut, "x.yaml") == {"K8S040"}
-    assert codes(shut + open_, "x.yaml") == set()
-    policy = "{name: train}\nspec:\n  podSelector"
-    elsewhere = shut.replace(policy, policy.replace("}", ", namespace: other}"))
-    assert codes(elsewhere, "x.yaml") == {"K8S040"}  # the job may be meant for there
-    in_ml = elsewhere.replace("  name: mnist\n", "  name: mnist\n  namespace: ml\n")
-    assert codes(in_ml, "x.yaml") == {"K8S028"}
-
-
-def test_programs_by_themselves_may_be_kept_from_each_other() -> None:
-    text = with_policy("ingress: []").replace(
-        '{name: TFDIST_HOSTS, value: "mnist-[0-3].train"}', "{name: TFDIST_CLUSTER, value: none}"
-    )
-    assert codes(text, "x.yaml") == set()
-
-
 def test_replicas_are_held_against_the_global_batch() -> None:
     path = ROOT / "configs" / "digits_single.py"
     source = Source(name=path.name, data=path.read_bytes())
@@ -246,54 +175,109 @@ def test_replicas_are_held_against_the_global_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("lines", "code", "line"),
     [
-        ("export TFDIST_STRATEGY=multiworker", "export TFDIST_CLUSTER=none"),
-        ("srun python", "srun -n2 python"),
-        ("export TFDIST_STRATEGY=multiworker", "export TFDIST_STRATEGY=ps"),
-        ("size=256", 'size="$BATCH"'),
+        (("c.dropout = 0.5", "c.dropout = 2.0"), "CFG006", 5),
+        (("c['dropout'] = 2.0",), "CFG006", 4),
+        (("c.modle = 'cnn'",), "CFG003", 4),
+        (("c.total_examples = 100", "c.checkpoints = 10**6"), "CFG009", 5),
+        (("c.seed = 'x'",), "CFG004", 4),
+        (("raise ValueError('no')",), "CFG024", 4),
+        (("import os", "os._exit(0)"), "CFG024", None),
+        (("import os", "os.kill(os.getpid(), 9)"), "CFG024", None),
     ],
 )
-def test_a_small_batch_is_not_held_against_tasks_that_do_not_share_it(old: str, new: str) -> None:
-    text = (Path(__file__).parent / "lint" / "good_sbatch.sh").read_text()
-    changed = text.replace(old, new)
-    assert changed != text
-    assert codes(changed.replace("size=256", "size=2"), "x.sh") == set()
+def test_a_config_file_is_run_and_its_mistakes_are_found_where_they_are(
+    lines: tuple[str, ...], code: str, line: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.py"
+    path.write_text(config(*lines))
+    assert [(f.code, f.place.line) for f in findings(path.read_text(), str(path))] == [(code, line)]
 
 
-def test_an_evaluator_has_no_part_of_the_batch() -> None:
-    folder = Path(__file__).parent / "lint"
-    manifest = (folder / "CFG014_in_a_manifest.yaml").read_text().replace("size=2", "size=3")
-    script = (folder / "CFG014_in_a_script.sh").read_text().replace("size=2", "size=3")
-    hosts = '            - {name: TFDIST_HOSTS, value: "mnist-[0-3].train"}\n'
-    export = "export TFDIST_STRATEGY=multiworker\n"
-    for text, name, line, evaluator in (
-        (manifest, "x.yaml", hosts, '            - {name: TFDIST_EVALUATOR, value: "1"}\n'),
-        (script, "x.sh", export, "export TFDIST_EVALUATOR=1\n"),
-    ):
-        beside = text.replace(line, line + evaluator)
-        assert beside != text
-        assert codes(text, name) == {"CFG014"}
-        assert codes(beside, name) == set()
-        assert codes(beside.replace("size=3", "size=2"), name) == {"CFG014"}
+def test_a_config_file_comes_from_standard_input_as_well() -> None:
+    assert codes(config("c.model = 'x'")) == {"CFG005"}
 
 
-def test_a_config_file_is_read_and_not_run(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    text = f"open({str(mark)!r}, 'w')\nfrom tfdist.configs import base\n"
-    text += "def get_config():\n    c = base()\n    c.model = 'x'\n    return c\n"
-    assert codes(text, "c.py") == {"CFG005"}
-    assert not mark.exists()
+def test_a_config_file_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfdist.lint.programs._TIMEOUT_S", 3.0)
+    (finding,) = findings(config("while True: pass"))
+    assert (finding.code, finding.received) == ("CFG024", "no end within 3 s")
 
 
-def test_what_only_running_would_tell_is_not_judged() -> None:
-    text = "from tfdist.configs import base\nfrom x import n, tune\ndef get_config():\n"
-    text += "    c = base()\n    c.total_examples = n\n    c.checkpoints = 10**6\n    {}\n"
-    text += "    return c\n"
-    assert codes(text.format("pass"), "c.py") == set()
-    known = text.replace("= n\n", "= 100\n").replace("10**6", "500")
-    assert codes(known.format("pass"), "c.py") == {"CFG009"}
-    assert codes(known.format("tune(c)"), "c.py") == set()
+# Command lines
+
+
+LAUNCH, TRAIN = "python -m tfdist.launch ", "python -m tfdist.train "
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (LAUNCH + "--workers 4 --split_bytes 4000000 train.py", {"LCH001"}),
+        (LAUNCH + "--strategy=multiworker --profile-ps -m tfdist.train", {"LCH001"}),
+        (LAUNCH + "--ps 1 --split_bytes 4000000 train.py --split_bytes x", set()),
+        (LAUNCH + "--workers two train.py", {"LCH002"}),
+        (LAUNCH + "--nproc 2 train.py", {"LCH002"}),
+        ("tfdist launch --workers two train.py", {"LCH002"}),
+        ("/opt/bin/tfdist --workers two train.py", {"LCH002"}),
+        ("tfdist doctor --workers two", set()),
+        ("torchrun --nproc 2 train.py", set()),
+        (LAUNCH + "--workers 8 --config.global_batch_size=4", {"CFG014"}),
+        (LAUNCH + "--workers 8 --ps 1 --config.global_batch_size=4", set()),
+        (LAUNCH + "--config.max_staleness=4", {"CFG023"}),
+        (LAUNCH + "--ps 1 --config.max_staleness=4 --config.model=resnet20", {"CFG015"}),
+        (TRAIN + "--config.modle=cnn", {"CFG003"}),
+        (TRAIN + "--config.dropout=x", {"CFG004"}),
+        (TRAIN + "--overwrit", {"LCH002"}),
+        (TRAIN + "--config configs/mnist.py --config.checkpoints=100000", set()),
+        (TRAIN + "--config configs/mnist.py --config.checkpoints=10000000", {"CFG009"}),
+        (TRAIN + "--config /image/c.py --config.checkpoints=10000000", set()),
+        (TRAIN + "--config=/image/c.py --config.dropout=2", {"CFG006"}),
+        (TRAIN + "--config.dropout=$RATE", set()),
+    ],
+)
+def test_a_command_is_checked_as_the_program_would_read_it(
+    command: str, expected: set[str]
+) -> None:
+    found = lint([], command=command.split())
+    assert {finding.code for finding in found} == expected, found
+
+
+def test_a_command_is_given_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--", *(LAUNCH + "--workers 2 --profile_ps train.py").split()]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("command line --profile_ps: LCH001 error: received True in a job")
+    assert out.endswith("1 file: 1 error, 0 warnings\n")
+
+
+def test_a_grace_period_outlasts_the_launcher_in_the_pod() -> None:
+    text = (HERE / "K8S026_launcher.yaml").read_text()
+    assert codes(text.replace("Seconds: 120", "Seconds: 121"), "x.yaml") == set()
+    unsaid = text.replace("      terminationGracePeriodSeconds: 120\n", "")
+    assert unsaid != text
+    assert codes(unsaid, "x.yaml") == {"K8S026"}
+    assert codes(unsaid.replace("--grace_s=120", "--grace_s=10"), "x.yaml") == set()
+
+
+@pytest.mark.parametrize(
+    ("port", "variable", "expected"),
+    [
+        (2222, "", set()),
+        (2222, '{name: TFDIST_PORT, value: "7000"}', {"K8S045"}),
+        (7000, '{name: TFDIST_PORT, value: "7000"}', set()),
+        (7050, '{name: TFDIST_PORTS, value: "7000-7100"}', set()),
+        (7050, '{name: TFDIST_PORT, value: "seven"}', {"ENV001"}),
+    ],
+)
+def test_ports_are_held_against_where_tasks_listen(
+    port: int, variable: str, expected: set[str]
+) -> None:
+    env = "          env:\n" + (f"            - {variable}\n" if variable else "")
+    ports = f"          ports: [{{containerPort: {port}}}]\n"
+    assert codes(MANIFEST.replace("          env:\n", ports + env), "x.yaml") == expected
 
 
 @pytest.mark.parametrize(
@@ -303,8 +287,7 @@ def test_what_only_running_would_tell_is_not_judged() -> None:
         ("{'cluster': {}}", "tf_config"),
         ('{"apiVersion": "v1", "kind": "Service"}', "manifest"),
         ("# a comment\napiVersion: v1\n", "manifest"),
-        ("#!/bin/sh\n", "script"),
-        ("#SBATCH -n 4\n", "script"),
+        ("#!/bin/sh\n", None),
         ("from x import y\ndef get_config():\n", "config"),
         ("PATH=/bin\nTF_CONFIG={}\n", "environ"),
         ("hello", None),
@@ -317,7 +300,7 @@ def test_standard_input_is_known_by_its_text(text: str, kind: str | None) -> Non
 def test_a_secret_is_not_shown() -> None:
     for path in BROKEN:
         if path.name.startswith("ENV005"):
-            (finding,) = lint([Source(name=path.name, data=path.read_bytes())])
+            (finding,) = of_file(path)
             assert "not-a-real" not in str(finding)
 
 
@@ -331,11 +314,10 @@ def test_anchors_that_multiply_cost_nothing() -> None:
 
 
 def test_the_exit_code_is_the_worst_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    here = Path(__file__).parent / "lint"
     assert main([str(path) for path in GOOD]) == 0
     assert capsys.readouterr().out == f"{len(GOOD)} files: no findings\n"
-    assert main([str(here / "TFC024_low.json")]) == 1
-    assert main([str(here / "TFC024_low.json"), str(here / "TFC010_no_port.json")]) == 2
+    assert main([str(HERE / "TFC024_low.json")]) == 1
+    assert main([str(HERE / "TFC024_low.json"), str(HERE / "TFC010_no_port.json")]) == 2
     out = capsys.readouterr().out
     assert "TFC010_no_port.json $.cluster.worker[0]: TFC010 error: received 'a.example'" in out
     assert out.endswith("2 files: 1 error, 1 warning\n")
@@ -347,7 +329,7 @@ def test_the_exit_code_is_the_worst_finding(capsys: pytest.CaptureFixture[str]) 
         ([], "no file"),
         (["nowhere.yaml"], "No such file"),
         (["--jsn", "x"], "did you mean '--json'?"),
-        (["--kind=manifests", "x"], "did you mean 'manifest'?"),
+        (["--kind=manifests", "x"], "expected one of tf_config, config, manifest, environ"),
         (["--replicas", "0", "x"], "a number from 1 on"),
         (["--kind"], "no value"),
         (["."], "Is a directory"),
@@ -364,7 +346,7 @@ def test_a_wrong_command_line_is_one_line(
 
 
 def test_json_has_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parent / "lint" / "K8S011_two_at_a_time.yaml"
+    path = HERE / "K8S011_two_at_a_time.yaml"
     assert main(["--json", str(path)]) == 2
     value = json.loads(capsys.readouterr().out)
     assert value["exit_code"] == 2
@@ -375,12 +357,12 @@ def test_json_has_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(finding) >= {"title", "file", "path", "received", "expected", "fix"}
 
 
-def test_the_list_has_every_rule_and_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_rule_and_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     text = capsys.readouterr().out
     for code, rule in RULES.items():
         assert f"{code} {rule.severity.value}" in text
-        assert rule.reason in text
+        assert rule.title in text
     assert main(["--list", "--json"]) == 0
     assert [rule["code"] for rule in json.loads(capsys.readouterr().out)] == list(RULES)
 
@@ -399,9 +381,8 @@ def test_nothing_heavy_is_loaded() -> None:
         "heavy = {'tensorflow', 'keras', 'numpy'} & set(sys.modules); assert not heavy, heavy;"
         "assert 'yaml' not in sys.modules or len(sys.argv) > 2; sys.exit(code)"
     )
-    here = Path(__file__).parent / "lint"
-    for names in (["good_multiworker.json"], ["good_indexed_job.yaml", "good_sbatch.sh"]):
-        files = [str(here / name) for name in names]
+    for names in (["good_multiworker.json"], ["good_indexed_job.yaml", "good_ps.json"]):
+        files = [str(HERE / name) for name in names]
         done = subprocess.run(
             [sys.executable, "-c", program, *files], capture_output=True, text=True, timeout=60
         )
@@ -414,14 +395,17 @@ def test_nothing_heavy_is_loaded() -> None:
 # Anything at all
 
 
-@given(st.binary(max_size=200), st.sampled_from(KINDS))
+# Config files are left out: they are run, and nobody wants to run what chance wrote.
+
+
+@given(st.binary(max_size=200), st.sampled_from([kind for kind in KINDS if kind != "config"]))
 @settings(deadline=None, max_examples=200)
 def test_random_bytes_end_nothing(data: bytes, kind: str) -> None:
     for finding in lint([Source(name="x", data=data, kind=kind)]):
         assert finding.code in RULES
 
 
-@given(st.sampled_from(FILES), st.floats(0, 1), st.text(max_size=4), st.integers(0, 12))
+@given(st.sampled_from(PLAIN), st.floats(0, 1), st.text(max_size=4), st.integers(0, 12))
 @settings(deadline=None, max_examples=400)
 def test_a_damaged_file_ends_nothing(path: Path, where: float, put: str, cut: int) -> None:
     data = path.read_bytes()[:8000]

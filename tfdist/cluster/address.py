@@ -90,7 +90,8 @@ def _mistake(address: object, *, where: str) -> UsageError:
     """Finds what is wrong with an address that has not the form ``host:port``."""
     if not isinstance(address, str):
         fix = f'write "host:{_EXAMPLE_PORT}", in quotes'
-        return UsageError(where, received=shown(address), expected='"host:port"', fix=fix)
+        expected = '"host:port"'
+        return UsageError(where, received=shown(address), expected=expected, fix=fix, code="TFC010")
     if "," in address:
         return _error(address, where, "one address", "make each address an element of the list")
     if "://" in address:
@@ -121,7 +122,7 @@ def _mistake(address: object, *, where: str) -> UsageError:
 def _port_mistake(address: str, *, where: str) -> UsageError:
     host = address.rpartition(":")[0]
     fix = f"give the port that the task listens on, as in {shown(f'{host}:{_EXAMPLE_PORT}')}"
-    return _error(address, where, "a port from 1 to 65535", fix)
+    return _error(address, where, "a port from 1 to 65535", fix, code="TFC011")
 
 
 def _host_mistake(address: str, *, where: str) -> UsageError:
@@ -129,6 +130,8 @@ def _host_mistake(address: str, *, where: str) -> UsageError:
     return _error(address, where, expected, f"correct {shown(address.rpartition(':')[0])}")
 
 
-def _error(address: object, where: str, detail: str, fix: str) -> UsageError:
+def _error(
+    address: object, where: str, detail: str, fix: str, *, code: str = "TFC010"
+) -> UsageError:
     expected = f'"host:port" with {detail}'
-    return UsageError(where, received=shown(address), expected=expected, fix=fix)
+    return UsageError(where, received=shown(address), expected=expected, fix=fix, code=code)

@@ -27,11 +27,15 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
     except RecursionError:
         fix = "write the object that TensorFlow documents, three levels deep"
         expected = "a JSON object of a few levels"
-        raise UsageError(where, received="deep nesting", expected=expected, fix=fix) from None
+        raise UsageError(
+            where, received="deep nesting", expected=expected, fix=fix, code="TFC004"
+        ) from None
     except _DuplicateKeyError as error:
         received = f"the key {shown(error.key)} twice in one object"
         fix = "join the two, or take one out"
-        raise UsageError(where, received=received, expected="each key once", fix=fix) from None
+        raise UsageError(
+            where, received=received, expected="each key once", fix=fix, code="TFC003"
+        ) from None
     except ValueError as error:
         raise _not_json(text, error, where=where) from None
     if isinstance(value, dict):
@@ -41,6 +45,7 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
         received=shown(value),
         expected="a JSON object",
         fix='write {"cluster": {...}, "task": {...}}',
+        code="TFC004",
     )
 
 
@@ -77,7 +82,7 @@ def _not_json(text: str, error: ValueError, *, where: str) -> UsageError:
     else:
         received = shown(text)
     fix = "correct it there; json.dumps in Python or jq on the command line write valid JSON"
-    return UsageError(where, received=received, expected="a JSON object", fix=fix)
+    return UsageError(where, received=received, expected="a JSON object", fix=fix, code="TFC001")
 
 
 def _repaired(text: str, *, where: str) -> UsageError | None:
@@ -92,7 +97,7 @@ def _repaired(text: str, *, where: str) -> UsageError | None:
             if len(right) > _MAX_SHOWN_CHARS:
                 right = right[:_MAX_SHOWN_CHARS] + "..."
             fix = f"{where}={shlex.quote(right)}"
-            return UsageError(where, received=received, expected=expected, fix=fix)
+            return UsageError(where, received=received, expected=expected, fix=fix, code="TFC002")
     return None
 
 

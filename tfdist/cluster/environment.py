@@ -196,7 +196,7 @@ def _with_options(told: TaskConfig, environ: Mapping[str, str]) -> TaskConfig:
 
 def _disagree(where: str, received: str) -> None:
     fix = f"unset {where}, or correct TF_CONFIG"
-    raise UsageError(where, received=received, expected="the two to agree", fix=fix)
+    raise UsageError(where, received=received, expected="the two to agree", fix=fix, code="ENV006")
 
 
 def _check_agreement(told: TaskConfig, environ: Mapping[str, str]) -> None:
@@ -212,6 +212,7 @@ def _check_agreement(told: TaskConfig, environ: Mapping[str, str]) -> None:
                 f"and {other} in {source}",
                 expected="the two to agree",
                 fix="unset TF_CONFIG, or set TFDIST_CLUSTER=tf_config to have it alone read",
+                code="ENV006",
             )
     for variable in ("PMIX_HOSTNAME", "SLURMD_NODENAME"):
         _check_host(told, variable, environ.get(variable, "").strip())
@@ -241,6 +242,7 @@ def _check_listed(found: TaskConfig, value: str) -> None:
             f"on {shown(hostlist.compress(dict.fromkeys(here)))}",
             expected="the two to agree",
             fix="unset TFDIST_HOSTS, or set TFDIST_CLUSTER=hosts to have it alone read",
+            code="ENV006",
         )
 
 
@@ -288,4 +290,5 @@ def _check_host(told: TaskConfig, variable: str, name: str) -> None:
             received=f"{told.task} on {own} in TF_CONFIG, and {variable}={name}",
             expected=f"the two to agree: TF_CONFIG has {here[0]} on {name}",
             fix="give each task its own index in TF_CONFIG, or unset it",
+            code="ENV006",
         )

@@ -64,7 +64,9 @@ class JobOptions:
             if name not in names:
                 fix = f"correct the name or take it out{near(name, names)}"
                 expected = "one of " + ", ".join(names)
-                raise UsageError("tfdist", received=shown(name), expected=expected, fix=fix)
+                raise UsageError(
+                    "tfdist", received=shown(name), expected=expected, fix=fix, code="TFC018"
+                )
         return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
 
     def as_dict(self) -> dict[str, str | int | float | None]:
@@ -79,7 +81,8 @@ def check_strategy(strategy: object, *, where: str) -> None:
     hint = near(strategy.strip().lower(), STRATEGIES) if isinstance(strategy, str) else ""
     expected = "one of " + ", ".join(STRATEGIES)
     fix = f"use one of these names{hint}"
-    raise UsageError(where, received=shown(strategy), expected=expected, fix=fix)
+    code = "TFC019" if where == "tfdist.strategy" else ""
+    raise UsageError(where, received=shown(strategy), expected=expected, fix=fix, code=code)
 
 
 def _check_count(name: str, value: object, *, optional: bool) -> None:
@@ -88,35 +91,29 @@ def _check_count(name: str, value: object, *, optional: bool) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_INT:
         return
     fix = "give an integer, without quotes" + (", or null for the default" * optional)
-    expected = f"an integer from 1 to {_MAX_INT}"
-    raise UsageError(f"tfdist.{name}", received=shown(value), expected=expected, fix=fix)
+    raise _wrong(name, value, f"an integer from 1 to {_MAX_INT}", fix)
 
 
 def _check_seconds(name: str, value: object) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and 0 < value <= _MAX_TIMEOUT_S:  # type: ignore[operator]
         return
-    raise UsageError(
-        f"tfdist.{name}",
-        received=shown(value),
-        expected="a positive number of seconds, at most 1e9",
-        fix="give a number such as 60, without quotes",
-    )
+    fix = "give a number such as 60, without quotes"
+    raise _wrong(name, value, "a positive number of seconds, at most 1e9", fix)
 
 
 def _check_directory(name: str, value: object) -> None:
     if value is None or (isinstance(value, str) and value.strip() and "\0" not in value):
         return
-    raise UsageError(
-        f"tfdist.{name}",
-        received=shown(value),
-        expected="the path of a directory",
-        fix="give a path as a string, or null for none",
-    )
+    fix = "give a path as a string, or null for none"
+    raise _wrong(name, value, "the path of a directory", fix)
 
 
 def _check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise UsageError(
-            f"tfdist.{name}", received=shown(value), expected="true or false", fix="give one"
-        )
+        raise _wrong(name, value, "true or false", "give one")
+
+
+def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
+    where = f"tfdist.{name}"
+    return UsageError(where, received=shown(value), expected=expected, fix=fix, code="TFC019")

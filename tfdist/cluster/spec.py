@@ -131,7 +131,7 @@ class ClusterSpec:
             expected = f"a task of the cluster, which has {has}"
             fix = f'correct the task, or add "{task.type}": ["host:port"] to the cluster'
         name = f"{task.type}-{shown(task.index)}"
-        return UsageError("task", received=name, expected=expected, fix=fix)
+        return UsageError("task", received=name, expected=expected, fix=fix, code="TFC017")
 
 
 def check_task_type(type_: object, *, where: str) -> None:
@@ -145,7 +145,8 @@ def check_task_type(type_: object, *, where: str) -> None:
         meant = _OTHER_NAMES.get(plain)
         hint = f" (did you mean {meant!r}?)" if meant else near(plain, TASK_TYPES)
     fix = f"use one of these types{hint}"
-    raise UsageError(where, received=shown(type_), expected=expected, fix=fix)
+    code = "TFC008" if where == "cluster" else "TFC015"
+    raise UsageError(where, received=shown(type_), expected=expected, fix=fix, code=code)
 
 
 def _check_index(index: object) -> None:
@@ -157,7 +158,7 @@ def _check_index(index: object) -> None:
     elif isinstance(index, float) and index.is_integer() and index >= 0:
         fix = f'write "index": {shown(index).removesuffix(".0")} without a decimal point'
     expected = "an integer from 0 on"
-    raise UsageError("task index", received=shown(index), expected=expected, fix=fix)
+    raise UsageError("task index", received=shown(index), expected=expected, fix=fix, code="TFC016")
 
 
 def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
@@ -167,7 +168,9 @@ def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
     if isinstance(addresses, str):
         fix = f'put it in a list: "{type_}": ["{shown(addresses)[1:-1]}"]'
     expected = 'a list of "host:port"'
-    raise UsageError(f"cluster {type_}", received=shown(addresses), expected=expected, fix=fix)
+    raise UsageError(
+        f"cluster {type_}", received=shown(addresses), expected=expected, fix=fix, code="TFC009"
+    )
 
 
 def _check_addresses(cluster: ClusterSpec) -> None:
@@ -190,6 +193,7 @@ def _duplicate(cluster: ClusterSpec, *, address: str, first: str, second: str) -
         received=f"{shown(address)} for both {first} and {second}{also}",
         expected="an address of its own for each task",
         fix=f"give {second} another port",
+        code="TFC012",
     )
 
 
@@ -198,7 +202,8 @@ def _check_roles(cluster: ClusterSpec) -> None:
         count = len(getattr(cluster, type_))
         if count > 1:
             fix = f"keep one {type_}" + (" and make the others workers" * (type_ == "chief"))
-            _refuse(f"{count} addresses for {type_}", expected=f"at most one {type_}", fix=fix)
+            received = f"{count} addresses for {type_}"
+            _refuse(received, expected=f"at most one {type_}", fix=fix, code="TFC013")
     if not cluster.ps:
         return
     if not cluster.chief:
@@ -209,5 +214,5 @@ def _check_roles(cluster: ClusterSpec) -> None:
         _refuse("chief and ps without worker", expected="at least one worker", fix=fix)
 
 
-def _refuse(received: str, *, expected: str, fix: str) -> None:
-    raise UsageError("cluster", received=received, expected=expected, fix=fix)
+def _refuse(received: str, *, expected: str, fix: str, code: str = "TFC014") -> None:
+    raise UsageError("cluster", received=received, expected=expected, fix=fix, code=code)

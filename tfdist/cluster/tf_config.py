@@ -154,7 +154,9 @@ def _check_agreement(config: TaskConfig) -> None:
 
 def _disagree(strategy: str, *, has: str, expected: str, fix: str) -> None:
     received = f"{strategy!r} and a cluster with {has}"
-    raise UsageError("tfdist.strategy", received=received, expected=expected, fix=fix)
+    raise UsageError(
+        "tfdist.strategy", received=received, expected=expected, fix=fix, code="TFC020"
+    )
 
 
 def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
@@ -165,7 +167,7 @@ def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
         if near(key.lower(), ["tfdist"]):
             expected = "our options under the key 'tfdist'"
             fix = f"write 'tfdist' for {shown(key)}"
-            raise UsageError("key", received=shown(key), expected=expected, fix=fix)
+            raise UsageError("key", received=shown(key), expected=expected, fix=fix, code="TFC021")
 
 
 def _section(fields: Mapping[str, object], key: str, example: str) -> dict[str, object]:
@@ -181,14 +183,15 @@ def _present(fields: Mapping[str, object], key: str, *, where: str, example: str
             fix = f"write {key!r} for {shown(other)}"
     others = ", ".join(shown(other) for other in list(fields)[:5])
     received = f"no {key!r}" + (f", only {others}" if others else "")
-    raise UsageError(where, received=received, expected=f"the key {key!r}", fix=fix)
+    code = "TFC005" if where == "cluster" else "TFC006"
+    raise UsageError(where, received=received, expected=f"the key {key!r}", fix=fix, code=code)
 
 
 def _object(value: object, key: str) -> dict[str, object]:
     if isinstance(value, dict):
         return value
     fix = f'write "{key}": {{...}}'
-    raise UsageError(key, received=shown(value), expected="an object", fix=fix)
+    raise UsageError(key, received=shown(value), expected="an object", fix=fix, code="TFC007")
 
 
 def _task(fields: Mapping[str, object]) -> Task:
@@ -208,4 +211,5 @@ def _place(name: str) -> Iterator[None]:
             received=error.received,
             expected=error.expected,
             fix=error.fix,
+            code=error.code,
         ) from None

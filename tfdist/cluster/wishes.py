@@ -196,4 +196,6 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         if close:
             ours = f"TFDIST_{close[0]}"
             fix = f"write {ours}, or unset {name}"
-            raise UsageError(name, received="a value", expected=f"the name {ours}", fix=fix)
+            raise UsageError(
+                name, received="a value", expected=f"the name {ours}", fix=fix, code="ENV002"
+            )

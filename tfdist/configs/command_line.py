@@ -90,6 +90,7 @@ def load(path: str) -> ConfigDict:
             received=f"a {type(config).__name__} from get_config()",
             expected="a ConfigDict",
             fix="start from tfdist.configs.base() and return it",
+            code="CFG008",
         )
     return config
 
@@ -154,29 +155,38 @@ def _wrong_type(message: str, argv: Sequence[str]) -> UsageError:
         received=repr(value),
         expected=kind,
         fix="see --help for the fields and their defaults",
+        code="CFG004",
     )
 
 
 def _broken_file(path: str, error: Exception) -> UsageError:
     """Says at which line a config file failed, and why, in one line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    number = error.lineno if isinstance(error, SyntaxError) else None
-    number = number or (frames[-1].lineno if frames else None)
+    number = failed_line(path, error)
     line = linecache.getline(path, number).strip() if number else ""
     missing = re.search(r'Key "([^"]*)" does not exist', str(error))
     if missing:
         return unknown(missing[1], where=f"{path}, line {number}")
     if isinstance(error, KeyError) and error.args == ("get_config",):
-        expected = "a function get_config()"
+        code, expected = "CFG002", "a function get_config()"
     elif match := re.search(r"casted to type <class '(\w+)'>", str(error)):
-        expected = f"a value of type {match[1]}"
+        code, expected = "CFG004", f"a value of type {match[1]}"
     elif isinstance(error, SyntaxError) and not line:
-        line, expected = "a file that is not Python", "a config file"
+        code, line, expected = "CFG001", "a file that is not Python", "a config file"
     else:
+        code = "CFG001" if isinstance(error, SyntaxError) else "CFG024"
         expected = f"a file that runs ({type(error).__name__}: {' '.join(str(error).split())})"
     return UsageError(
         f"{path}, line {number}" if number else path,
         received=line or "what is not there",
         expected=expected,
         fix="correct the config file; configs/ has examples",
+        code=code,
     )
+
+
+def failed_line(path: str, error: BaseException) -> int | None:
+    """Returns the line of a config file at which it failed, None where that cannot be told."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return error.lineno
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    return frames[-1].lineno if frames else None

@@ -135,7 +135,8 @@ def _check_together(options: LaunchOptions) -> None:
         value = getattr(options, flag)
         if value and strategy != "ps" and ps is None:
             fix = f"leave --{flag} out, or use --strategy ps"
-            _refuse(flag, f"{value} in a job without ps", f"no --{flag}", fix)
+            received = f"{value} in a job without ps"
+            _refuse(flag, received, f"no --{flag}", fix, code="LCH001")
     fewest = options.min_workers
     if fewest is not None and strategy != "ps" and ps is None and options.hosts is None:
         fix = "leave --min_workers out, or use --strategy ps or --hosts"
@@ -192,5 +193,5 @@ def _check_seconds(flag: str, value: float, *, above_zero: bool) -> None:
     _refuse(flag, f"{value:g}", expected, f"use --{flag} 60, for example")
 
 
-def _refuse(flag: str, received: str, expected: str, fix: str) -> None:
-    raise UsageError(f"--{flag}", received=received, expected=expected, fix=fix)
+def _refuse(flag: str, received: str, expected: str, fix: str, *, code: str = "") -> None:
+    raise UsageError(f"--{flag}", received=received, expected=expected, fix=fix, code=code)

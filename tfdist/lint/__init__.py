@@ -1,13 +1,17 @@
-"""What is wrong with a job's files before anything is started; without TensorFlow.
+"""Checks of a job's files before anything is started; without TensorFlow.
 
-`python -m tfdist.lint` reads TF_CONFIG, config files, Kubernetes manifests, sbatch scripts and
-recorded environments. Nothing that it reads is run.
+findings      what a check found, and where
+rules         every rule: code, severity, meaning
+environment   TF_CONFIG, and our variables beside it
+programs      command lines of `tfdist.launch` and `tfdist.train`, and config files
+manifests     the Kubernetes manifests of a job
+files         which file is of which kind, and the checks of each
 """
 
 from __future__ import annotations
 
 from tfdist.lint.files import Source, lint
-from tfdist.lint.findings import Finding, Place, Rule, Severity
-from tfdist.lint.rules import RULES
+from tfdist.lint.findings import Finding, Place
+from tfdist.lint.rules import RULES, Rule, Severity
 
 __all__ = ["RULES", "Finding", "Place", "Rule", "Severity", "Source", "lint"]

@@ -1,33 +1,15 @@
-"""What a check says: a rule, a place, what was seen there, and how to put it right."""
+"""Findings: what a check found, where, and how to put it right."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from tfdist.errors import UsageError
 
 
-class Severity(enum.Enum):
-    """An error does not start or does not end well; a warning can."""
-
-    ERROR = "error"
-    WARNING = "warning"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """One thing that can be wrong; `code` never changes its meaning."""
-
-    code: str
-    severity: Severity
-    title: str
-    reason: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where something was seen: a file, and the line or the path in it, or both."""
+    """Location of a finding: a file, and the line or the path in it, or both."""
 
     file: str
     line: int | None = None
@@ -38,9 +20,9 @@ class Place:
         return f"{at} {self.path}" if self.path else at
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """One mistake in one place; the parts are those of a `UsageError`."""
+    """One mistake in one place; the last three parts are those of a `UsageError`."""
 
     code: str
     place: Place
@@ -56,11 +38,5 @@ class Finding:
 
 
 def of_error(code: str, place: Place, error: UsageError) -> Finding:
-    """Returns the finding that says in `place` what `error` says."""
-    return Finding(
-        code=code,
-        place=place,
-        received=str(error.received),
-        expected=error.expected,
-        fix=error.fix,
-    )
+    """Return the finding that says in `place` what `error` says."""
+    return Finding(code, place, str(error.received), error.expected, error.fix)

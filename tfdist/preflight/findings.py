@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tfdist.lint.findings import Rule, Severity
+from tfdist.lint.rules import Rule, Severity
 from tfdist.preflight.facts import JobFacts
 
 __all__ = ["Finding", "Rule", "Severity", "Topic"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tfdist.lint.report import count, printable, worst
+from tfdist.lint.rules import count, printable, worst
 from tfdist.preflight.checks import RULES, TOPICS
 from tfdist.preflight.examine import Verdict
 from tfdist.preflight.facts import as_json as facts_as_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tfdist.lint.rules.table import error, warning
+from tfdist.lint.rules import error, warning
 from tfdist.preflight.facts import Directory, HostFacts, JobFacts
 from tfdist.preflight.findings import Finding, Topic
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tfdist.lint.rules.table import error
+from tfdist.lint.rules import error
 from tfdist.preflight.facts import JobFacts
 from tfdist.preflight.findings import Finding, Topic
 

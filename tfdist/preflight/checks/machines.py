@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from tfdist.lint.rules.table import warning
+from tfdist.lint.rules import warning
 from tfdist.preflight.facts import HostFacts, JobFacts
 from tfdist.preflight.findings import Finding, Topic
 

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 
 from tfdist.cluster.placement import is_name
-from tfdist.lint.rules.table import error, warning
+from tfdist.lint.rules import error, warning
 from tfdist.preflight.facts import HostFacts, JobFacts, NameFacts
 from tfdist.preflight.findings import Finding, Topic
 

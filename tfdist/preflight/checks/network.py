@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from tfdist.lint.rules.table import error, warning
+from tfdist.lint.rules import error, warning
 from tfdist.preflight.facts import JobFacts, Wire
 from tfdist.preflight.findings import Finding, Topic
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from tfdist.lint.rules.table import error, warning
+from tfdist.lint.rules import error, warning
 from tfdist.preflight.facts import HostFacts, JobFacts, PortFacts, Reach
 from tfdist.preflight.findings import Finding, Topic
 

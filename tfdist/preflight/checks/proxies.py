@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Sequence
 
-from tfdist.lint.rules.table import error
+from tfdist.lint.rules import error
 from tfdist.preflight.facts import JobFacts
 from tfdist.preflight.findings import Finding, Topic
 

@@ -1,0 +1,7 @@
+from tfdist.configs import base
+
+
+def get_config():
+    config = base()
+    config.checkpoints = int("ten")
+    return config
