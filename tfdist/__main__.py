@@ -23,7 +23,6 @@ PROGRAMS = {
     "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests",
     "ledger": "prove that a run consumed each example exactly once",
     "replay": "run one step of a run again",
-    "bench": "measure jobs of several sizes beside each other",
 }
 
 

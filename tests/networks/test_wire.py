@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.bench import cost_model, jobs, scaling, wire
-from tfdist.bench.cost_model import Costs, Place, Work
-from tfdist.bench.shapes import Shape
+from benchmarks.scaling import cost_model, measure
+from benchmarks.scaling.cost_model import Costs, Place, Work
+from benchmarks.scaling.measure import Shape
 
 DEADLINE_S = 200
 ROUNDS = 3
@@ -21,7 +21,7 @@ FLAGS = (
 @pytest.mark.timeout(ROUNDS * (DEADLINE_S + 60))
 def test_the_bytes_of_a_step_take_what_the_cost_model_says(tmp_path):
     """A wire so slow that an exchange is nothing but its bytes, whatever else the machine does."""
-    assert wire.possible(RATE_MBIT)
+    assert measure.possible(RATE_MBIT)
     for number in range(ROUNDS):  # other work on the machine only ever makes it longer
         ratio = measured(tmp_path / str(number))
         if ratio < 1.2:
@@ -32,8 +32,8 @@ def test_the_bytes_of_a_step_take_what_the_cost_model_says(tmp_path):
 def measured(out):
     """How long the bytes of a step took, by how long the cost model has them take."""
     shape = Shape(workers=1, ps=1, rate_mbit=RATE_MBIT)
-    found = jobs.run(shape, out, arguments=FLAGS, timeout_s=DEADLINE_S, profile_ps=True)
-    table = scaling.measure([shape], repeats=1, loss=None, out=out, run=lambda *_: found)
+    found = measure.run_job(shape, out, arguments=FLAGS, timeout_s=DEADLINE_S, profile_ps=True)
+    table = measure.measure([shape], repeats=1, loss=None, out=out, run=lambda *_: found)
     (row,) = table["shapes"]
     read_bytes, write_bytes = row["sent_bytes"]["read"], row["sent_bytes"]["write"]
     assert 1e6 < read_bytes + write_bytes < 2e6

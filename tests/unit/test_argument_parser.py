@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.scaling import __main__ as scaling
 from tfdist import ledger, replay
-from tfdist.bench import __main__ as bench
 from tfdist.errors import UsageError
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
     "ledger": ledger._parser().parse_args,
     "replay": replay._parser().parse_args,
-    "bench": bench._parser().parse_args,
+    "scaling": scaling._parser().parse_args,
     "tune": tune,
 }
 
@@ -35,8 +35,8 @@ PROGRAMS = {
             ["a", "--step=1", "--strategy=ps"],
             "received 'ps'; expected one of single",
         ),
-        ("bench", [], "command line: received no command; expected python -m tfdist.bench"),
-        ("bench", ["scaling", "--out=o", "--loss=x"], "--loss: received 'x'; expected a number"),
+        ("scaling", [], "command line: received no --out; expected python -m benchmarks.scaling"),
+        ("scaling", ["--out=o", "--loss=x"], "--loss: received 'x'; expected a number"),
         ("tune", ["--max_trial", "3"], "received --max_trial (did you mean '--max_trials'?)"),
         ("tune", ["--hub_token=secret"], "command line: received --hub_token; expected"),
     ],
@@ -48,7 +48,7 @@ def test_a_mistake_is_one_line(program, words, said):
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("program", [ledger, replay, bench])
+@pytest.mark.parametrize("program", [ledger, replay, scaling])
 def test_a_program_ends_with_its_line_and_2(program, capsys):
     assert program.main([]) == 2
     captured = capsys.readouterr()

@@ -17,7 +17,6 @@ import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
 from tfdist import ledger, replay, submit
-from tfdist.bench import __main__ as bench
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.launch import flags
@@ -47,7 +46,6 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "lint": lint.parse,
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
-    "bench": lambda words: bench._parser().parse_args(words),
 }
 
 

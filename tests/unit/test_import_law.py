@@ -30,11 +30,10 @@ MAY_IMPORT = {
     "data": {"errors", "cluster", "strategy"},
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
-    "bench": {"errors", "outputs", "argument_parser"},
 }
 WITHOUT_TENSORFLOW = (
     *("errors", "cluster", "rendezvous", "launch", "preflight"),
-    *("schedulers", "configs", "outputs", "lint", "bench"),
+    *("schedulers", "configs", "outputs", "lint"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -85,7 +84,7 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
     # `__main__` runs a program, and so is not imported; it is in the law above.
     names = [dotted(p) for p in MODULES if room_of(p) == room and p.name != "__main__.py"]
     heavy = {"tensorflow", "keras"} | (
-        {"numpy"} if room not in ("configs", "outputs", "lint", "bench") else set()
+        {"numpy"} if room not in ("configs", "outputs", "lint") else set()
     )
     program = (
         f"import importlib, sys; [importlib.import_module(name) for name in {names}];"

@@ -8,10 +8,9 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from tfdist.bench import picture, scaling
-from tfdist.bench.__main__ import main
-from tfdist.bench.jobs import seconds_to_loss
-from tfdist.bench.shapes import Shape, parse_shapes
+from benchmarks.scaling import measure, plot
+from benchmarks.scaling.__main__ import main
+from benchmarks.scaling.measure import Shape, parse_shapes, seconds_to_loss
 
 
 @pytest.mark.parametrize(
@@ -36,13 +35,13 @@ def test_a_shape_twice_is_measured_once() -> None:
 
 @pytest.mark.parametrize("word", ["", "0W1PS", "2PS", "1W0PS", "two", "2W@", "2W@0", "2W@-1"])
 def test_what_is_no_shape_is_refused(word: str, capsys: Any, tmp_path: Path) -> None:
-    assert main(["scaling", "--shapes", word, "--out", str(tmp_path / "new")]) == 2
+    assert main(["--shapes", word, "--out", str(tmp_path / "new")]) == 2
     assert f"--shapes: received {word!r}" in capsys.readouterr().err
 
 
 def test_runs_of_before_are_not_taken_for_new_ones(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    assert main(["scaling", "--out", str(tmp_path)]) == 2
+    assert main(["--out", str(tmp_path)]) == 2
     assert "name another directory" in capsys.readouterr().err
 
 
@@ -88,7 +87,7 @@ def table(tmp_path: Path, *, loss: float | None = None) -> tuple[dict[str, Any],
         return found
 
     shapes = parse_shapes("1W1PS,2W")
-    return scaling.measure(shapes, repeats=2, loss=loss, out=tmp_path, run=run), order
+    return measure.measure(shapes, repeats=2, loss=loss, out=tmp_path, run=run), order
 
 
 def test_shapes_run_in_turn_and_the_loss_is_what_all_reach(tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def test_shapes_run_in_turn_and_the_loss_is_what_all_reach(tmp_path: Path) -> No
     }
     assert first["seconds_to_loss"]["least"] == pytest.approx(200 / 103)
     assert second["seconds_to_loss"]["most"] < first["seconds_to_loss"]["least"]
-    shown = scaling.lines(found)
+    shown = measure.lines(found)
     assert shown[1].split()[:5] == ["1W1PS", "102", "101", "to", "103"]
 
 
@@ -116,7 +115,7 @@ def test_what_a_step_costs_is_that_of_all_steps_in_the_middle_of_the_repeats(
     assert of_multiworker is None
     assert of_ps["read"] == pytest.approx((30 * 2 + 10 * 6) / 40)
     assert of_ps["compute"] == pytest.approx(0.75 * (10 + 30) / 2)
-    shown = scaling.lines(found)
+    shown = measure.lines(found)
     assert found["shapes"][0]["sent_bytes"] == {"read": 7, "write": 11}
     assert [row["batch"] for row in found["shapes"]] == [8, 8]
     assert shown[-2].split()[:5] == ["ms", "a", "step", "input", "read"]
@@ -126,7 +125,7 @@ def test_what_a_step_costs_is_that_of_all_steps_in_the_middle_of_the_repeats(
 def test_a_loss_that_was_not_reached_has_no_time_and_a_picture_all_the_same(tmp_path: Path) -> None:
     found, _ = table(tmp_path, loss=0.55)
     assert [row["seconds_to_loss"] is None for row in found["shapes"]] == [True, False]
-    path = picture.draw(found, tmp_path / "scaling.png", title="digits")
+    path = plot.draw(found, tmp_path / "scaling.png", title="digits")
     assert path is not None
     height, width, _ = matplotlib.image.imread(path).shape
     assert (height, abs(width - 1560) <= 2) == (600, True)

@@ -10,11 +10,10 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from tfdist.bench import cost_model, jobs, judge, outlook, wire
-from tfdist.bench.__main__ import main
-from tfdist.bench.cost_model import Costs, Place, Work
-from tfdist.bench.ring import Ring
-from tfdist.bench.shapes import Shape, parse_shapes
+from benchmarks.scaling import cost_model, measure, predictions
+from benchmarks.scaling.__main__ import main
+from benchmarks.scaling.cost_model import Costs, Place, Ring, Work
+from benchmarks.scaling.measure import Shape, parse_shapes
 from tfdist.errors import UsageError
 
 SHAPES = "1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W,2W1PS@20"
@@ -49,8 +48,8 @@ def table(shapes: str = SHAPES, **faster: float) -> dict[str, Any]:
     return {"arguments": ["--x"], "cpus": 2, "loss": 1.0, "repeats": 1, "shapes": rows}
 
 
-def foresee(found: dict[str, Any], hold_out: str | None = None) -> dict[str, Any]:
-    return outlook.foresee(found, hold_out=hold_out, link_mbit=100)
+def predict(found: dict[str, Any], hold_out: str | None = None) -> dict[str, Any]:
+    return predictions.predict(found, hold_out=hold_out, link_mbit=100)
 
 
 def errors(model: dict[str, Any], *, held_out: bool) -> dict[str, float]:
@@ -59,7 +58,7 @@ def errors(model: dict[str, Any], *, held_out: bool) -> dict[str, float]:
 
 
 def test_the_most_workers_and_what_a_wire_limits_are_held_out() -> None:
-    model = foresee(table())
+    model = predict(table())
     assert model["fitted"] == ["1W1PS", "2W1PS", "3W1PS", "2W2PS", "1W", "2W"]
     held = errors(model, held_out=True)
     assert set(held) == {"4W1PS", "4W", "2W1PS@20"}
@@ -68,7 +67,7 @@ def test_the_most_workers_and_what_a_wire_limits_are_held_out() -> None:
 
 def test_what_was_named_is_held_out_and_never_fitted() -> None:
     """The one that is named is out by what it is faster, and the others not at all."""
-    model = foresee(table(_2W2PS=1.5), "2w2ps, 4W")
+    model = predict(table(_2W2PS=1.5), "2w2ps, 4W")
     assert errors(model, held_out=True)["2W2PS"] == pytest.approx(1 / 1.5 - 1, abs=0.02)
     assert max(map(abs, errors(model, held_out=False).values())) < 0.02
     assert "2W2PS" not in model["fitted"]
@@ -76,7 +75,7 @@ def test_what_was_named_is_held_out_and_never_fitted() -> None:
 
 
 def test_error_bars_hold_what_was_held_out_and_widen_with_each_doubling_past_it() -> None:
-    curve = foresee(table(_4W1PS=1.2))["curves"][0]
+    curve = predict(table(_4W1PS=1.2))["curves"][0]
     assert (curve["place"], curve["most_workers_fitted"]) == ("this machine", 3)
     wide = {point["workers"]: point["most"] / point["value"] for point in curve["points"]}
     assert list(wide) == [1, 2, 4, 8, 16]
@@ -85,7 +84,7 @@ def test_error_bars_hold_what_was_held_out_and_widen_with_each_doubling_past_it(
     assert four["most"] > 1.2 * row(Shape(workers=4, ps=1))["examples_per_second"]["median"]
     assert wide[2] < wide[4] < wide[8] < wide[16]
     assert wide[16] / wide[8] > 1.02  # the job that is full has no other reason to be less sure
-    exact = foresee(table())["curves"][0]["points"][-1]
+    exact = predict(table())["curves"][0]["points"][-1]
     assert exact["most"] / exact["value"] < wide[16]
 
 
@@ -100,7 +99,7 @@ def test_error_bars_hold_what_was_held_out_and_widen_with_each_doubling_past_it(
 def test_the_advice_names_what_is_full_and_the_change_that_helps_most(
     place: str, full: str, best: str
 ) -> None:
-    model = foresee(table())
+    model = predict(table())
     (line,) = [line for line in model["advice"] if line.startswith(f"{place}, 1 ps: ")]
     curve = next(c for c in model["curves"] if (c["place"], c["job"]) == (place, "1 ps"))
     limits = [point["limit"] for point in curve["points"]]
@@ -115,13 +114,13 @@ def test_the_advice_names_what_is_full_and_the_change_that_helps_most(
 
 
 def test_more_ps_help_where_the_links_of_the_ps_are_full() -> None:
-    (line,) = [line for line in foresee(table())["advice"] if line.startswith("a machine")]
+    (line,) = [line for line in predict(table())["advice"] if line.startswith("a machine")]
     gain = float(line.split("twice the ps x ")[1].split(",")[0])
     assert 1.5 < gain <= 2
 
 
 def test_without_multiworker_jobs_there_is_a_model_of_ps_jobs() -> None:
-    model = foresee(table("1W1PS,2W1PS,3W1PS,4W1PS,2W"))
+    model = predict(table("1W1PS,2W1PS,3W1PS,4W1PS,2W"))
     assert [point["shape"] for point in model["points"]] == ["1W1PS", "2W1PS", "3W1PS", "4W1PS"]
     assert {curve["job"] for curve in model["curves"]} == {"1 ps"}
 
@@ -139,14 +138,14 @@ def test_without_multiworker_jobs_there_is_a_model_of_ps_jobs() -> None:
 )
 def test_what_cannot_be_fitted_is_refused(shapes: str, hold_out: str | None, said: str) -> None:
     with pytest.raises(UsageError) as raised:
-        judge.divide(parse_shapes(shapes), hold_out)
+        predictions.divide(parse_shapes(shapes), hold_out)
     assert said in str(raised.value)
 
 
 def again(tmp_path: Path, text: str, *flags: str) -> int:
     file = tmp_path / "measured.json"
     file.write_text(text)
-    return main(["scaling", "--from", str(file), "--out", str(tmp_path / "out"), *flags])
+    return main(["--from", str(file), "--out", str(tmp_path / "out"), *flags])
 
 
 def test_a_measurement_is_read_back_and_fitted_again(capsys: Any, tmp_path: Path) -> None:
@@ -200,7 +199,7 @@ def test_a_file_that_is_not_ours_is_one_line(
 
 def test_a_file_that_is_not_there_is_one_line(capsys: Any, tmp_path: Path) -> None:
     missing = str(tmp_path / "none.json")
-    assert main(["scaling", "--from", missing, "--out", str(tmp_path / "out")]) == 2
+    assert main(["--from", missing, "--out", str(tmp_path / "out")]) == 2
     assert f"--from {missing}: received" in capsys.readouterr().err
 
 
@@ -208,7 +207,7 @@ def test_a_file_that_is_not_there_is_one_line(capsys: Any, tmp_path: Path) -> No
 def test_nothing_is_measured_with_a_number_that_is_none(
     flags: tuple[str, str], capsys: Any, tmp_path: Path
 ) -> None:
-    assert main(["scaling", "--out", str(tmp_path / "new"), *flags]) == 2
+    assert main(["--out", str(tmp_path / "new"), *flags]) == 2
     assert f"{flags[0]}: received" in capsys.readouterr().err
 
 
@@ -216,12 +215,12 @@ def test_an_unknown_job_to_hold_out_is_refused_before_anything_runs(
     capsys: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "new"
-    assert main(["scaling", "--out", str(out), "--hold_out", "9W1PS"]) == 2
+    assert main(["--out", str(out), "--hold_out", "9W1PS"]) == 2
     assert "--hold_out: received '9W1PS'" in capsys.readouterr().err
     assert not out.exists()
 
 
-# Measured by this program on 2 cores on which others worked as well: python -m tfdist.bench scaling
+# Measured by this program on 2 cores on which others worked as well: python -m benchmarks.scaling
 # --shapes 1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W,1W1PS@100,2W1PS@100 --out ... -- and `arguments`
 # of the file, its cost model taken out.
 REAL = json.loads((Path(__file__).parent / "data" / "scaling_digits.json").read_text())
@@ -240,14 +239,14 @@ def test_real_jobs_are_foretold_within_an_error(
     hold_out: str | None, within: dict[str, float]
 ) -> None:
     """As docs/scaling.md says of them; what the machine did besides is in the errors."""
-    found = errors(foresee(REAL, hold_out), held_out=True)
+    found = errors(predict(REAL, hold_out), held_out=True)
     assert set(found) == set(within)
     assert all(abs(error) < within[shape] for shape, error in found.items()), found
 
 
 def test_the_bars_of_real_jobs_hold_what_was_measured_past_those_fitted() -> None:
     rates = {row["shape"]: row["examples_per_second"]["median"] for row in REAL["shapes"]}
-    model = foresee(REAL)
+    model = predict(REAL)
     for job, shape in (("1 ps", "4W1PS"), ("multiworker", "4W")):
         curve = next(c for c in model["curves"] if c["job"] == job)
         four = next(point for point in curve["points"] if point["workers"] == 4)
@@ -264,20 +263,20 @@ def measured(monkeypatch: Any) -> list[str]:
         rate = {"examples_per_second": 1.0, "examples": 8, "steps": 1}
         return {**rate, "metrics": {"loss": 1.0}, "lines": []}
 
-    monkeypatch.setattr(jobs, "run", run)
+    monkeypatch.setattr(measure, "run_job", run)
     return names
 
 
-def measure(tmp_path: Path) -> int:
+def measure_all(tmp_path: Path) -> int:
     flags = ("--shapes", "1W1PS,2W,2W1PS@30", "--rate_mbit", "20", "--repeats", "1")
-    return main(["scaling", "--out", str(tmp_path / "out"), *flags])
+    return main(["--out", str(tmp_path / "out"), *flags])
 
 
 def test_ps_jobs_are_measured_once_more_behind_a_wire(
     measured: list[str], monkeypatch: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(wire, "possible", lambda rate_mbit: True)
-    assert measure(tmp_path) == 0
+    monkeypatch.setattr(measure, "possible", lambda rate_mbit: True)
+    assert measure_all(tmp_path) == 0
     assert measured == ["1W1PS", "2W", "2W1PS@30", "1W1PS@20", "2W1PS@20"]
 
 
@@ -285,7 +284,8 @@ def test_where_no_wire_can_be_had_the_other_jobs_are_measured_and_a_line_says_so
     measured: list[str], monkeypatch: Any, caplog: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert measure(tmp_path) == 0
+    assert measure_all(tmp_path) == 0
     assert measured == ["1W1PS", "2W"]
-    (line,) = [r.message for r in caplog.records if r.name == "tfdist.bench.wire"]
+    messages = [r.message for r in caplog.records if r.name == "benchmarks.scaling.measure"]
+    (line,) = [message for message in messages if "wire" in message]
     assert line == "nothing is measured behind a wire: unshare, ip, tc not found"

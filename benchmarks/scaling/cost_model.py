@@ -1,4 +1,4 @@
-"""What a step of a ps job costs, as a network of queues: fitted on some jobs, asked of others.
+"""Cost models of a step: a network of queues for a ps job, a ring for a multiworker job.
 
 A worker goes round computing and exchanging weights and gradients with the ps:
 
@@ -17,6 +17,16 @@ idle        the part that many workers wait for the last of them; of n, (n - 1) 
 Bytes are not fitted: those of a step are counted in its graph, and a wire has a rate. On one
 machine computing and serving queue for the same cores, and all bytes pass one wire if there is one.
 With a machine for each task a worker computes undisturbed; each ps has cores and a link each way.
+
+The network is solved exactly, by mean value analysis (Reiser and Lavenberg, Mean-Value Analysis of
+Closed Multichain Queuing Networks, JACM 27(2), 1980), with several servers at a station by the
+probabilities that some of them are idle. Exact for stations that serve in turn with exponential
+times, or share themselves equally whatever the times.
+
+A step of a multiworker job is computing and an all-reduce around a ring: with n workers each
+computes the n-th part of the global batch and sends 2 (n - 1) / n times the gradients' bytes to the
+next, in 2 (n - 1) rounds (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters
+of workstations, JPDC 69(2), 2009). A step is as long as all of it.
 """
 
 from __future__ import annotations
@@ -28,8 +38,74 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.bench.queueing import Station, saturation, solve
-from tfdist.bench.shapes import Shape
+from benchmarks.scaling.measure import Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Station:
+    """What a customer queues for in each round; of `copies` alike it visits one after the other."""
+
+    name: str
+    demand_s: float
+    """Of one round at one copy, when nobody else is there."""
+    servers: float = 1.0
+    """How many it serves at full speed; of 1.5, two customers get 0.75 each."""
+    copies: int = 1
+
+    @property
+    def rounds_per_s(self) -> float:
+        """The most that it can do."""
+        return self.servers / self.demand_s if self.demand_s else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """Rounds of all customers together, and the time of one round at each station's copies."""
+
+    rounds_per_s: float
+    residence_s: dict[str, float]
+
+
+def solve(stations: Sequence[Station], *, think_s: float, customers: int) -> Flow:
+    """The mean values with so many customers, who spend `think_s` of each round in no queue."""
+    queue = [0.0] * len(stations)
+    # Of each station, the probabilities of 0 .. servers - 2 customers there.
+    few = [[1.0] + [0.0] * (math.ceil(station.servers) - 1) for station in stations]
+    rate, times = 0.0, list(queue)
+    for n in range(1, customers + 1):
+        times = [_residence_s(*each) for each in zip(stations, queue, few, strict=True)]
+        around_s = think_s + sum(
+            time_s * station.copies for time_s, station in zip(times, stations, strict=True)
+        )
+        rate = n / around_s
+        queue = [rate * time_s for time_s in times]
+        few = [_few(station, old, rate) for station, old in zip(stations, few, strict=True)]
+    residence_s = {s.name: t * s.copies for s, t in zip(stations, times, strict=True)}
+    return Flow(rounds_per_s=rate, residence_s=residence_s)
+
+
+def _residence_s(station: Station, queue: float, few: Sequence[float]) -> float:
+    """Of one who comes and finds what is there with one customer less."""
+    idle = sum((station.servers - 1 - j) * p for j, p in enumerate(few[:-1]))
+    return station.demand_s / station.servers * (1 + queue + idle)
+
+
+def _few(station: Station, before: Sequence[float], rate: float) -> list[float]:
+    load, servers = rate * station.demand_s, station.servers
+    some = [load / j * before[j - 1] for j in range(1, len(before))]
+    busy = load + sum((servers - j) * p for j, p in enumerate(some, start=1))
+    return [max(0.0, 1 - busy / servers), *some]  # not below 0, where rounding would have it
+
+
+def saturation(stations: Sequence[Station], *, think_s: float) -> tuple[Station, float]:
+    """The station that is full first, and with how many customers (Kleinrock's point).
+
+    With fewer the rounds' own length is the limit, with more that station.
+    """
+    scarce = min(stations, key=lambda station: station.rounds_per_s)
+    alone_s = think_s + sum(station.demand_s * station.copies for station in stations)
+    return scarce, alone_s * scarce.rounds_per_s
+
 
 TRIPS = 2
 PAYLOAD = 1448 / 1514
@@ -231,3 +307,59 @@ def _slopes(function: Callable[[Array], Array], at: Array, by: float = 1e-5) -> 
     """The derivatives at a point, ``[values, parameters]``."""
     moves = by * np.eye(len(at))
     return np.stack([(function(at + m) - function(at - m)) / (2 * by) for m in moves], axis=1)
+
+
+ROUNDS = "rounds of the ring"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """The parameters: of the global batch on one core, and of one round of the ring."""
+
+    compute_s: float
+    round_s: float
+    spread: float = 0.0
+    """Standard deviation of what was measured from what the model says of it."""
+
+    def examples_per_s(self, work: Work, place: Place) -> float:
+        """What all workers together come to."""
+        return work.batch / sum(self._parts_s(work, place).values())
+
+    def error(self, work: Work, place: Place) -> float:
+        """The standard error of the logarithm of that, as far as the fit knows."""
+        return self.spread
+
+    def limit(self, work: Work, place: Place) -> str:
+        """The longest part of a step."""
+        parts_s = self._parts_s(work, place)
+        return max(parts_s, key=lambda name: parts_s[name])
+
+    def _parts_s(self, work: Work, place: Place) -> dict[str, float]:
+        computing, rounds = _shares(work, place)
+        sent_bytes = 2 * (work.workers - 1) * work.write_bytes
+        if place.apart:  # each has a link of its own, and sends its part
+            sent_bytes /= work.workers
+        crowded = not place.apart and work.workers > place.cores
+        return {
+            CORES if crowded else OWN_STEP: self.compute_s * computing,
+            ROUNDS: self.round_s * rounds,
+            WIRE: sent_bytes * 8 / (place.mbit * 1e6 * PAYLOAD) if place.mbit else 0.0,
+        }
+
+
+def _shares(work: Work, place: Place) -> tuple[float, int]:
+    """How much of the batch the slowest core has, and the rounds."""
+    at_once = work.workers if place.apart else min(work.workers, place.cores)
+    return 1 / at_once, 2 * (work.workers - 1)
+
+
+def fit_ring(points: Sequence[Point]) -> Ring:
+    """Least squares of relative errors, of jobs that no wire limits; no parameter below 0."""
+    rates = np.array([point.examples_per_s / point.work.batch for point in points])
+    parts = np.array([_shares(point.work, point.place) for point in points]) * rates[:, None]
+    found = np.linalg.lstsq(parts, np.ones(len(points)), rcond=None)[0]
+    if found[1] < 0:  # rounds cost nothing that could be seen
+        found = np.array([1 / parts[:, 0].mean(), 0.0])
+    missed = float(((parts @ found - 1) ** 2).sum())
+    spread = math.sqrt(missed / max(1, len(points) - 2))
+    return Ring(compute_s=float(found[0]), round_s=float(found[1]), spread=spread)

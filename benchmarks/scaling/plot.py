@@ -1,4 +1,4 @@
-"""The table of `scaling` as one picture: medians with the range of the repeats, and the curves."""
+"""Plot of a measurement: medians with the range of the repeats, and the predicted curves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdist.bench.shapes import Shape
+from benchmarks.scaling.measure import Shape
 
 _LOG = logging.getLogger(__name__)
 _PS, _MULTIWORKER = "#1f5fa8", "#d1661a"
@@ -34,7 +34,7 @@ def draw(table: Mapping[str, Any], path: Path, *, title: str) -> Path | None:
         _bars(axes, table, key)
         axes.set_title(words.capitalize(), loc="left", fontsize=10)
     if model:
-        _foreseen(every[1][0], every[1][1], model)
+        _predicted(every[1][0], every[1][1], model)
     figure.suptitle(title, fontsize=12, wrap=True)
     figure.supxlabel(
         f"medians of {table['repeats']}, bars from least to most; {table['cpus']} CPUs", fontsize=8
@@ -62,7 +62,7 @@ def _bars(axes: Any, table: Mapping[str, Any], key: str) -> None:
     _plain(axes)
 
 
-def _foreseen(here: Any, apart: Any, model: Mapping[str, Any]) -> None:
+def _predicted(here: Any, apart: Any, model: Mapping[str, Any]) -> None:
     """The curves of this machine with what was measured on it, and beside them the last place."""
     last = model["curves"][-1]["place"]
     for curve in model["curves"]:

@@ -1,4 +1,4 @@
-"""``python -m tfdist.bench scaling``: jobs of several sizes beside each other, on this machine."""
+"""``python -m benchmarks.scaling``: jobs of several sizes beside each other, on this machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scaling import measure, plot, predictions
+from benchmarks.scaling.measure import Shape, parse_shapes
 from tfdist.argument_parser import Parser
-from tfdist.bench import jobs, judge, outlook, picture, scaling, wire
-from tfdist.bench.shapes import Shape, parse_shapes
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 
 _LOG = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print("\n".join(_scaling(_parser().parse_args(argv))))
     except TfdistError as error:
-        print(f"tfdist.bench: {error}", file=sys.stderr)
+        print(f"benchmarks.scaling: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -36,38 +36,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tfdist.bench",
+        prog="python -m benchmarks.scaling",
         description="Measures whole jobs of tfdist.train on this machine, through the launcher.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("scaling", help="jobs of several sizes, as JSON and PNG")
-    command.add_argument("--out", type=Path, required=True, help="a new directory for it all")
-    command.add_argument("--shapes", default=_SHAPES, help=f"which jobs (default {_SHAPES})")
-    command.add_argument("--repeats", type=int, default=3, help="how often each runs (default 3)")
-    command.add_argument("--loss", type=float, help="the loss to time (default: what all reach)")
-    command.add_argument("--timeout_s", type=float, default=900.0, help="of one job (default 900)")
-    command.add_argument(
+    parser.add_argument("--out", type=Path, required=True, help="a new directory for it all")
+    parser.add_argument("--shapes", default=_SHAPES, help=f"which jobs (default {_SHAPES})")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each runs (default 3)")
+    parser.add_argument("--loss", type=float, help="the loss to time (default: what all reach)")
+    parser.add_argument("--timeout_s", type=float, default=900.0, help="of one job (default 900)")
+    parser.add_argument(
         "--profile_ps",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="measure what the steps of ps jobs cost, which the cost model is fitted to",
     )
-    command.add_argument(
+    parser.add_argument(
         "--rate_mbit", type=float, help="measure the ps jobs once more, behind a wire this fast"
     )
-    command.add_argument(
+    parser.add_argument(
         "--hold_out", help="jobs that the cost model is judged by (default: the most workers)"
     )
-    command.add_argument(
+    parser.add_argument(
         "--link_mbit",
         type=float,
         default=1000.0,
         help="links in the curve of a machine for each task (default 1000)",
     )
-    command.add_argument(
+    parser.add_argument(
         "--from", type=Path, dest="measured", help="a scaling.json: measure nothing, fit again"
     )
-    command.add_argument(
+    parser.add_argument(
         "arguments", nargs="*", metavar="-- --config ...", help="the flags of tfdist.train"
     )
     return parser
@@ -85,10 +83,10 @@ def _scaling(arguments: argparse.Namespace) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "scaling.json").write_text(json.dumps(table, indent=1) + "\n")
     title = " ".join(table["arguments"]) or "tfdist.train"
-    drawn = picture.draw(table, out / "scaling.png", title=title)
-    text = scaling.lines(table)
+    drawn = plot.draw(table, out / "scaling.png", title=title)
+    text = measure.lines(table)
     if table["cost_model"]:
-        text += ["", *outlook.lines(table["cost_model"])]
+        text += ["", *predictions.lines(table["cost_model"])]
     return [*text, str(out / "scaling.json"), *([str(drawn)] if drawn else [])]
 
 
@@ -102,14 +100,14 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             fix="name another directory",
         )
     if arguments.hold_out is not None:
-        judge.divide(shapes, arguments.hold_out)
+        predictions.divide(shapes, arguments.hold_out)
     run = functools.partial(
-        jobs.run,
+        measure.run_job,
         arguments=arguments.arguments,
         timeout_s=arguments.timeout_s,
         profile_ps=arguments.profile_ps,
     )
-    table = scaling.measure(
+    table = measure.measure(
         shapes, repeats=arguments.repeats, loss=arguments.loss, out=out, run=run
     )
     return {"arguments": arguments.arguments, **table}
@@ -122,7 +120,7 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
         limited = [dataclasses.replace(shape, rate_mbit=arguments.rate_mbit) for shape in shapes]
         shapes += [shape for shape in dict.fromkeys(limited) if shape.ps and shape not in shapes]
     rates = {shape.rate_mbit for shape in shapes if shape.rate_mbit}
-    if all(wire.possible(rate) for rate in rates):
+    if all(measure.possible(rate) for rate in rates):
         return shapes
     return [shape for shape in shapes if not shape.rate_mbit]
 
@@ -130,7 +128,7 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text())
-        scaling.check(table)
+        measure.check(table)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--from {path}",
@@ -144,7 +142,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _cost_model(table: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any] | None:
     """None, and a line, where the jobs are too few for one and nobody asked for it."""
     try:
-        return outlook.foresee(table, hold_out=arguments.hold_out, link_mbit=arguments.link_mbit)
+        return predictions.predict(
+            table, hold_out=arguments.hold_out, link_mbit=arguments.link_mbit
+        )
     except UsageError as error:
         if arguments.measured or arguments.hold_out is not None:
             raise

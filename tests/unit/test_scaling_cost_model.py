@@ -9,10 +9,19 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from tfdist.bench import cost_model, ring
-from tfdist.bench.cost_model import Costs, Place, Point, Work
-from tfdist.bench.queueing import Station, saturation, solve
-from tfdist.bench.shapes import Shape
+from benchmarks.scaling import cost_model
+from benchmarks.scaling.cost_model import (
+    Costs,
+    Place,
+    Point,
+    Ring,
+    Station,
+    Work,
+    fit_ring,
+    saturation,
+    solve,
+)
+from benchmarks.scaling.measure import Shape
 
 
 def flow(*stations: Station, think_s: float = 0.0, customers: int) -> float:
@@ -168,7 +177,7 @@ def test_with_a_machine_each_the_links_of_the_ps_are_full_and_a_second_ps_double
     assert workers == pytest.approx(alone_s / link_s)
 
 
-def ring_jobs(true: ring.Ring, *counts: int) -> list[Point]:
+def ring_jobs(true: Ring, *counts: int) -> list[Point]:
     works = [Work(workers=n, ps=0, batch=64, read_bytes=0, write_bytes=6e5) for n in counts]
     return [
         Point(
@@ -182,9 +191,9 @@ def ring_jobs(true: ring.Ring, *counts: int) -> list[Point]:
 
 
 def test_a_ring_is_recovered_and_known_behind_a_wire() -> None:
-    true = ring.Ring(compute_s=0.02, round_s=0.0015)
+    true = Ring(compute_s=0.02, round_s=0.0015)
     points = ring_jobs(true, 1, 2, 4)
-    found, work = ring.fit(points), points[-1].work
+    found, work = fit_ring(points), points[-1].work
     assert (found.compute_s, found.round_s) == pytest.approx((0.02, 0.0015))
     slow = Place(cores=2, mbit=10.0)
     step_s = 0.02 / 2 + 6 * 0.0015 + 6 * 6e5 * 8 / 10e6 / cost_model.PAYLOAD
@@ -196,6 +205,6 @@ def test_a_ring_is_recovered_and_known_behind_a_wire() -> None:
 
 
 def test_rounds_that_cost_nothing_are_not_below_nothing() -> None:
-    points = ring_jobs(ring.Ring(compute_s=0.02, round_s=0.0), 1, 2, 4)
+    points = ring_jobs(Ring(compute_s=0.02, round_s=0.0), 1, 2, 4)
     faster = [replace(p, examples_per_s=p.examples_per_s * p.work.workers**0.2) for p in points]
-    assert ring.fit(faster).round_s == 0.0
+    assert fit_ring(faster).round_s == 0.0

@@ -1,4 +1,4 @@
-"""``python -m tfdist.bench scaling`` over real jobs."""
+"""``python -m benchmarks.scaling`` over real jobs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
     out = tmp_path / "out"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(out)),
+            *(sys.executable, "-m", "benchmarks.scaling", "--out", str(out)),
             *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "200", "--"),
             f"--config={ROOT / 'configs' / 'digits_ps.py'}",
             *("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1"),
             *("--config.model=dense", "--config.validation_split="),
         ],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -52,9 +53,10 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
 def test_a_job_that_fails_fails_the_measurement_with_its_last_lines(tmp_path):
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tfdist.bench", "scaling", "--out", str(tmp_path / "out")),
+            *(sys.executable, "-m", "benchmarks.scaling", "--out", str(tmp_path / "out")),
             *("--shapes", "2W", "--", "--config.modle=dense"),
         ],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

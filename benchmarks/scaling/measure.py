@@ -1,0 +1,299 @@
+"""Jobs of several sizes, run in turn through the launcher: examples per second, time to a loss.
+
+A job is written in one word: ``2W1PS``, two workers and one ps; ``2W``, two of multiworker;
+``2W1PS@50``, the same behind one wire of 50 Mbit/s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.costs import COLUMNS
+from tfdist.outputs.run_directory import DONE, RunDirectory
+
+_LOG = logging.getLogger(__name__)
+_WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How many workers a job has, and how many ps; without ps it is a multiworker job."""
+
+    workers: int
+    ps: int = 0
+    rate_mbit: float | None = None
+
+    @classmethod
+    def parse(cls, word: str) -> Shape:
+        """Returns the shape that `word` names; `UsageError` where it names none."""
+        found = _WORD.fullmatch(word.strip().upper())
+        if found is None or (found[3] and not float(found[3])):
+            raise UsageError(
+                "--shapes",
+                received=repr(word),
+                expected="shapes such as 2W1PS, 2W for a multiworker job, 2W1PS@50 at 50 Mbit/s",
+                fix="write --shapes 1W1PS,2W1PS,2W",
+            )
+        rate_mbit = float(found[3]) if found[3] else None
+        return cls(workers=int(found[1]), ps=int(found[2] or 0), rate_mbit=rate_mbit)
+
+    @property
+    def name(self) -> str:
+        """The word for it."""
+        behind = f"@{self.rate_mbit:g}" if self.rate_mbit else ""
+        return f"{self.workers}W" + (f"{self.ps}PS" if self.ps else "") + behind
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The launcher's flags for it."""
+        workers = ("--workers", str(self.workers))
+        if self.ps:
+            return ("--strategy", "ps", *workers, "--ps", str(self.ps))
+        return ("--strategy", "multiworker", *workers)
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Returns the shapes of ``1W1PS,2W``, each once."""
+    return tuple(dict.fromkeys(Shape.parse(word) for word in text.split(",")))
+
+
+_DEADLINE_S = 20
+# Packets as of Ethernet, and not of 64 kB, which the limit would never let through. The queue
+# holds what 300 ms take: senders wait then, as nothing is lost on the way.
+_LIMIT = (
+    "ip link set lo mtu 1500 up && "
+    'tc qdisc add dev lo root tbf rate "$1mbit" burst 64kb latency 300ms && shift && exec "$@"'
+)
+
+
+def behind(rate_mbit: float) -> list[str]:
+    """What to write before a command that is to run there; Linux, with `tc`."""
+    maps = [] if os.geteuid() == 0 else ["--map-root-user"]
+    return ["unshare", "--net", *maps, "sh", "-c", _LIMIT, "sh", f"{rate_mbit:g}"]
+
+
+def possible(rate_mbit: float) -> bool:
+    """Whether this machine lets this user have one; where not, says why in one line."""
+    missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        why = f"{', '.join(missing)} not found"
+    else:
+        done = subprocess.run(
+            [*behind(rate_mbit), "true"], capture_output=True, text=True, timeout=_DEADLINE_S
+        )
+        if done.returncode == 0:
+            return True
+        why = (done.stderr.strip().splitlines() or ["refused"])[-1]
+    _LOG.warning("nothing is measured behind a wire: %s", why)
+    return False
+
+
+_END_S = 30.0
+_LAST_LINES = 12
+
+
+def run_job(
+    shape: Shape,
+    run_dir: Path,
+    *,
+    arguments: Sequence[str],
+    timeout_s: float,
+    profile_ps: bool = False,
+) -> dict[str, Any]:
+    """Runs a job to its end; returns its summary, with the lines of its metrics.
+
+    The strategy is the launcher's: a config that names one would refuse the other jobs.
+
+    Raises:
+      TfdistError: the job failed, or was not done in time and has been ended; its last lines.
+    """
+    launch = [sys.executable, "-m", "tfdist.launch", *shape.flags, "--run_dir", str(run_dir)]
+    if profile_ps and shape.ps:
+        launch.append("--profile_ps")
+    if shape.rate_mbit:
+        launch = [*behind(shape.rate_mbit), *launch]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    said = run_dir / "said.log"
+    with said.open("w") as output:
+        job = subprocess.Popen(
+            [*launch, "-m", "tfdist.train", *arguments, "--config.strategy=auto"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        code = _code(job, timeout_s)
+    directory = RunDirectory(run_dir)
+    summary = directory.read_summary() or {}
+    if code != 0 or summary.get("status") != DONE:
+        ended = f"was not done in {timeout_s:.0f} s" if code is None else f"ended with code {code}"
+        last = "\n".join(said.read_text().splitlines()[-_LAST_LINES:])
+        raise TfdistError(f"{shape.name}: the job {ended}; its last lines:\n{last}")
+    return {**summary, "lines": directory.read_metrics()}
+
+
+def _code(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """Waits for the launcher; at the deadline, or when interrupted, has it end its tasks."""
+    try:
+        return job.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if job.poll() is None:
+            job.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(_END_S)
+            job.kill()
+            job.wait()
+
+
+def seconds_to_loss(lines: Sequence[Mapping[str, Any]], loss: float) -> float | None:
+    """Seconds of training until the mean loss of a virtual epoch was `loss`, None if it never was.
+
+    Between two virtual epochs on the line between them. Only training counts: the time of a
+    virtual epoch is its examples by its examples per second.
+    """
+    seconds, examples = 0.0, 0
+    before: tuple[float, float] | None = None
+    for line in lines:
+        rate = line.get("examples_per_second")
+        if not rate or line.get("loss") is None:
+            return None
+        seconds += (line["examples"] - examples) / rate
+        examples = line["examples"]
+        if line["loss"] <= loss:
+            if before is None:
+                return seconds
+            then_s, then = before
+            return then_s + (seconds - then_s) * (then - loss) / (then - line["loss"])
+        before = seconds, line["loss"]
+    return None
+
+
+Run = Callable[[Shape, Path], Mapping[str, Any]]
+
+
+def measure(
+    shapes: Sequence[Shape], *, repeats: int, loss: float | None, out: Path, run: Run
+) -> dict[str, Any]:
+    """Runs every shape `repeats` times, in turn; returns the table as JSON.
+
+    In turn, so that a machine that is slow for a while is slow for all of them. Without `loss` it
+    is the highest of the last losses of all jobs: what all of them came to.
+    """
+    results: dict[Shape, list[Mapping[str, Any]]] = {shape: [] for shape in shapes}
+    for repeat in range(repeats):
+        for shape in shapes:
+            found = run(shape, out / "runs" / f"{shape.name}-{repeat}")
+            rate = found["examples_per_second"] or 0.0
+            _LOG.info("%s, %d of %d: %.0f examples/s", shape.name, repeat + 1, repeats, rate)
+            results[shape].append(found)
+    every = [found for listed in results.values() for found in listed]
+    target = max(found["metrics"]["loss"] for found in every) if loss is None else loss
+    return {
+        "loss": target,
+        "repeats": repeats,
+        "cpus": len(os.sched_getaffinity(0)),
+        "shapes": [_row(shape, listed, target) for shape, listed in results.items()],
+    }
+
+
+def _row(shape: Shape, listed: Sequence[Mapping[str, Any]], loss: float) -> dict[str, Any]:
+    to_loss = [seconds_to_loss(found["lines"], loss) for found in listed]
+    return {
+        "shape": shape.name,
+        "workers": shape.workers,
+        "ps": shape.ps,
+        "rate_mbit": shape.rate_mbit,
+        "batch": listed[0]["examples"] / listed[0]["steps"],
+        "sent_bytes": _sent_bytes(listed[0].get("ps_profile")),
+        "examples_per_second": _spread([found["examples_per_second"] for found in listed]),
+        "seconds_to_loss": _spread(to_loss),
+        "last_loss": _spread([found["metrics"]["loss"] for found in listed]),
+        "step_ms": _step_ms([found.get("ps_profile") for found in listed]),
+    }
+
+
+def _step_ms(profiles: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
+    """The parts of a step: medians of the jobs' means over their workers; None: not measured."""
+    means: list[dict[str, float]] = []
+    for profile in profiles:
+        workers = list((profile or {"workers": {}})["workers"].values())
+        steps = sum(worker["steps"] for worker in workers)
+        if not steps:
+            return None
+        means.append(
+            {
+                name: sum(w["steps"] * w.get(f"{name}_ms", 0.0) for w in workers) / steps
+                for name in COLUMNS
+            }
+        )
+    return {name: statistics.median(mean[name] for mean in means) for name in COLUMNS}
+
+
+def _sent_bytes(profile: Mapping[str, Any] | None) -> dict[str, int] | None:
+    """What a step reads from all ps, and what it writes to them; None: not counted."""
+    if not profile:
+        return None
+    sizes = {ends: link["size_bytes"] for ends, link in profile["links"].items()}
+    read = sum(size for ends, size in sizes.items() if ends.endswith(" to worker"))
+    return {"read": read, "write": sum(sizes.values()) - read}
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Median and range of what was measured; None where one of the jobs has no such figure."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    median = statistics.median(known)
+    return {"median": median, "least": min(known), "most": max(known), "all": known}
+
+
+def check(table: Mapping[str, Any]) -> None:
+    """Raises `KeyError`, `TypeError` or `ValueError` for what is no table of `measure`."""
+    for key in ("arguments", "cpus", "loss", "repeats"):
+        table[key]
+    for row in table["shapes"]:
+        Shape.parse(row["shape"])
+        for key in ("rate_mbit", "batch", "sent_bytes", "step_ms", "seconds_to_loss"):
+            row[key]
+        rate = row["examples_per_second"]
+        if (rate is not None and not rate["median"] > 0) or not row["batch"] > 0:
+            raise ValueError(f"{row['shape']} did nothing")
+
+
+def lines(table: Mapping[str, Any]) -> list[str]:
+    """The table for a person: medians, and the range of the repeats."""
+    loss = f"s to loss {table['loss']:.4g}"
+    text = [f"{'job':<10} {'examples/s':>12} {'range':>17} {loss:>22} {'range':>15}"]
+    for row in table["shapes"]:
+        rate, seconds = row["examples_per_second"], row["seconds_to_loss"]
+        cells = [_cells(rate, 12, 17, ",.0f"), _cells(seconds, 22, 15, ".2f")]
+        text.append(f"{row['shape']:<10} {cells[0]} {cells[1]}")
+    profiled = [row for row in table["shapes"] if row["step_ms"]]
+    if profiled:
+        text += ["", f"{'ms a step':<10} " + " ".join(f"{name:>9}" for name in COLUMNS)]
+    for row in profiled:
+        parts = " ".join(f"{row['step_ms'][name]:>9.2f}" for name in COLUMNS)
+        text.append(f"{row['shape']:<10} {parts}")
+    return text
+
+
+def _cells(spread: Mapping[str, Any] | None, width: int, range_width: int, form: str) -> str:
+    if spread is None:
+        return f"{'-':>{width}} {'':>{range_width}}"
+    between = f"{spread['least']:{form}} to {spread['most']:{form}}"
+    return f"{spread['median']:>{width}{form}} {between:>{range_width}}"
