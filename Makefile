@@ -8,7 +8,7 @@ ARGS ?=
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks lint chaos bench recovery clean
+.PHONY: help setup demo test test-mpi test-slurm test-networks lint chaos bench recovery soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -60,6 +60,9 @@ recovery: setup  ## kill jobs beside torchrun, and write benchmarks/RECOVERY.md
 
 bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
 	benchmarks/run.sh $(ARGS)
+
+soak: setup  ## record the memory of a job of each strategy for two hours, and write benchmarks/SOAK.md
+	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,16 +23,17 @@ for name in sys.argv[1:]:
 """
 
 
-def describe() -> dict[str, str]:
+def describe(*, with_peers: bool = True) -> dict[str, str]:
     """One line a thing, in the order of the report."""
-    own, peers = (_versions(python, names) for python, names in PACKAGES.items())
+    sides = {"project": harness.PROJECT_PYTHON}
+    if with_peers:
+        sides["peers"] = harness.PEER_PYTHON
     return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "project": own,
-        "peers": peers,
+        **{side: _versions(python, PACKAGES[python]) for side, python in sides.items()},
         "load before": " ".join(f"{load:.2f}" for load in os.getloadavg()),
     }
 
