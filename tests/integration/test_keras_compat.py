@@ -30,6 +30,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from packaging.version import Version
 from tensorflow.python.distribute import parameter_server_strategy_v2
+from tensorflow.python.framework.ops import gradient_registry
 
 import tfdist
 from tfdist.training import keras_compat
@@ -374,6 +375,34 @@ def test_stock_reduces_once_more_in_the_update(strategies):
         lambda: TFOptimizer._all_reduce_sum_gradients(optimizer, [(tf.ones([]), variable)])[0][0],
     )
     assert reduced == [2.0, 2.0]
+
+
+def kept_gradients():
+    return {name for name in gradient_registry.list() if name.startswith("CustomGradient")}
+
+
+def test_stock_sums_keep_their_graph(strategies):
+    def total():
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([]))
+
+    before = kept_gradients()
+    per_replica(strategies[2], total)
+    assert kept_gradients() > before
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_fit_keeps_no_graph(strategies, replicas):
+    class OwnLogs(keras.Sequential):
+        def train_step(self, data):
+            return {**super().train_step(data), "one": tf.ones([])}
+
+    with strategies[replicas].scope():
+        model = OwnLogs([keras.Input((4,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    before = kept_gradients()
+    tfdist.fit(model, X, Y, batch_size=4, verbose=0)
+    tfdist.evaluate(model, X, Y, batch_size=4, verbose=0)
+    assert kept_gradients() == before
 
 
 def test_stock_synchronized_statistics_count_who_stands_in_for_an_empty_share(strategies):

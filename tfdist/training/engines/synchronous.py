@@ -20,7 +20,7 @@ from tfdist.training.agreement import require_same_batches
 from tfdist.training.engines.joining import joined, without_substitute
 from tfdist.training.exactness import require_deterministic
 from tfdist.training.feed import Part
-from tfdist.training.keras_compat import compiled
+from tfdist.training.keras_compat import all_reduce, compiled
 from tfdist.training.program import StepProgram, run_replica
 
 _GATHER = "CollectiveGatherV2"
@@ -196,7 +196,7 @@ class SynchronousEngine:
             mine = {n: tf.identity(tf.cast(v, tf.float32)) for n, v in values[local].items()}
             if replicas == 1:
                 return mine
-            return tf.distribute.get_replica_context().all_reduce("SUM", mine)
+            return all_reduce(mine)
 
         reduced = strategy.run(in_replica)
         return {n: strategy.experimental_local_results(v)[0] for n, v in reduced.items()}

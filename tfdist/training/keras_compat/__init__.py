@@ -11,7 +11,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     replacement   what a replacement is
     gradients     the one door: gradients are reduced where they enter the optimizer
     by_rows       which optimizers may update a variable in parts
-    reduction     the sum over replicas itself, in few messages
+    reduction     the sum over replicas itself, in few messages, which keeps no graph
     updates       behind the door: each replica updates its own copy of a variable
     at_once       SGD with momentum updates a variable in one operation
     accumulation  what several workers accumulate is neither lost nor counted twice
@@ -41,7 +41,7 @@ from tfdist.training.keras_compat.functions import compiled
 from tfdist.training.keras_compat.installing import REPLACEMENTS, install, tracing
 from tfdist.training.keras_compat.losses import logs_by_share
 from tfdist.training.keras_compat.randomness import random_key
-from tfdist.training.keras_compat.reduction import sum_over_replicas
+from tfdist.training.keras_compat.reduction import all_reduce, sum_over_replicas
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace
 
@@ -50,6 +50,7 @@ __all__ = [
     "Replacement",
     "StepTrace",
     "UpdateCounts",
+    "all_reduce",
     "compiled",
     "install",
     "logs_by_share",

@@ -124,7 +124,7 @@ def _scaling_as_it_will_unscale(original: Callable[..., Any]) -> Callable[..., A
 def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(self: Any, grads_and_vars: Any) -> Any:
         trace = current()
-        if trace is not None and trace.in_door:
+        if trace is not None and (trace.in_door or not _in_group()):
             return sent_together(grads_and_vars)
         return original(self, grads_and_vars)
 
@@ -158,7 +158,8 @@ REPLACEMENTS = (
         issue=f"{_SOURCE}/loss_scale_optimizer.py#L315",
     ),
     # The update sums once more, and has no switch against it. Nothing is done with gradients after
-    # it but the update, so that it is also where they are packed.
+    # it but the update, so that it is also where they are packed. On one device the sum does
+    # nothing but keep the graph of the step (see `reduction.all_reduce`).
     Replacement(
         owner=TFOptimizer,
         name="_all_reduce_sum_gradients",

@@ -30,8 +30,7 @@ def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
         own_copy(variable).assign(total)
     sparse = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
     if sparse:
-        context = tf.distribute.get_replica_context()
-        slices = context.all_reduce("SUM", [grads[i] for i in sparse])
+        slices = all_reduce([grads[i] for i in sparse])
         for i, total in zip(sparse, slices, strict=True):
             grads[i] = total
     return grads
@@ -120,18 +119,28 @@ def _by_collectives(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
     A large one is a message of its own: it needs no copy, and leaves while others are computed.
     """
-    context = tf.distribute.get_replica_context()
     results: list[tf.Tensor] = list(tensors)
     for pack in _packs(tensors):
         if len(pack) == 1:
-            results[pack[0]] = context.all_reduce("SUM", tensors[pack[0]])
+            results[pack[0]] = all_reduce(tensors[pack[0]])
             continue
         flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in pack], 0)
-        total = context.all_reduce("SUM", flat)
+        total = all_reduce(flat)
         sizes = [tf.size(tensors[i]) for i in pack]
         for i, part in zip(pack, tf.split(total, sizes, num=len(pack)), strict=True):
             results[i] = tf.ensure_shape(tf.reshape(part, tf.shape(tensors[i])), tensors[i].shape)
     return results
+
+
+def all_reduce(values: Any) -> Any:
+    """Sum a structure of tensors over all replicas, without a gradient. Replica context.
+
+    `ReplicaContext.all_reduce` is a `tf.custom_gradient`. TensorFlow registers each one until the
+    process ends, and with it the graph of the step, some MiB for each trace:
+    https://github.com/tensorflow/tensorflow/issues/97697. Ended by: no release, 2.21 included.
+    """
+    extended = tf.distribute.get_strategy().extended
+    return extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
 
 
 def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
