@@ -48,8 +48,8 @@ of 30. The memory of each process is read every {every_s:g} s: the memory that i
   traced once;
 - *MiB per hour*, *KiB per 1,000 steps*, *KiB per fit*: the slope (least squares) over hours, steps
   and fits in the second half of the time. Each of them contains all growth, whatever its cause;
-- *inside fits*: growth per 1,000 steps between two samples of the same fit, in the second half. If
-  it is about 0 and *KiB per fit* is not, fits leave memory behind and steps do not;
+- *inside fits*: KiB per 1,000 steps between two samples of the same fit, the median of the second
+  half. If it is about 0 and *KiB per fit* is not, fits leave memory behind and steps do not;
 - *threads*, *open files*: at 10 minutes / at the end.
 
 Steps and fits are those of the job, counted by its chief.
@@ -170,13 +170,13 @@ def slope(series: Series, *, over: str | Callable[[Mapping[str, Any]], float]) -
 
 
 def inside_fits(series: Series) -> float | None:
-    """Return the bytes for 1,000 steps between samples of the same fit."""
-    pairs = zip(series.samples, series.samples[1:], strict=False)
-    same = [(a, b) for a, b in pairs if a["fits"] == b["fits"] and b["phase"] == "fit"]
-    steps = sum(b["steps"] - a["steps"] for a, b in same)
-    if len(same) < LEAST_POINTS or not steps:
-        return None
-    return float(sum(b["uss"] - a["uss"] for a, b in same) / steps * 1000)
+    """Return the bytes for 1,000 steps between samples of the same fit: the median."""
+    slopes = [
+        (b["uss"] - a["uss"]) / (b["steps"] - a["steps"]) * 1000
+        for a, b in zip(series.samples, series.samples[1:], strict=False)
+        if a["fits"] == b["fits"] and a["phase"] == b["phase"] == "fit" and a["steps"] < b["steps"]
+    ]
+    return float(np.median(slopes)) if len(slopes) >= LEAST_POINTS else None
 
 
 def _mebibytes(sample: Mapping[str, Any]) -> str:
