@@ -16,6 +16,7 @@ MEBIBYTE = 2**20
 KIBIBYTE = 2**10
 EARLY_S = 600.0
 LEAST_POINTS = 4
+EPOCH_STEPS = 100
 COLUMNS = (
     "job, task",
     "hours",
@@ -48,8 +49,8 @@ of 30. The memory of each process is read every {every_s:g} s: the memory that i
   traced once;
 - *MiB per hour*, *KiB per 1,000 steps*, *KiB per fit*: the slope (least squares) over hours, steps
   and fits in the second half of the time. Each of them contains all growth, whatever its cause;
-- *inside fits*: KiB per 1,000 steps between two samples of the same fit, the median of the second
-  half. If it is about 0 and *KiB per fit* is not, fits leave memory behind and steps do not;
+- *inside fits*: KiB per 1,000 steps between two samples of the same fit, an epoch or more apart;
+  the median. If it is small and *KiB per fit* is not, fits leave memory behind and steps do not;
 - *threads*, *open files*: at 10 minutes / at the end.
 
 Steps and fits are those of the job, counted by its chief.
@@ -155,7 +156,7 @@ def _row(series: Series) -> tuple[str, ...]:
         f"{late['fits']:,}",
         _signed(slope(half, over=lambda sample: sample["steps"] / 1000), KIBIBYTE),
         _signed(slope(half, over="fits"), KIBIBYTE),
-        _signed(inside_fits(half), KIBIBYTE),
+        _signed(inside_fits(series), KIBIBYTE),
         _both(early, late, "threads"),
         _both(early, late, "fds"),
     )
@@ -170,11 +171,13 @@ def slope(series: Series, *, over: str | Callable[[Mapping[str, Any]], float]) -
 
 
 def inside_fits(series: Series) -> float | None:
-    """Return the bytes for 1,000 steps between samples of the same fit: the median."""
+    """Return the bytes for 1,000 steps between samples of one fit, an epoch or more apart."""
     slopes = [
         (b["uss"] - a["uss"]) / (b["steps"] - a["steps"]) * 1000
         for a, b in zip(series.samples, series.samples[1:], strict=False)
-        if a["fits"] == b["fits"] and a["phase"] == b["phase"] == "fit" and a["steps"] < b["steps"]
+        if a["fits"] == b["fits"]
+        and a["phase"] == b["phase"] == "fit"
+        and b["steps"] - a["steps"] >= EPOCH_STEPS
     ]
     return float(np.median(slopes)) if len(slopes) >= LEAST_POINTS else None
 
