@@ -5,10 +5,13 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 ARGS ?=
 
+RAY_VENV := .venv-ray
+RAY := ray[default,train]==2.60.0
+
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks lint chaos bench recovery soak clean
+.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray lint chaos bench soak stress recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -28,7 +31,7 @@ demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 # others. Tests that hold how long something takes run after them, alone.
 test: setup  ## every test; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
-	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile tests/unit tests/integration
+	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile tests/unit tests/integration tests/field
 	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/multiprocess
 	$(CPU_ONLY) $(PY) -m pytest -m alone tests/multiprocess
 else
@@ -46,6 +49,17 @@ test-slurm: setup  ## jobs on a Slurm of two nodes, which is installed (by root)
 test-networks: setup  ## jobs of two hosts, in namespaces, over networks that fail; needs root
 	tests/networks/install.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/networks $(ARGS)
+
+test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train, which is installed beside .venv
+	$(CPU_ONLY) $(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
+
+# What .venv has, and Ray: tfdist is tested as it is without.
+$(RAY_VENV)/.ready: $(READY) Makefile
+	$(PY) -m venv --clear $(RAY_VENV)
+	$(PY) -c 'import sysconfig; print("$(CURDIR)", sysconfig.get_path("purelib"), sep="\n")' \
+		>"$$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tfdist.pth"
+	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
+	touch $@
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .
@@ -65,5 +79,5 @@ soak: setup  ## record the memory of a job of each strategy for two hours, and w
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

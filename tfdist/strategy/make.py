@@ -97,6 +97,7 @@ def make_strategy(
         elif kind == "multiworker":
             strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
         else:
+            _require_one_device(count)
             strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers, split_bytes)
     _hear_sigterm()
     job = Job(strategy=strategy, kind=kind, config=config)
@@ -248,6 +249,17 @@ def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.nd
     with phases.waiting_for_all():
         total: np.ndarray = strategy.reduce("SUM", tf.constant(values), axis=None).numpy()
     return total
+
+
+def _require_one_device(count: int | None) -> None:
+    if count not in (None, 1):
+        # Keras' optimizers have no updates for what TensorFlow makes of a worker's several devices.
+        raise UsageError(
+            "make_strategy",
+            received=f"devices_per_worker={count} with strategy ps",
+            expected="1: a worker of a ps job computes on one device",
+            fix="start more workers",
+        )
 
 
 def _parameter_server(

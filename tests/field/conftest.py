@@ -1,0 +1,19 @@
+"""One process with three logical devices, as for tests/integration; jobs have their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.conftest import fresh_keras, strategies  # noqa: F401  # fixtures
+
+
+@pytest.fixture
+def one(strategies):  # noqa: F811
+    """The strategy of one device, which is what several replicas are held against."""
+    return strategies[1]
+
+
+@pytest.fixture
+def two(strategies):  # noqa: F811
+    """A mirrored strategy of two replicas."""
+    return strategies[2]
