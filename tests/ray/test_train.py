@@ -9,6 +9,11 @@ import subprocess
 import sys
 
 import pytest
+
+# Read as Ray is imported: without clusters it, and so TF_CONFIG, keeps to loopback.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.tensorflow import TensorflowTrainer
@@ -21,20 +26,18 @@ ENVIRON = {
     "PYTHONPATH": str(ROOT),
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "TF_NUM_INTRAOP_THREADS": "1",  # the last bits are those of so many threads
+    "TF_NUM_INTRAOP_THREADS": "1",  # bits are those of a number of threads
 }
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray of this machine, on loopback."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    """A Ray of this machine."""
     ray.init(
         num_cpus=4,
         object_store_memory=100 << 20,
         include_dashboard=False,
         runtime_env={"env_vars": ENVIRON},
-        _node_ip_address="127.0.0.1",
     )
     yield
     ray.shutdown()
