@@ -20,6 +20,7 @@ from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
 from tfdist.training.keras_compat.by_rows import require_by_rows
+from tfdist.training.keras_compat.losses import comes_of_scaled
 from tfdist.training.keras_compat.packing import sent_together
 from tfdist.training.keras_compat.reduction import reduced, times
 from tfdist.training.keras_compat.replacement import Replacement
@@ -93,7 +94,9 @@ def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
     """Weights by the share where the step's loss was never scaled: a loss made by hand."""
     if trace.loss_scaled:
         return grads
-    return [None if g is None else times(g, trace.share) for g in grads]
+    return [
+        g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads
+    ]
 
 
 def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:

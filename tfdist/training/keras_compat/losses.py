@@ -1,22 +1,35 @@
 """A replica's loss counts by its share of the global batch.
 
 Keras takes 1 / replicas, whatever the share, and nothing at all of a loss function that returns
-one number. Ended by: no release, Keras 3.15.1 included.
+one number. Masked entries and sample weights are counted by each replica for itself. A tensor of
+several losses is summed, by `add_loss` or the tape, and counts as a mean. What layers add is in
+lists that all replicas share. Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
+from keras.src.trainers.trainer import Trainer
 
+from tfdist.strategy.job import current_job
+from tfdist.training.keras_compat.reduction import sum_over_replicas
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
 
+_LOG = logging.getLogger(__name__)
 _MEAN = "sum_over_batch_size"
-_SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/losses/loss.py"
+_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
+_SOURCE = f"{_KERAS}/losses/loss.py"
+_TAPE = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/backprop.py"
 
 
 def unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
@@ -36,6 +49,8 @@ def _scaled(value: tf.Tensor, *, by: tf.Tensor | float, trace: StepTrace) -> tf.
 
 def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
     """True when `value` was computed from a loss that is scaled by the share."""
+    if not trace.scaled:
+        return False
     seen: set[str] = set()
     waiting = [value.op]
     while waiting:
@@ -110,10 +125,15 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = _MEAN) -> Any:
-        reduced = original(values, sample_weight, reduction)
         trace = current()
         if trace is None or reduction in ("none", None):
-            return reduced
+            return original(values, sample_weight, reduction)
+        by_weights = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if by_weights and tuple(values.shape) != () and _sums_in_step(trace, "a weighted loss"):
+            whole = _over_replicas(tf.reduce_sum(sample_weight), trace)
+            by = tf.math.divide_no_nan(tf.sign(tf.cast(trace.share, whole.dtype)), whole)
+            return _scaled(original(values, sample_weight, "sum"), by=by, trace=trace)
+        reduced = original(values, sample_weight, reduction)
         if reduction == "sum" and trace.num_replicas > 1:
             return _scaled(reduced, by=tf.sign(trace.share), trace=trace)
         if reduction == "sum" or tuple(values.shape) != ():
@@ -121,6 +141,149 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
         return keras_loss.scale_loss_for_distribution(reduced)
 
     return reduce_values
+
+
+# Keras divides by the replica's own number of unmasked entries, or sum of sample weights.
+
+
+def _unmasked_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights unmasked entries such that the mean by the share is that over all of the batch."""
+
+    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+        trace = current()
+        is_mean = mask is not None and reduction in (_MEAN, "mean")
+        if trace is None or not is_mean or not _sums_in_step(trace, "a masked loss"):
+            return original(sample_weight, mask, dtype, reduction)
+        weights = original(sample_weight, tf.cast(mask, tf.bool), dtype, "sum")
+        valid = _over_replicas(tf.reduce_sum(tf.cast(mask, tf.float32)), trace)
+        total = tf.cast(tf.size(mask), tf.float32)
+        each = tf.math.divide_no_nan(total, tf.cast(trace.share, tf.float32) * valid)
+        return weights * tf.cast(each, weights.dtype)
+
+    return apply_mask
+
+
+def _sums_in_step(trace: StepTrace, what: str) -> bool:
+    """Whether replicas can sum where `what` is computed; says so where several cannot."""
+    if trace.num_replicas > 1 and not trace.is_in_step():
+        _warn(
+            f"{what} in a loop or condition of the step is divided by what each of "
+            f"{trace.num_replicas} replicas counts for itself, which is not what one device "
+            "computes; compute it in the step itself"
+        )
+    return trace.num_replicas > 1 and trace.is_in_step()
+
+
+def _over_replicas(count: tf.Tensor, trace: StepTrace) -> tf.Tensor:
+    """The sum over all replicas that have an example; no gradient goes through it."""
+    mine = tf.stop_gradient(count) * tf.sign(tf.cast(trace.share, count.dtype))
+    return sum_over_replicas([mine])[0]
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Says a line once, on the chief."""
+    job = current_job()
+    if job is None or job.is_chief:
+        _LOG.warning("%s", line)
+
+
+# Several losses in one tensor are summed: by Keras where a layer adds them, else by the tape.
+
+
+def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
+    """Whether a tensor has a loss for each example, so that its sum is one over the batch.
+
+    A shape that has nothing of the batch is that of several means, and is told of.
+    """
+    if value.shape.rank == 0:
+        return False
+    if not value.shape.is_fully_defined() or trace.rows in tuple(value.shape):
+        return True
+    _warn(
+        f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: its numbers are "
+        "taken for means over the batch; sums over the batch would count "
+        f"1/{trace.num_replicas} of what they count on one device: make them means"
+    )
+    return False
+
+
+def _summing_what_is_added(original: Callable[..., Any]) -> Callable[..., Any]:
+    def aggregate(self: Any, loss: Any) -> Any:
+        trace = current()
+        if trace is None or trace.num_replicas == 1 or comes_of_scaled(loss, trace):
+            return original(self, loss)
+        if not _is_of_examples(loss, trace, "add_loss"):
+            return original(self, loss)
+        trace.loss_scaled = True
+        whole = Trainer._aggregate_additional_loss(self, loss)
+        return _scaled(whole, by=tf.sign(trace.share), trace=trace)
+
+    return aggregate
+
+
+def _summing_by_the_tape(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of variables by a loss per example are not weighted by the share once more."""
+
+    def gradient(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+    ) -> Any:
+        trace = current()
+        if trace is not None and trace.num_replicas > 1 and output_gradients is None:
+            variables = tf.nest.flatten(sources)
+            if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
+                output_gradients = _seeds(tf.nest.flatten(target), trace)
+        return original(self, target, sources, output_gradients, **kwargs)
+
+    return gradient
+
+
+def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] | None:
+    """What a tape begins with; None where no target has a loss for each example."""
+    if not all(isinstance(target, tf.Tensor) for target in targets):
+        return None
+    whole = [comes_of_scaled(target, trace) for target in targets]
+    of_examples = [
+        not done and _is_of_examples(target, trace, "the gradient of a tensor")
+        for target, done in zip(targets, whole, strict=True)
+    ]
+    if not any(of_examples):
+        return None
+    return [
+        None
+        if done
+        else _scaled(
+            tf.ones_like(target), by=tf.sign(trace.share) if is_sum else trace.share, trace=trace
+        )
+        for target, done, is_sum in zip(targets, whole, of_examples, strict=True)
+    ]
+
+
+# Replicas are traced in threads that take turns where they talk to each other, in the middle of a
+# forward pass too; Keras clears the lists of a layer when the next one begins.
+
+
+class _LayerOfTheStep:
+    """A layer, with lists of losses that belong to the step."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._losses: list[Any] = []
+        self._loss_ids: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _on_lists_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = current()
+        if trace is None:
+            return original(self, *args, **kwargs)
+        own = trace.layers.setdefault(id(self), _LayerOfTheStep(self))
+        return original(own, *args, **kwargs)
+
+    return method
 
 
 REPLACEMENTS = (
@@ -139,5 +302,26 @@ REPLACEMENTS = (
     Replacement(owner=keras_loss.Loss, name="__call__", make=_noting_loss, issue=f"{_SOURCE}#L56"),
     Replacement(
         owner=keras_loss, name="reduce_values", make=_scaling_the_rest, issue=f"{_SOURCE}#L140"
+    ),
+    Replacement(
+        owner=keras_loss, name="apply_mask", make=_unmasked_in_all, issue=f"{_SOURCE}#L197"
+    ),
+    Replacement(
+        owner=TensorFlowTrainer,
+        name="_aggregate_additional_loss",
+        make=_summing_what_is_added,
+        issue=f"{_KERAS}/backend/tensorflow/trainer.py#L742",
+    ),
+    Replacement(
+        owner=tf.GradientTape, name="gradient", make=_summing_by_the_tape, issue=f"{_TAPE}#L960"
+    ),
+    *(
+        Replacement(
+            owner=Layer,
+            name=name,
+            make=_on_lists_of_the_step,
+            issue=f"{_KERAS}/layers/layer.py#L{line}",
+        )
+        for name, line in (("add_loss", 1255), ("_get_own_losses", 1285), ("_clear_losses", 1323))
     ),
 )

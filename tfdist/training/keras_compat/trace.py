@@ -23,12 +23,14 @@ class StepTrace:
       share: this replica's part of the global batch, scalar float32 or a float.
       examples: how many of this replica's examples count, scalar integer.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
+      rows: examples of this replica's batch, where they are known when the step is traced.
       training: False leaves the statistics of layers to each replica.
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_door: called with the gradients where they enter an optimizer.
       held: values of variables, by `id`, that the step has read once and goes on with.
       taken: what an update takes of sums of gradients, part by part, by the `id` of the sum.
       counts: what optimizers have for their counts of updates; None for what is in the variable.
+      layers: what holds the losses that layers have added, by the `id` of the layer.
       graph: the step's own.
       holder: the graph that `local` is of: the step's own, or of a condition in it.
     """
@@ -37,6 +39,7 @@ class StepTrace:
     share: tf.Tensor | float
     examples: tf.Tensor | int
     random_key: tf.Tensor
+    rows: int | None = None
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_door: Callable[[Sequence[Any]], None] | None = None
@@ -51,6 +54,7 @@ class StepTrace:
     scaled: set[str] = dataclasses.field(default_factory=set)
     unscaled: set[str] = dataclasses.field(default_factory=set)
     statistics: list[Variable] = dataclasses.field(default_factory=list)
+    layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
     holder: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
