@@ -141,6 +141,59 @@ def test_stock_losses_of_one_number_count_once_for_each_replica(strategies):
     assert losses == [1.0, 1.0]  # and not halves, as of "mse"
 
 
+def part_of_a_replica(strategy, values):
+    """What a replica has of values that are divided among them."""
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.split(tf.constant(values), strategy.num_replicas_in_sync)[replica]
+
+
+def test_stock_replicas_divide_by_their_own_unmasked_entries(strategies):
+    def loss():
+        predicted = part_of_a_replica(strategies[2], [[1.0], [2.0], [3.0], [4.0]])
+        mask = part_of_a_replica(strategies[2], [[True], [False], [True], [True]])
+        keras.src.backend.set_keras_mask(predicted, mask[:, 0])
+        return keras.losses.MeanAbsoluteError()(tf.zeros([2, 1]), predicted)
+
+    assert per_replica(strategies[2], loss) == [0.5, 1.75]  # and not 1 / 3 and 7 / 3 of 8 / 3
+
+
+def test_stock_vectors_of_add_loss_are_sums_by_the_number_of_replicas(strategies):
+    model = make_model(strategies[2], keras.optimizers.SGD)
+    added = per_replica(strategies[2], lambda: model._aggregate_additional_loss(tf.ones([4])))
+    assert added == [2.0, 2.0]  # and not the sums, which are 4
+
+
+def test_stock_tapes_add_up_what_a_step_would_take_for_a_mean():
+    weight = tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        losses = weight * tf.ones([4])
+    assert float(tape.gradient(losses, weight)) == 4.0
+
+
+def test_stock_replicas_have_the_losses_of_a_layer_in_common(strategies):
+    """The second replica calls the layer while the first one waits for it, before it reads."""
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(x)
+            tf.distribute.get_replica_context().all_reduce("SUM", x)
+            return x
+
+    def added(*, traced):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with keras_compat.tracing(trace()) if traced else contextlib.nullcontext():
+            layer(tf.cast(replica, tf.float32))
+            (loss,) = layer.losses
+            layer._clear_losses()
+            assert not layer.losses
+        return loss
+
+    layer = Adds()
+    with pytest.raises(ValueError, match="not enough values"):
+        per_replica(strategies[2], functools.partial(added, traced=False))
+    assert per_replica(strategies[2], functools.partial(added, traced=True)) == [0.0, 1.0]
+
+
 def test_stock_losses_of_several_outputs_are_means_over_batches():
     x = keras.Input((4,))
     model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in "ab"})
@@ -516,6 +569,14 @@ FAULT_SHOWN_BY = {
     "keras.src.losses.loss.reduce_values": (
         test_stock_losses_of_one_number_count_once_for_each_replica
     ),
+    "keras.src.losses.loss.apply_mask": test_stock_replicas_divide_by_their_own_unmasked_entries,
+    "TensorFlowTrainer._aggregate_additional_loss": (
+        test_stock_vectors_of_add_loss_are_sums_by_the_number_of_replicas
+    ),
+    "GradientTape.gradient": test_stock_tapes_add_up_what_a_step_would_take_for_a_mean,
+    "Layer.add_loss": test_stock_replicas_have_the_losses_of_a_layer_in_common,
+    "Layer._get_own_losses": test_stock_replicas_have_the_losses_of_a_layer_in_common,
+    "Layer._clear_losses": test_stock_replicas_have_the_losses_of_a_layer_in_common,
     "CompileLoss.call": test_stock_losses_of_several_outputs_are_means_over_batches,
     "keras.src.backend.tensorflow.nn._compute_moments_sync": (
         test_stock_synchronized_statistics_count_who_stands_in_for_an_empty_share

@@ -85,7 +85,7 @@ def run_replica(
         share=share,
         examples=part.count,
         random_key=keras_compat.random_key(program.seed, step=step, replica=replica),
-        rows=_rows(part.data),
+        batch=part.data,
         training=program.training,
         local=local or {},
         at_door=at_door,
@@ -100,12 +100,6 @@ def run_replica(
     if not program.keep_logs:
         return outputs
     return keras_compat.logs_by_share(flat_logs(_require_logs(outputs)), trace)
-
-
-def _rows(data: Any) -> int | None:
-    """The examples of a batch, None where they are known at run time alone."""
-    shape = next(part.shape for part in tf.nest.flatten(data) if part is not None)
-    return int(shape[0]) if shape.rank and shape[0] is not None else None
 
 
 def _require_logs(outputs: Any) -> dict[str, Any]:

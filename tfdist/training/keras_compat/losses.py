@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,6 +26,7 @@ from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
 
 _LOG = logging.getLogger(__name__)
+_PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
 _MEAN = "sum_over_batch_size"
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 _SOURCE = f"{_KERAS}/losses/loss.py"
@@ -51,16 +52,19 @@ def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
     """True when `value` was computed from a loss that is scaled by the share."""
     if not trace.scaled:
         return False
-    seen: set[str] = set()
-    waiting = [value.op]
+    return any(op.name in trace.scaled for op in _behind([value], but=trace.unscaled))
+
+
+def _behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[tf.Operation]:
+    """The operations that tensors were computed by, except those named and what is behind them."""
+    seen = set(but)
+    waiting = [value.op for value in values]
     while waiting:
         operation = waiting.pop()
-        if operation.name in trace.scaled:
-            return True
-        if operation.name not in seen and operation.name not in trace.unscaled:
+        if operation.name not in seen:
             seen.add(operation.name)
             waiting += [tensor.op for tensor in operation.inputs]
-    return False
+            yield operation
 
 
 def logs_by_share(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
@@ -198,7 +202,7 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
     """
     if value.shape.rank == 0:
         return False
-    if not value.shape.is_fully_defined() or trace.rows in tuple(value.shape):
+    if not value.shape.is_fully_defined() or trace.rows() in tuple(value.shape):
         return True
     _warn(
         f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: its numbers are "
@@ -232,7 +236,9 @@ def _summing_by_the_tape(original: Callable[..., Any]) -> Callable[..., Any]:
         if trace is not None and trace.num_replicas > 1 and output_gradients is None:
             variables = tf.nest.flatten(sources)
             if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
-                output_gradients = _seeds(tf.nest.flatten(target), trace)
+                targets = tf.nest.flatten(target)
+                _warn_of_pairs(targets, trace)
+                output_gradients = _seeds(targets, trace)
         return original(self, target, sources, output_gradients, **kwargs)
 
     return gradient
@@ -257,6 +263,25 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] |
         )
         for target, done, is_sum in zip(targets, whole, of_examples, strict=True)
     ]
+
+
+def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
+    """Says so where a loss goes by products of the batch with itself, as contrastive losses do."""
+    batch = {part.op.name for part in trace.parts()}
+    sizes = {None, trace.rows()}
+    for operation in _behind([target for target in targets if isinstance(target, tf.Tensor)]):
+        if operation.type not in _PRODUCTS or operation.outputs[0].shape.rank != 2:
+            continue
+        among_examples = sizes.issuperset(operation.outputs[0].shape) and all(
+            any(op.name in batch for op in _behind([factor])) for factor in operation.inputs
+        )
+        if among_examples:
+            _warn(
+                f"a matrix product of the batch with itself on {trace.num_replicas} replicas: each "
+                "compares the examples of its own part only, so that the loss is not what one "
+                "device computes"
+            )
+            return
 
 
 # Replicas are traced in threads that take turns where they talk to each other, in the middle of a

@@ -23,7 +23,7 @@ class StepTrace:
       share: this replica's part of the global batch, scalar float32 or a float.
       examples: how many of this replica's examples count, scalar integer.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
-      rows: examples of this replica's batch, where they are known when the step is traced.
+      batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       training: False leaves the statistics of layers to each replica.
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_door: called with the gradients where they enter an optimizer.
@@ -39,7 +39,7 @@ class StepTrace:
     share: tf.Tensor | float
     examples: tf.Tensor | int
     random_key: tf.Tensor
-    rows: int | None = None
+    batch: Any = ()
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_door: Callable[[Sequence[Any]], None] | None = None
@@ -61,6 +61,16 @@ class StepTrace:
     def is_in_step(self) -> bool:
         """Whether what is traced now is of the step itself, and not of a condition in it."""
         return tf.compat.v1.get_default_graph() is self.graph
+
+    def parts(self) -> list[tf.Tensor]:
+        """The tensors of the batch."""
+        flat = tf.nest.flatten(self.batch, expand_composites=True)
+        return [part for part in flat if part is not None]
+
+    def rows(self) -> int | None:
+        """The examples of the batch, None where they are known at run time alone."""
+        shapes = [part.shape for part in tf.nest.flatten(self.batch) if part is not None]
+        return shapes[0][0] if shapes and shapes[0].rank else None
 
 
 _thread = threading.local()

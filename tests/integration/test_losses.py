@@ -1,0 +1,362 @@
+"""Losses on several replicas: masks, weights, sums by the tape, what layers add."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.integration.test_equivalence import difference
+from tfdist.training.keras_compat import losses
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(60, 6).astype("float32")
+X[1::3] *= 3
+Y = RNG.randn(60, 1).astype("float32")
+TOKENS = RNG.randint(1, 20, (60, 5))
+TOKENS[:, 3:] *= RNG.randint(0, 2, (60, 2))
+TOKENS[::4, 1:] = 0
+TOKENS[40:48] = 0  # batches in which a replica, or all of them, have nothing unmasked
+NEXT = RNG.randint(0, 4, (60, 5))
+WEIGHTS = RNG.rand(60, 5).astype("float32")
+
+
+def trained(strategy, make, x, y=None, *, batch_size=8, epochs=2, **fit):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make()
+    options = {"batch_size": batch_size, "epochs": epochs, "seed": 3, "verbose": 0, **fit}
+    return model, tfdist.fit(model, x, y, **options).history
+
+
+def require_equal(strategies, make, x, y=None, *, replicas=(2, 3), **fit):
+    """Trains on one device and on several replicas; returns what one device made of it."""
+    one, one_logs = trained(strategies[1], make, x, y, **fit)
+    for number in replicas:
+        many, many_logs = trained(strategies[number], make, x, y, **fit)
+        assert difference(one, many) < 1e-6
+        for name, values in one_logs.items():
+            np.testing.assert_allclose(many_logs[name], values, rtol=1e-5, err_msg=name)
+    return one, one_logs
+
+
+# Masks and weights
+
+
+def tagger(**loss):
+    """A class for each token, none for those that are 0."""
+
+    def make():
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                layers.Embedding(20, 8, mask_zero=True),
+                layers.Dense(4),
+            ]
+        )
+        entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **loss)
+        model.compile(keras.optimizers.SGD(0.5), entropy, metrics=["accuracy"])
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("loss", [{}, {"reduction": "mean_with_sample_weight"}])
+@pytest.mark.parametrize("examples", [60, 41])
+def test_masked_losses_equal_one_device(strategies, loss, examples):
+    # 41 examples in batches of 4: the last step has one example for three replicas.
+    x, y = TOKENS[:examples], NEXT[:examples]
+    batch_size = 8 if examples == 60 else 4
+    data = {"validation_data": (TOKENS[:17], NEXT[:17]), "batch_size": batch_size}
+    require_equal(strategies, tagger(**loss), x, y, **data)
+
+
+@pytest.mark.parametrize("loss", [{}, {"reduction": "mean_with_sample_weight"}])
+def test_masked_losses_with_sample_weights_equal_one_device(strategies, loss):
+    require_equal(strategies, tagger(**loss), TOKENS, NEXT, sample_weight=WEIGHTS)
+
+
+def test_classes_that_are_ignored_equal_one_device(strategies):
+    y = np.where(TOKENS > 5, NEXT, 3)
+    require_equal(strategies, tagger(ignore_class=3), TOKENS, y)
+
+
+def test_weighted_means_equal_one_device(strategies):
+    def make():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(keras.optimizers.SGD(0.01), loss)
+        return model
+
+    require_equal(strategies, make, X, Y, sample_weight=WEIGHTS[:, 0] ** 4)
+
+
+def test_masks_of_several_outputs_equal_one_device(strategies):
+    def make():
+        x = keras.Input((5,), dtype="int32")
+        h = keras.layers.Embedding(20, 8, mask_zero=True)(x)
+        outputs = {name: keras.layers.Dense(4, name=name)(h) for name in "ab"}
+        model = keras.Model(x, outputs)
+        losses = {
+            "a": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1),
+        }
+        model.compile(keras.optimizers.SGD(0.5), losses, loss_weights={"a": 1.0, "b": 0.3})
+        return model
+
+    y = {"a": NEXT, "b": NEXT[::-1]}
+    _, logs = require_equal(strategies, make, TOKENS, y, validation_data=(TOKENS, y))
+    assert {"a_loss", "b_loss", "val_b_loss"} < logs.keys()
+
+
+def test_a_masked_loss_in_a_loop_says_that_replicas_count_for_themselves(strategies, caplog):
+    class Micro(keras.Sequential):
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            def add(i, total):
+                predicted = tf.identity(y_pred)
+                keras.src.backend.set_keras_mask(predicted, tf.not_equal(x, 0))
+                return i + 1, total + self.loss(y, predicted)
+
+            return tf.while_loop(lambda i, _: i < 2, add, [0, 0.0])[1]
+
+    def make():
+        model = Micro([keras.Input((5,)), keras.layers.Reshape((5, 1)), keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5), loss)
+        return model
+
+    losses._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tfdist"):
+        trained(strategies[2], make, TOKENS.astype("float32"), NEXT)
+    assert caplog.text.count("a masked loss in a loop or condition of the step") == 1
+
+
+# Losses in one tensor
+
+
+class SummedByTheTape(keras.Sequential):
+    """A loss per example, as of published siamese networks."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"mine": self.tracker.result()}
+
+
+class SummedAndMeant(SummedByTheTape):
+    """A sum and a mean in one call of the tape, and a mean in another."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
+            mean = tf.reduce_mean(self(x, training=True) ** 2)
+        for target in ([errors, mean], mean):
+            gradients = tape.gradient(target, self.trainable_weights)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.tracker.update_state(errors)
+        return {"mine": self.tracker.result()}
+
+
+@pytest.mark.parametrize("kind", [SummedByTheTape, SummedAndMeant])
+@pytest.mark.parametrize("examples", [60, 57, 48])  # of a last batch of 4, of 1, and none smaller
+def test_a_loss_per_example_is_a_sum(strategies, kind, examples):
+    def make():
+        model = kind([keras.Input((6,)), keras.layers.Dense(1)])
+        model.tracker = keras.metrics.Mean(name="mine")
+        model.compile(keras.optimizers.SGD(0.001))
+        return model
+
+    require_equal(strategies, make, X[:examples], Y[:examples])
+
+
+class PerExample(keras.layers.Layer):
+    """Adds a loss of each example, as published models of OCR do."""
+
+    def call(self, x):
+        self.add_loss(tf.reduce_sum((x - 1.0) ** 2, -1, keepdims=True))
+        return x
+
+
+@pytest.mark.parametrize("examples", [60, 57, 48])
+@pytest.mark.parametrize("loss", ["mse", None])
+def test_a_vector_of_add_loss_is_a_sum(strategies, examples, loss):
+    def make():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), PerExample()])
+        model.compile(keras.optimizers.SGD(0.001), loss)
+        return model
+
+    x, y = X[:examples], Y[:examples]
+    require_equal(strategies, make, x, y, validation_data=(x[:20], y[:20]))
+
+
+class TwoMeans(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.stack([tf.reduce_mean(x**2), tf.reduce_mean(tf.abs(x))]))
+        return x
+
+
+def test_several_means_in_one_tensor_are_means_and_told_of_once(strategies, caplog):
+    def make():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), TwoMeans()])
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        return model
+
+    losses._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tfdist"):
+        require_equal(strategies, make, X, Y, replicas=(2,))
+        require_equal(strategies, make, X, Y, replicas=(2,))
+    told = [record.message for record in caplog.records if record.name.startswith("tfdist")]
+    assert len(told) == 1
+    assert told[0].startswith("add_loss of shape (2,) on 2 replicas")
+    assert "1/2 of what they count on one device" in told[0]
+
+
+class Contrastive(keras.Model):
+    """Which of the others in the batch is an example's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = keras.layers.Dense(4), keras.layers.Dense(4)
+
+    def call(self, x):
+        return tf.matmul(self.left(x), self.right(x**2), transpose_b=True)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            likeness = self(data)
+            own = tf.range(tf.shape(likeness)[0])
+            entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(own, likeness)
+            loss = tf.reduce_mean(entropy)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"mine": loss}
+
+
+@pytest.mark.parametrize("examples", [60, 48])
+def test_losses_over_pairs_say_that_replicas_see_their_own_part(strategies, caplog, examples):
+    def make():
+        model = Contrastive()
+        model.compile(keras.optimizers.SGD(0.001))
+        return model
+
+    losses._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tfdist"):
+        trained(strategies[1], make, X[:examples])
+        assert not caplog.records
+        trained(strategies[2], make, X[:examples])
+    assert caplog.text.count("a matrix product of the batch with itself on 2 replicas") == 1
+
+
+def test_layers_as_wide_as_a_part_of_the_batch_compare_nothing(strategies, caplog):
+    def make():
+        model = keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(4) for _ in range(3))])
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        return model
+
+    losses._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tfdist"):
+        trained(strategies[2], make, X[:48], X[:48, :4])
+    assert not caplog.records
+
+
+# What layers add
+
+
+def with_activities(*, shared=False):
+    """A model in a model, with losses of layers before and after the replicas meet."""
+    layers, l2 = keras.layers, keras.regularizers.L2
+    inner = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(6, activity_regularizer=l2(0.1), kernel_regularizer=l2(0.01)),
+            layers.BatchNormalization(synchronized=True),
+            layers.Dense(6, activity_regularizer=l2(0.05)),
+        ]
+    )
+    x = keras.Input((6,))
+    h = inner(x)
+    if shared:
+        h = inner(layers.BatchNormalization(synchronized=True)(h))
+    model = keras.Model(x, layers.Dense(1, activity_regularizer="l1")(h))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_activity_regularizers_and_synchronized_statistics_equal_one_device(strategies, shared):
+    def make():
+        return with_activities(shared=shared)
+
+    x, y = X[:57], Y[:57]
+    require_equal(strategies, make, x, y, validation_data=(x[:20], y[:20]))
+
+
+class AddsItsSquares(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x**2))
+        return x
+
+
+class ReadsAfterTheUpdate(keras.Sequential):
+    """As the published VQ-VAE, whose metric is what its layers have added."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2) + sum(self.losses)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.tracker.update_state(sum(self.losses))
+        return {"added": self.tracker.result()}
+
+
+class ReturnsItsLosses(ReadsAfterTheUpdate):
+    """Takes the losses of a call that leaves nothing behind."""
+
+    def train_step(self, data):
+        x, y = data
+        trainable, others = self.trainable_variables, self.non_trainable_variables
+        with tf.GradientTape() as tape:
+            values = [tf.convert_to_tensor(v) for v in trainable]
+            tape.watch(values)
+            found, _, added = self.stateless_call(values, others, x, return_losses=True)
+            loss = tf.reduce_mean((found - y) ** 2) + sum(added)
+        gradients = tape.gradient(loss, values)
+        self.optimizer.apply_gradients(zip(gradients, trainable, strict=True))
+        self.tracker.update_state(sum(added))
+        return {"added": self.tracker.result()}
+
+
+@pytest.mark.parametrize("kind", [ReadsAfterTheUpdate, ReturnsItsLosses])
+def test_losses_read_in_a_step_are_those_of_the_replica(strategies, kind):
+    def make():
+        layers = [keras.layers.Dense(4), AddsItsSquares()]
+        layers += [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+        model = kind([keras.Input((6,)), *layers])
+        model.tracker = keras.metrics.Mean(name="added")
+        model.compile(keras.optimizers.SGD(0.01))
+        return model
+
+    require_equal(strategies, make, X, Y)
+
+
+def test_a_step_leaves_no_losses_of_its_graph_behind(strategies):
+    with strategies[2].scope():
+        layers = [keras.layers.Dense(1, kernel_regularizer="l2"), AddsItsSquares()]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("sgd", "mse")
+    tfdist.fit(model, X, Y, batch_size=8, verbose=0)
+    (of_weights,) = [float(loss) for loss in model.losses]
+    model(X)
+    assert float(model.losses[-1]) == pytest.approx(of_weights)
+    assert len(model.losses) == 2
