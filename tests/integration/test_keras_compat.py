@@ -144,7 +144,7 @@ def test_stock_losses_of_one_number_count_once_for_each_replica(strategies):
 def part_of_a_replica(strategy, values):
     """What a replica has of values that are divided among them."""
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    return tf.split(tf.constant(values), strategy.num_replicas_in_sync)[replica]
+    return tf.stack(tf.split(tf.constant(values), strategy.num_replicas_in_sync))[replica]
 
 
 def test_stock_replicas_divide_by_their_own_unmasked_entries(strategies):
