@@ -78,6 +78,9 @@ bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
 soak: setup  ## record the memory of a job of each strategy for two hours, and write benchmarks/SOAK.md
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
+stress: setup  ## peek at and train on cached streams while the machine is busy: none may be cut
+	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
+
 clean:  ## remove what the targets above made, runs excepted
 	rm -rf $(VENV) $(RAY_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

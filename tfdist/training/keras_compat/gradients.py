@@ -94,9 +94,7 @@ def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
     """Weights by the share where the step's loss was never scaled: a loss made by hand."""
     if trace.loss_scaled:
         return grads
-    return [
-        g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads
-    ]
+    return [g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads]
 
 
 def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
