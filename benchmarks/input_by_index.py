@@ -26,7 +26,7 @@ def measure_tfdist(args: argparse.Namespace) -> None:
     from tfdist.data.order import example_at
     from tfdist.data.source import lean_options
 
-    source = ArraySource(*_arrays())
+    source = ArraySource(*arrays())
 
     def batch(step: tf.Tensor) -> Any:
         positions = step * BATCH + tf.range(BATCH, dtype=tf.int64)
@@ -34,14 +34,14 @@ def measure_tfdist(args: argparse.Namespace) -> None:
 
     steps = tf.data.Dataset.range(10**9).with_options(lean_options())
     dataset = steps.map(batch, num_parallel_calls=2, deterministic=True).prefetch(2)
-    _measure("tfdist", dataset, args)
+    drain(NAME, "tfdist", dataset, args)
 
 
 def measure_shuffle(args: argparse.Namespace) -> None:
     """`shuffle().repeat().batch()`, with tf.data's defaults and with its rewriting off."""
     import tensorflow as tf
 
-    x, y = _arrays()
+    x, y = arrays()
     for lean in (False, True):
         dataset = tf.data.Dataset.from_tensor_slices((x, y))
         dataset = dataset.shuffle(EXAMPLES).repeat().batch(BATCH).prefetch(2)
@@ -50,23 +50,23 @@ def measure_shuffle(args: argparse.Namespace) -> None:
             options.experimental_optimization.apply_default_optimizations = False
             options.autotune.enabled = False
             dataset = dataset.with_options(options)
-        _measure("shuffle", dataset, args, lean=lean)
+        drain(NAME, "shuffle", dataset, args, lean=lean)
 
 
-def _arrays() -> tuple[np.ndarray, np.ndarray]:
+def arrays() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     x = random.integers(0, 255, (EXAMPLES, 28, 28, 1), dtype=np.uint8)
     return x, random.integers(0, 10, EXAMPLES)
 
 
-def _measure(side: str, dataset: Any, args: argparse.Namespace, **variant: Any) -> None:
+def drain(name: str, side: str, dataset: Any, args: argparse.Namespace, **variant: Any) -> None:
     """Drains the dataset inside a `tf.function`, so that no Python stands between batches."""
     import tensorflow as tf
 
     steps = args.steps or STEPS
 
     @tf.function
-    def drain(iterator: Any) -> tf.Tensor:
+    def drained(iterator: Any) -> tf.Tensor:
         seen = tf.constant(0)
         for _ in tf.range(steps):
             x, _ = next(iterator)
@@ -77,13 +77,13 @@ def _measure(side: str, dataset: Any, args: argparse.Namespace, **variant: Any) 
     epochs_s = []
     for _ in range(args.epochs):
         start = time.perf_counter()
-        seen = int(drain(iterator))
+        seen = int(drained(iterator))
         epochs_s.append(time.perf_counter() - start)
         if seen != steps * BATCH:
             raise ValueError(f"{seen} examples instead of {steps * BATCH}")
     # The first pass also fills the shuffle buffer.
     rate = per_second(steps * BATCH, epochs_s[1:])
-    harness.emit(NAME, side, examples_per_s=rate, epochs_s=epochs_s[1:], **variant)
+    harness.emit(name, side, examples_per_s=rate, epochs_s=epochs_s[1:], **variant)
 
 
 def _of_shuffle(pair: row.Pair) -> float:

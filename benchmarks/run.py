@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import demo_start
 import harness
 import input_by_index
+import input_stream
 import launcher_help
 import launcher_tasks
 import machine
@@ -46,6 +47,7 @@ ROWS = tuple(
         ps_straggler,
         save_overhead,
         input_by_index,
+        input_stream,
         demo_start,
         launcher_help,
         launcher_tasks,

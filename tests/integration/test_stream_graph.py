@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import subprocess
 import sys
 
@@ -204,6 +205,23 @@ def test_large_arrays_are_held_once_by_all_readings():
     for _ in range(2):
         np.testing.assert_array_equal(values(read(dataset, Reading()))[0], x)
     assert len(dataset._tfdist_graph._large) == 1
+
+
+def test_a_reading_outlives_its_dataset_and_both_leave_nothing_behind():
+    def reading():
+        dataset = tf.data.Dataset.range(3).map(
+            plain(lambda n: tf.ensure_shape(tf.numpy_function(np.square, [n], tf.int64), []))
+        )
+        return read(dataset.cache(), Reading())
+
+    before = set(context.context().list_function_names())
+    kept = reading().repeat(2)
+    gc.collect()
+    assert values(kept) == [0, 1, 4, 0, 1, 4]
+    del kept
+    gc.collect()
+    copies = set(context.context().list_function_names()) - before
+    assert [name for name in copies if "tfdist" in str(name)] == []
 
 
 def test_another_process_gets_the_graph_with_the_seeds():

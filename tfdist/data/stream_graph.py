@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -143,7 +144,9 @@ class _StreamGraph:
                 make = self._made[reading] = self._function(
                     self.rewritten(reading), with_variables=not reading.peek
                 )
-            return tf.data.experimental.from_variant(make(), structure=self.spec)
+            dataset = tf.data.experimental.from_variant(make(), structure=self.spec)
+        dataset._tfdist_owner = self  # Python functions and caches live as long as a reader
+        return dataset
 
     def rewritten(self, reading: Reading) -> Any:
         """Returns the `GraphDef` for a reading; every task of a job makes the same."""
@@ -184,6 +187,7 @@ class _StreamGraph:
 
         for function in graph.library.function:
             context.context().add_function_def(function)
+            weakref.finalize(self, _forget_function, function.signature.name)
 
         @tf.function(autograph=False)
         def make() -> tf.Tensor:
@@ -270,6 +274,11 @@ class _Body:
         if self.function is not None:
             for name, reference in self.function.ret.items():
                 self.function.ret[name] = resolved(reference)
+
+
+def _forget_function(name: str) -> None:
+    if context.context().has_function(name):
+        context.context().remove_function(name)
 
 
 def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
