@@ -43,6 +43,7 @@ BAD_ADDRESSES = [
     ("::1", "IPv6 host in brackets", "'[::1]:2222'"),
     ("1:2:3:4:5:6:7:8:80", "IPv6 host in brackets", "'[1:2:3:4:5:6:7:8]:80'"),
     ("[zz]:80", "IPv6 address in brackets", "'[zz]'"),
+    ("[fe80::1%]:80", "IPv6 address in brackets", "'[fe80::1%]'"),
     ("999.0.0.1:80", "IPv4 address", "'999.0.0.1'"),
     ("1.2.3:80", "IPv4 address", "'1.2.3'"),
     ("a..b:80", "a host name", "'a..b'"),
@@ -189,6 +190,8 @@ def test_a_bad_address_is_refused_with_its_task_and_the_fix(
         ("0.0.0.0:1", "[::]:1"),
         ("[::ffff:10.0.0.1]:1", "10.0.0.1:1"),
         ("[fd00::1]:1", "[FD00:0::0001]:1"),
+        ("[fe80::1%eth0]:1", "[FE80::0:1%eth0]:1"),
+        ("[::1%lo]:1", "[::1]:1"),
     ],
 )
 def test_two_tasks_at_one_address_are_both_named(first: str, second: str) -> None:
@@ -205,6 +208,7 @@ def test_an_evaluator_at_a_trainings_address_is_refused() -> None:
 
 def test_the_same_port_on_different_hosts_is_accepted() -> None:
     hosts = ["a", "b", "10.0.0.1", "10.0.0.2", "[fd00::1]", "[fd00::2]", "localhost"]
+    hosts += ["[fe80::1%eth0]", "[fe80::1%eth1]"]  # zones tell links, and machines, apart
     cluster = ClusterSpec(worker=tuple(f"{host}:2222" for host in hosts))
     assert cluster.num_replica_tasks == len(hosts)
 

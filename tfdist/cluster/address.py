@@ -57,7 +57,8 @@ def split_address(address: str) -> tuple[str, int]:
 def _host_key(host: str) -> str | None:
     """Returns the host in its one spelling, or None when it is no host."""
     if host[0] == "[":
-        return _ipv6_key(_packed(host[1:-1].partition("%")[0], socket.AF_INET6))
+        address, percent, zone = host[1:-1].partition("%")
+        return _ipv6_key(_packed(address, socket.AF_INET6), percent + zone)
     if host.replace(".", "").isdigit():
         return _ipv4_key(_packed(host, socket.AF_INET))
     if len(host) > _MAX_HOST_CHARS or ".." in host:
@@ -71,12 +72,12 @@ def _ipv4_key(packed: bytes | None) -> str | None:
     return "localhost" if packed[0] == 127 or not any(packed) else socket.inet_ntoa(packed)
 
 
-def _ipv6_key(packed: bytes | None) -> str | None:
-    if packed is None:
+def _ipv6_key(packed: bytes | None, zone: str) -> str | None:
+    if packed is None or zone == "%":
         return None
     if packed.startswith(_IPV4_IN_IPV6):
         return _ipv4_key(packed[-4:])
-    return "localhost" if int.from_bytes(packed, "big") <= 1 else packed.hex()
+    return "localhost" if int.from_bytes(packed, "big") <= 1 else packed.hex() + zone
 
 
 def _packed(host: str, family: socket.AddressFamily) -> bytes | None:
