@@ -224,6 +224,9 @@ def test_the_same_port_on_different_hosts_is_accepted() -> None:
         ({"worker": "a:1"}, "'a:1'", '"worker": ["a:1"]'),
         ({"worker": {"0": "a:1"}}, "{'0': 'a:1'}", '"worker": ["host:port", ...]'),
         ({"worker": None}, "None", "leave worker out"),
+        ({"worker": []}, "[], and no address", "or unset TF_CONFIG"),
+        ({"ps": [], "chief": []}, "[], and no address", "or unset TF_CONFIG"),
+        ({"worker": [], "evaluator": ["e:1"]}, "[], and no address", "or unset TF_CONFIG"),
     ],
 )
 def test_a_cluster_that_cannot_work_is_refused_with_the_fix(
@@ -233,6 +236,21 @@ def test_a_cluster_that_cannot_work_is_refused_with_the_fix(
         ClusterSpec.from_dict(addresses)
     assert f"received {received}" in message(error)
     assert fix in message(error).partition("Fix:")[2]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "kind"),
+    [
+        ({}, "single"),
+        ({"evaluator": []}, "single"),
+        ({"worker": ["w:1"], "ps": [], "chief": []}, "multiworker"),
+        ({"chief": ["c:1"], "worker": []}, "multiworker"),
+    ],
+)
+def test_an_empty_list_beside_others_is_a_type_without_tasks(
+    addresses: dict[str, object], kind: str
+) -> None:
+    assert ClusterSpec.from_dict(addresses).kind == kind
 
 
 @pytest.mark.parametrize(

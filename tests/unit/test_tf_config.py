@@ -305,6 +305,7 @@ def test_text_that_is_no_json_object_is_refused(text: str | bytes, received: str
         ({"cluster": WORKERS}, 'Fix: add "task": {"type": "worker", "index": 0}'),
         ({"cluster": WORKERS, "Task": WORKER_0}, "Fix: write 'task' for 'Task'"),
         ({"cluster": [], "task": WORKER_0}, "TF_CONFIG cluster: received []; expected an object"),
+        ({"cluster": {"worker": []}, "task": WORKER_0}, "cluster worker: received [], and no"),
         ({"cluster": WORKERS, "task": []}, "TF_CONFIG task: received []; expected an object"),
         ({"cluster": WORKERS, "task": {}}, 'Fix: add "type": "worker"'),
         ({"cluster": WORKERS, "task": {"type": "worker"}}, 'Fix: add "index": 0'),

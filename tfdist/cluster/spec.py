@@ -65,7 +65,9 @@ class ClusterSpec:
         """Returns the spec of ``{task type: list of addresses}``, as TF_CONFIG holds it."""
         for type_ in addresses:
             check_task_type(type_, where="cluster")
-        return cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
+        cluster = cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
+        _check_not_empty(cluster, addresses)
+        return cluster
 
     def as_dict(self) -> dict[str, list[str]]:
         """Returns ``{task type: list of addresses}`` without the types that have no task."""
@@ -212,6 +214,23 @@ def _check_roles(cluster: ClusterSpec) -> None:
     if not cluster.worker:
         fix = 'add "worker": ["host:port"], or take ps out for a multiworker job'
         _refuse("chief and ps without worker", expected="at least one worker", fix=fix)
+
+
+def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> None:
+    """Refuses lists that were to say where the training tasks are, and are all empty.
+
+    Left alone, each process would train by itself. Beside the addresses of other types an empty
+    list is how a template says that there is none of a type, and TensorFlow takes it so too.
+    """
+    named = [type_ for type_ in addresses if type_ != "evaluator"]
+    if named and not cluster.training_tasks():
+        raise UsageError(
+            f"cluster {named[0]}",
+            received="[], and no address of any task that trains",
+            expected=f'a list of "host:port", one for each {named[0]}',
+            fix="write where they listen, or unset TF_CONFIG for a process by itself",
+            code="TFC009",
+        )
 
 
 def _refuse(received: str, *, expected: str, fix: str, code: str = "TFC014") -> None:
