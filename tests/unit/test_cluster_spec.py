@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -177,6 +179,58 @@ def test_a_bad_address_is_refused_with_its_task_and_the_fix(
     assert text.startswith("cluster worker-1: received ")
     assert expected in text.partition("expected")[2]
     assert fix in text.partition("Fix:")[2]
+
+
+UNREADABLE_ADDRESSES = [
+    *(address for address, _, _ in BAD_ADDRESSES if isinstance(address, str)),
+    *("", " ", ":", ",", "://", "my host", "a:1,b", "a, b c", "a:1,a:1", "host.example"),
+    *(
+        "unix:/tmp/x",
+        "unix:///tmp/x",
+        "http://host",
+        "http://host:80/path",
+        "http://",
+        "http://a b",
+    ),
+    *("dns:///host:80", "ipv4:1.2.3.4:80", "user@host:80", "http://user@host", "a/b:http"),
+    *("fe80::1%eth0", "fe80::1%eth0:80", "fe80::1%", "[fe80::1%]", "::", "::1:0", "[::1"),
+    *(
+        "999.0.0.1",
+        "a..b",
+        "-x",
+        "x-",
+        "host:1:2",
+        "host:\uff18\uff10",
+        "x" * 90,
+        "x" * 300,
+        "a\0b",
+    ),
+    *("a" * 40 + "," + "b" * 40, "1:2:3:4:5:6:7:8:70000"),
+]
+
+
+@pytest.mark.parametrize("address", UNREADABLE_ADDRESSES)
+def test_what_the_fix_says_to_write_is_accepted(address: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_address(address, where="address")
+    told = error.value.fix
+    quoted = [] if told.startswith("correct ") else re.findall(r"'([^']*)'", told)
+    assert quoted or told.startswith("correct ")
+    for right in quoted:
+        check_address(right, where="address")
+    with pytest.raises(UsageError) as error:
+        ClusterSpec.from_dict({"worker": address})
+    listed = json.loads(error.value.fix.partition('"worker": ')[2])
+    assert ClusterSpec.from_dict({"worker": listed}).num_replica_tasks == len(listed)
+
+
+@pytest.mark.parametrize("index", ["0", "007", "00"])
+def test_what_the_fix_says_to_write_for_an_index_is_a_number_of_json(index: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Task("worker", index)  # type: ignore[arg-type]
+    told = re.search(r'"index": (\S+)', error.value.fix)
+    assert told is not None
+    assert Task("worker", json.loads(told[1])).index == int(index)
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,12 @@ def check_address(address: object, *, where: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None:
         raise _mistake(address, where=where)
-    host, port = match[1], int(match[2])
-    if not 1 <= port <= 65535:
+    if not _is_port(match[2]):
         raise _port_mistake(match[0], where=where)
-    key = _host_key(host)
+    key = _host_key(match[1])
     if key is None:
         raise _host_mistake(match[0], where=where)
-    return key, port
+    return key, int(match[2])
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -87,42 +86,83 @@ def _packed(host: str, family: socket.AddressFamily) -> bytes | None:
         return None
 
 
+def meant(text: str) -> list[str]:
+    """Returns the addresses that `text` was probably meant to hold, each one that is accepted.
+
+    They are short enough for an error message. A text that gives no hint has an example.
+    """
+    found = [_repaired(part) for part in text.split(",") if part.strip()]
+    whole = [address for address in found if address is not None]
+    if not whole or len(whole) < len(found) or len(str(whole)) > _short.maxother:
+        return [f"host:{_EXAMPLE_PORT}"]
+    return list(dict.fromkeys(whole))
+
+
 def _mistake(address: object, *, where: str) -> UsageError:
     """Finds what is wrong with an address that has not the form ``host:port``."""
     if not isinstance(address, str):
         fix = f'write "host:{_EXAMPLE_PORT}", in quotes'
         expected = '"host:port"'
         return UsageError(where, received=shown(address), expected=expected, fix=fix, code="TFC010")
+    listed = meant(address)
+    one = shown(listed[0])
     if "," in address:
-        return _error(address, where, "one address", "make each address an element of the list")
+        fix = f"make each address an element of the list: {', '.join(map(shown, listed))}"
+        return _error(address, where, "one address", fix)
+    if not address.strip():
+        fix = f"write where the task listens, as in {one}"
+        return _error(address, where, "a host and a port", fix)
+    if address.startswith("unix:"):
+        fix = f"write {shown(f'localhost:{_EXAMPLE_PORT}')}"
+        return _error(address, where, "a TCP port: TensorFlow opens no Unix socket", fix)
     if "://" in address:
-        return _error(address, where, "no scheme", f"write {shown(address.split('://', 1)[1])}")
-    if address.strip() != address or any(c.isspace() for c in address):
-        return _error(address, where, "no spaces", f"write {shown(''.join(address.split()))}")
-    if _packed(address, socket.AF_INET6):
-        host, _, port = address.rpartition(":")
-        if _packed(host, socket.AF_INET6) and port.isdecimal():
-            fix = f"put the IPv6 host in brackets: {shown(f'[{host}]:{port}')}"
-        else:
-            fix = f"put the host in brackets and add a port: '[{address}]:{_EXAMPLE_PORT}'"
-        return _error(address, where, "an IPv6 host in brackets", fix)
+        return _error(address, where, "no scheme", f"write {one}")
+    if any(c.isspace() for c in address):
+        return _error(address, where, "no spaces", f"write {one}")
     host, colon, port = address.rpartition(":")
-    if not colon or address.endswith("]"):
-        fix = f"add the port that the task listens on, as in {shown(f'{address}:{_EXAMPLE_PORT}')}"
-        return _error(address, where, "a port too", fix)
-    if _packed(host, socket.AF_INET6):
-        fix = f"put the IPv6 host in brackets: {shown(f'[{host}]:{port}')}"
+    if _is_ipv6(address) or _is_ipv6(host):
+        added = " and add a port" * (not _is_ipv6(host))
+        fix = f"put the IPv6 host in brackets{added}: {one}"
         return _error(address, where, "an IPv6 host in brackets", fix)
+    if not colon or address.endswith("]"):
+        fix = f"add the port that the task listens on, as in {one}"
+        return _error(address, where, "a port too", fix)
     if not host:
-        return _error(address, where, "a host too", f"write {shown(f'localhost:{port}')}")
-    if not re.fullmatch("[0-9]{1,5}", port):
+        return _error(address, where, "a host too", f"write {one}")
+    if not _is_port(port):
         return _port_mistake(address, where=where)
     return _host_mistake(address, where=where)
 
 
+def _repaired(text: str) -> str | None:
+    """Returns the address that was probably meant; None if nothing comes near one."""
+    text = "".join(text.split())
+    if "://" in text:
+        text = text.split("://", 1)[1].lstrip("/").partition("/")[0]
+    host, _, port = text.rpartition(":")
+    if _is_ipv6(text) and not (_is_ipv6(host) and _is_port(port)):
+        text = f"[{text}]"
+    elif _is_ipv6(host):
+        host = f"[{host}]"
+    if text.endswith("]") or ":" not in text:
+        host, port = text, ""
+    made = f"{host or 'localhost'}:{port if _is_port(port) else _EXAMPLE_PORT}"
+    match = _ADDRESS.fullmatch(made)
+    return made if text and match and _host_key(match[1]) else None
+
+
+def _is_ipv6(host: str) -> bool:
+    address, percent, zone = host.partition("%")
+    is_zone = bool(zone) and ":" not in zone
+    return (is_zone or not percent) and _packed(address, socket.AF_INET6) is not None
+
+
+def _is_port(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65_535
+
+
 def _port_mistake(address: str, *, where: str) -> UsageError:
-    host = address.rpartition(":")[0]
-    fix = f"give the port that the task listens on, as in {shown(f'{host}:{_EXAMPLE_PORT}')}"
+    fix = f"give the port that the task listens on, as in {shown(meant(address)[0])}"
     return _error(address, where, "a port from 1 to 65535", fix, code="TFC011")
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tfdist.cluster.address import check_address, shown
+from tfdist.cluster.address import check_address, meant, shown
 from tfdist.errors import UsageError, near
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
@@ -156,7 +157,9 @@ def _check_index(index: object) -> None:
         return
     fix = "give the position of the task in its list"
     if isinstance(index, str) and index.isascii() and index.isdecimal():
-        fix = f'write "index": {shown(index)[1:-1]} without quotes around the number'
+        fix = (
+            f'write "index": {shown(index)[1:-1].lstrip("0") or 0} without quotes around the number'
+        )
     elif isinstance(index, float) and index.is_integer() and index >= 0:
         fix = f'write "index": {shown(index).removesuffix(".0")} without a decimal point'
     expected = "an integer from 0 on"
@@ -168,7 +171,7 @@ def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
         return tuple(addresses)
     fix = f'write "{type_}": ["host:port", ...], or leave {type_} out if there is none'
     if isinstance(addresses, str):
-        fix = f'put it in a list: "{type_}": ["{shown(addresses)[1:-1]}"]'
+        fix = f'put it in a list: "{type_}": {json.dumps(meant(addresses))}'
     expected = 'a list of "host:port"'
     raise UsageError(
         f"cluster {type_}", received=shown(addresses), expected=expected, fix=fix, code="TFC009"

@@ -85,7 +85,7 @@ _ALL = (
     error("TFC006", "no task, or a task without type or index"),
     error("TFC007", "a section (cluster, task, tfdist) is not an object"),
     error("TFC008", "an unknown task type in the cluster"),
-    error("TFC009", "the addresses of a task type are not a list"),
+    error("TFC009", "the addresses of a task type are not a list, or no list has any"),
     error("TFC010", "an address is not host:port"),
     error("TFC011", "a port is not from 1 to 65535"),
     error("TFC012", "two tasks have one address, at which one of them cannot listen"),
