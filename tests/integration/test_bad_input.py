@@ -591,6 +591,7 @@ config = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
 for count in (0, 2):
     ask(environ={"TF_CONFIG": json.dumps(config)}, min_workers=count)
 ask(startup_timeout_s=-1.0)
+ask(threads=True)
 ask(kind="mirrored", devices_per_worker=2)
 ask(kind="mirrored")
 ask(kind="single")
@@ -644,6 +645,7 @@ def test_make_strategy_and_models_of_other_scopes():
         "make_strategy(min_workers): received 0",
         "min_workers: received 2 of 1 workers",
         "make_strategy(startup_timeout_s): received -1.0",
+        "make_strategy(threads): received True",
         "made",
         "made",
         "kind='single' after a mirrored strategy was made",

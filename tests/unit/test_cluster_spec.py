@@ -100,7 +100,8 @@ def test_an_unknown_type_is_refused_with_the_near_name(type_: str, meant: str) -
 def test_an_index_that_is_no_integer_is_refused_with_the_fix(index: object, fix: str) -> None:
     with pytest.raises(UsageError) as error:
         Task("worker", index)  # type: ignore[arg-type]
-    assert f"received {index!r}; expected an integer" in message(error)
+    shown = repr(index) if isinstance(index, str) else json.dumps(index)
+    assert f"received {shown}; expected an integer" in message(error)
     assert fix in message(error)
 
 
@@ -277,7 +278,7 @@ def test_the_same_port_on_different_hosts_is_accepted() -> None:
         ({"wokrer": ["a:1"]}, "'wokrer'", "did you mean 'worker'?"),
         ({"worker": "a:1"}, "'a:1'", '"worker": ["a:1"]'),
         ({"worker": {"0": "a:1"}}, "{'0': 'a:1'}", '"worker": ["host:port", ...]'),
-        ({"worker": None}, "None", "leave worker out"),
+        ({"worker": None}, "null", "leave worker out"),
         ({"worker": []}, "[], and no address", "or unset TF_CONFIG"),
         ({"ps": [], "chief": []}, "[], and no address", "or unset TF_CONFIG"),
         ({"worker": [], "evaluator": ["e:1"]}, "[], and no address", "or unset TF_CONFIG"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 import socket
@@ -15,15 +16,35 @@ _MAX_HOST_CHARS = 253
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 _EXAMPLE_PORT = 2222
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
-_short.maxlevel = 2
-_short.maxlist = _short.maxdict = _short.maxtuple = 3
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxlevel = 2
+        self.maxlist = self.maxdict = self.maxtuple = 3
+
+
+class _ShortJson(_Short):
+    """Writes what Python and JSON have other words for as JSON: null, true, NaN."""
+
+    def _word(self, value: object, level: int) -> str:
+        return json.dumps(value)
+
+    repr_NoneType = repr_bool = repr_float = _word  # reprlib looks for type names
+
+
+_short, _short_json = _Short(), _ShortJson()
 
 
 def shown(value: object) -> str:
     """Returns `value` as one short line for an error message, whatever it holds."""
     return _short.repr(value)
+
+
+def shown_json(value: object) -> str:
+    """Returns what `shown` does, for a value that the user wrote as JSON."""
+    return _short_json.repr(value)
 
 
 def check_address(address: object, *, where: str) -> tuple[str, int]:
@@ -103,7 +124,9 @@ def _mistake(address: object, *, where: str) -> UsageError:
     if not isinstance(address, str):
         fix = f'write "host:{_EXAMPLE_PORT}", in quotes'
         expected = '"host:port"'
-        return UsageError(where, received=shown(address), expected=expected, fix=fix, code="TFC010")
+        return UsageError(
+            where, received=shown_json(address), expected=expected, fix=fix, code="TFC010"
+        )
     listed = meant(address)
     one = shown(listed[0])
     if "," in address:

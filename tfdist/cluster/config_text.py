@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 
-from tfdist.cluster.address import shown
+from tfdist.cluster.address import shown, shown_json
 from tfdist.errors import UsageError
 
 _MAX_SHOWN_CHARS = 1000
@@ -42,7 +42,7 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
         return value
     raise _repaired(text, where=where) or UsageError(
         where,
-        received=shown(value),
+        received=shown_json(value),
         expected="a JSON object",
         fix='write {"cluster": {...}, "task": {...}}',
         code="TFC004",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfdist.cluster.address import shown
+from tfdist.cluster.address import shown_json
 from tfdist.errors import UsageError, near
 
 STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps")
@@ -65,7 +65,7 @@ class JobOptions:
                 fix = f"correct the name or take it out{near(name, names)}"
                 expected = "one of " + ", ".join(names)
                 raise UsageError(
-                    "tfdist", received=shown(name), expected=expected, fix=fix, code="TFC018"
+                    "tfdist", received=shown_json(name), expected=expected, fix=fix, code="TFC018"
                 )
         return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
 
@@ -82,7 +82,7 @@ def check_strategy(strategy: object, *, where: str) -> None:
     expected = "one of " + ", ".join(STRATEGIES)
     fix = f"use one of these names{hint}"
     code = "TFC019" if where == "tfdist.strategy" else ""
-    raise UsageError(where, received=shown(strategy), expected=expected, fix=fix, code=code)
+    raise UsageError(where, received=shown_json(strategy), expected=expected, fix=fix, code=code)
 
 
 def _check_count(name: str, value: object, *, optional: bool) -> None:
@@ -116,4 +116,4 @@ def _check_switch(name: str, value: object) -> None:
 
 def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
     where = f"tfdist.{name}"
-    return UsageError(where, received=shown(value), expected=expected, fix=fix, code="TFC019")
+    return UsageError(where, received=shown_json(value), expected=expected, fix=fix, code="TFC019")

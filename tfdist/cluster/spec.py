@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tfdist.cluster.address import check_address, meant, shown
+from tfdist.cluster.address import check_address, meant, shown, shown_json
 from tfdist.errors import UsageError, near
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
@@ -149,7 +149,7 @@ def check_task_type(type_: object, *, where: str) -> None:
         hint = f" (did you mean {meant!r}?)" if meant else near(plain, TASK_TYPES)
     fix = f"use one of these types{hint}"
     code = "TFC008" if where == "cluster" else "TFC015"
-    raise UsageError(where, received=shown(type_), expected=expected, fix=fix, code=code)
+    raise UsageError(where, received=shown_json(type_), expected=expected, fix=fix, code=code)
 
 
 def _check_index(index: object) -> None:
@@ -163,7 +163,9 @@ def _check_index(index: object) -> None:
     elif isinstance(index, float) and index.is_integer() and index >= 0:
         fix = f'write "index": {shown(index).removesuffix(".0")} without a decimal point'
     expected = "an integer from 0 on"
-    raise UsageError("task index", received=shown(index), expected=expected, fix=fix, code="TFC016")
+    raise UsageError(
+        "task index", received=shown_json(index), expected=expected, fix=fix, code="TFC016"
+    )
 
 
 def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
@@ -174,7 +176,11 @@ def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
         fix = f'put it in a list: "{type_}": {json.dumps(meant(addresses))}'
     expected = 'a list of "host:port"'
     raise UsageError(
-        f"cluster {type_}", received=shown(addresses), expected=expected, fix=fix, code="TFC009"
+        f"cluster {type_}",
+        received=shown_json(addresses),
+        expected=expected,
+        fix=fix,
+        code="TFC009",
     )
 
 

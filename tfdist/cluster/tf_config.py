@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from tfdist.cluster.address import shown
+from tfdist.cluster.address import shown, shown_json
 from tfdist.cluster.config_text import parse_object
 from tfdist.cluster.job import addressed_tasks, build_cluster
 from tfdist.cluster.options import STRATEGIES, JobOptions
@@ -167,7 +167,9 @@ def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
         if near(key.lower(), ["tfdist"]):
             expected = "our options under the key 'tfdist'"
             fix = f"write 'tfdist' for {shown(key)}"
-            raise UsageError("key", received=shown(key), expected=expected, fix=fix, code="TFC021")
+            raise UsageError(
+                "key", received=shown_json(key), expected=expected, fix=fix, code="TFC021"
+            )
 
 
 def _section(fields: Mapping[str, object], key: str, example: str) -> dict[str, object]:
@@ -191,7 +193,7 @@ def _object(value: object, key: str) -> dict[str, object]:
     if isinstance(value, dict):
         return value
     fix = f'write "{key}": {{...}}'
-    raise UsageError(key, received=shown(value), expected="an object", fix=fix, code="TFC007")
+    raise UsageError(key, received=shown_json(value), expected="an object", fix=fix, code="TFC007")
 
 
 def _task(fields: Mapping[str, object]) -> Task:

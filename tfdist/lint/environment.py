@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from tfdist.cluster import environment, hosts, placement, wishes
-from tfdist.cluster.address import check_address, shown, split_address
+from tfdist.cluster.address import check_address, shown, shown_json, split_address
 from tfdist.cluster.config_text import parse_object
 from tfdist.cluster.options import JobOptions
 from tfdist.cluster.secret_names import names_a_secret
@@ -221,6 +221,9 @@ def _options(config: TaskConfig, place: Place) -> Iterator[Finding]:
         yield Finding("TFC025", at, received, expected, fix)
     for name in () if is_ps else ("split_bytes", "profile_ps"):
         if value := getattr(config.options, name):
-            at, received = _inside(place, f"tfdist.{name}"), f"{value} and a cluster with no ps"
+            at, received = (
+                _inside(place, f"tfdist.{name}"),
+                f"{shown_json(value)} and a cluster with no ps",
+            )
             fix = "take it out, or add ps and a chief to the cluster"
             yield Finding("TFC026", at, received, "a ps job", fix)

@@ -22,6 +22,7 @@ from tfdist.cluster import (
     resolved_strategy,
     wishes,
 )
+from tfdist.cluster.address import shown
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, initial_values, neighbours, rendezvous
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
@@ -142,12 +143,12 @@ def _check_arguments(**given: Any) -> None:
         try:
             JobOptions(**{} if value is None else {name: value})
         except UsageError as error:
-            shown = name.removesuffix("_per_task")  # as `threads`
+            argument = name.removesuffix("_per_task")  # as `threads`
             raise UsageError(
-                f"make_strategy({shown})",
-                received=error.received,
+                f"make_strategy({argument})",
+                received=shown(value),
                 expected=error.expected,
-                fix=f"pass {shown} so, or leave it out",
+                fix=f"pass {argument} so, or leave it out",
             ) from None
 
 
