@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, given_twice, near
 
 _KINDS = {"int": "an integer", "float": "a number"}
 
 
+def is_plain(text: str) -> bool:
+    """Returns whether a number is written as people do, and not in a way that only Python reads.
+
+    Python takes digits of other scripts, a plus sign, underscores and spaces.
+    """
+    return text.isascii() and not re.match(r"\+|.*[_\s]", text, re.DOTALL)
+
+
+def integer(text: str) -> int:
+    """Returns the integer that the text of a flag is; ValueError if it is none."""
+    if not is_plain(text):
+        raise ValueError(text)
+    return int(text)
+
+
+def number(text: str) -> float:
+    """Returns the number that the text of a flag is; ValueError if it is none."""
+    if not is_plain(text):
+        raise ValueError(text)
+    return float(text)
+
+
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UsageError`, and takes no flag for its beginning alone."""
+    """An `ArgumentParser` that raises `UsageError`, and takes no flag twice or by its beginning."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        self.register("type", int, integer)
+        self.register("type", float, number)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Returns the values and what is left; raises UsageError for a flag that comes twice."""
+        self._refuse_twice(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Returns the values; raises UsageError, with the near name, for a flag that is unknown."""
@@ -36,6 +67,17 @@ class Parser(argparse.ArgumentParser):
             expected=f"a flag of {self.prog}" if is_flag else "no more than its --help tells",
             fix="correct it, or leave it out; --help lists the flags",
         )
+
+    def _refuse_twice(self, words: Sequence[str]) -> None:
+        seen: set[str] = set()
+        for word in words:
+            if word == "--":
+                return
+            flag = word.partition("=")[0]
+            action = self._option_string_actions.get(flag)
+            if action is not None and action.dest in seen:
+                raise given_twice(flag)
+            seen |= set() if action is None else {action.dest}
 
     def error(self, message: str) -> NoReturn:
         """Raises what argparse has found as a UsageError."""

@@ -85,5 +85,10 @@ def near(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
+def given_twice(flag: str) -> UsageError:
+    """Returns the error for a flag given twice, of which the last would silently be taken."""
+    return UsageError(flag, received="it twice", expected="one value", fix="give it once")
+
+
 def _usage_error(where: str, received: object, expected: str, fix: str, code: str) -> UsageError:
     return UsageError(where, received=received, expected=expected, fix=fix, code=code)

@@ -25,7 +25,7 @@ from tfdist.outputs.costs import COLUMNS
 from tfdist.outputs.run_directory import DONE, RunDirectory
 
 _LOG = logging.getLogger(__name__)
-_WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?")
+_WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,12 +114,13 @@ def launch(tmp_path):
     """Starts jobs in directories of their own; prints all they said, and their logs, at the end."""
     jobs = []
 
-    def start(source, *flags, first="", command=EXEC, hang_timeout_s=HANG_S):
+    def start(source, *flags, first="", command=EXEC, hang_timeout_s=HANG_S, grace_s=1):
         path = tmp_path / f"job-{len(jobs)}"
         path.mkdir()
         script = path / "program.py"
         script.write_text(textwrap.dedent(first) + TASK + textwrap.dedent(source))
-        flags = ("--run_dir=run", f"--hang_timeout_s={hang_timeout_s}", "--grace_s=1", *flags)
+        times = (f"--hang_timeout_s={hang_timeout_s}", f"--grace_s={grace_s}")
+        flags = ("--run_dir=run", *times, *flags)
         process = subprocess.Popen(
             [*command, *flags, str(script)],
             stdin=subprocess.DEVNULL,
@@ -417,8 +418,9 @@ def a_script_that_becomes_another_program_is_not_expected_to_speak(launch):
 
 
 def after_a_sleep_of_the_whole_machine_nobody_is_blamed(launch):
-    two = ("--strategy=multiworker", "--workers=2", "--grace_s=20")  # they need not end together
-    job = launch(f"ready(); works({2 * HANG_S + 6})", *two)
+    two = ("--strategy=multiworker", "--workers=2")
+    source = f"ready(); works({2 * HANG_S + 6})"
+    job = launch(source, *two, grace_s=20)  # they need not end together
     tasks = job.pids(2).values()
     job.process.send_signal(signal.SIGSTOP)
     for pid in tasks:

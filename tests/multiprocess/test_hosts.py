@@ -53,11 +53,10 @@ def host(launch, port):
 
     def start(rank, source, *flags, slots=1, **more):
         listed = ",".join(f"{name}:{slots}" for name in HOSTS)
+        usual = {"--hosts": listed, "--rendezvous_port": str(port)}
+        words = [word for flag in usual if flag not in flags for word in (flag, usual[flag])]
         return launch(
-            source,
-            *("--hosts", listed, "--node_rank", str(rank), "--rendezvous_port", str(port)),
-            *("--run_dir", "run", *flags),
-            **more,
+            source, *words, *("--node_rank", str(rank), "--run_dir", "run"), *flags, **more
         )
 
     return start

@@ -218,14 +218,14 @@ class Sweep:
     """`tfdist.tune` on the digits, three trials of 225 steps and more, a backup at every fifth."""
 
     FLAGS = (
-        *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--max_trials", "3"),
-        *("--seed", "5", "--config.total_examples=14400", "--config.checkpoints=3"),
+        *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--seed", "5"),
+        *("--config.total_examples=14400", "--config.checkpoints=3"),
         "--config.backup_every_steps=5",
     )
 
-    def __init__(self, path: Path, *flags: str) -> None:
+    def __init__(self, path: Path, *flags: str, trials: int = 3) -> None:
         self.path = path
-        self.flags = (*self.FLAGS, *flags)
+        self.flags = (*self.FLAGS, "--max_trials", str(trials), *flags)
         self.log = path.with_suffix(".log")
 
     @contextlib.contextmanager
@@ -286,9 +286,9 @@ def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
     whole: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", "a secret that nobody must see")
-    address, few = free_address(), ("--max_trials", "2")
-    torn = Sweep(tmp_path / "torn", *few, "--serve", address, "--parallel_trials", "0")
-    first, second = (Sweep(torn.path, *few, "--join", address) for _ in range(2))
+    address = free_address()
+    torn = Sweep(tmp_path / "torn", "--serve", address, "--parallel_trials", "0", trials=2)
+    first, second = (Sweep(torn.path, "--join", address, trials=2) for _ in range(2))
     first.log, second.log = tmp_path / "first.log", tmp_path / "second.log"
     checkpoints = torn.path / "trials" / "0" / "checkpoints"
     with torn.started() as chief, contextlib.ExitStack() as stack:
@@ -306,7 +306,7 @@ def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
 def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Path) -> None:
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
-    sweep = Sweep(tmp_path / "sweep", *mirrored, "--max_trials", "2", "--retrain_best")
+    sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best", trials=2)
     with sweep.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
     state = sweep.state()

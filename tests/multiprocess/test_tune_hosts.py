@@ -258,7 +258,7 @@ def space(hp, config):
         path.mkdir()
         config = path / "a config.py"
         config.write_text(self.CONFIG.format(examples=examples))
-        super().__init__(path / "found", "--config", str(config), *flags)
+        super().__init__(path / "found", "--config", str(config), *flags, trials=4)
 
     def chief(self, *flags: str) -> contextlib.AbstractContextManager[Program]:
         return self._as("chief", "--serve", self.address, "--parallel_trials", "0", *flags)
@@ -319,7 +319,7 @@ def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(
 ) -> None:
     """The trial that continues another loses its runner, and is that of one run through."""
     monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
-    flags = ("--strategy", "multiworker", "--workers", "2", "--retrain_best", "--max_trials", "4")
+    flags = ("--strategy", "multiworker", "--workers", "2", "--retrain_best")
     sweep = Served(tmp_path, *flags, "--tuner", "hyperband", examples=9600)
     sweep.lose_the_runner_of("3")
     trials = sweep.state().trials
@@ -337,7 +337,7 @@ def test_a_bayesian_sweep_of_ps_trials_outlives_a_runner(
 ) -> None:
     """The last trial, which the model has chosen, loses its runner, and waits for another."""
     monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
-    flags = ("--strategy", "ps", "--workers", "1", "--ps", "1", "--max_trials", "4")
+    flags = ("--strategy", "ps", "--workers", "1", "--ps", "1")
     sweep = Served(tmp_path, *flags, "--tuner", "bayesian", examples=2880)
     sweep.lose_the_runner_of("3")
     trials = sweep.state().trials

@@ -37,6 +37,15 @@ PROGRAMS = {
         ),
         ("scaling", [], "command line: received no --out; expected python -m benchmarks.scaling"),
         ("scaling", ["--out=o", "--loss=x"], "--loss: received 'x'; expected a number"),
+        ("replay", ["a", "--step", "\uff12"], "--step: received '\uff12'; expected an integer"),
+        ("replay", ["a", "--step=+2"], "--step: received '+2'; expected an integer"),
+        ("replay", ["a", "--step=2", "--step", "3"], "--step: received it twice; expected one"),
+        ("ledger", ["--json", "a", "--json"], "--json: received it twice"),
+        ("scaling", ["--out=o", "--repeats=\uff12"], "--repeats: received '\uff12'"),
+        ("scaling", ["--out=o", "--out=p"], "--out: received it twice"),
+        ("scaling", ["--out=o", "--loss=+1"], "--loss: received '+1'; expected a number"),
+        ("tune", ["--workers", "\uff12"], "--workers: received '\uff12'; expected an integer"),
+        ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials: received it twice"),
         ("tune", ["--max_trial", "3"], "received --max_trial (did you mean '--max_trials'?)"),
         ("tune", ["--hub_token=secret"], "command line: received --hub_token; expected"),
     ],
@@ -46,6 +55,13 @@ def test_a_mistake_is_one_line(program, words, said):
         PROGRAMS[program](words)
     assert said in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_flags_that_are_none_of_the_programs_may_come_twice():
+    words = ["--out=o", "--", "--config.seed=1", "--config.seed=2", "--out=p"]
+    assert PROGRAMS["scaling"](words).arguments[-3:] == words[-3:]
+    words = ["--config=c.py", "--config.seed=1", "--config.seed=2"]
+    assert tune(words).config_flags == ("--config.seed=1", "--config.seed=2")
 
 
 @pytest.mark.parametrize("program", [ledger, replay, scaling])

@@ -34,7 +34,7 @@ def _launch(words: Sequence[str]) -> None:
 
 
 def _submit(words: Sequence[str]) -> None:
-    assert submit.main(["--dry_run", *words]) == 0
+    assert submit.main([*["--dry_run"] * ("--dry_run" not in words), *words]) == 0
 
 
 READ: dict[str, Callable[[Sequence[str]], Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import re
 import runpy
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfdist.argument_parser import is_plain
 from tfdist.configs.check import check, unknown
 from tfdist.configs.fields import FIELDS, flat
 from tfdist.errors import UsageError, near
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_FILE = str(Path(__file__).with_name("digits.py"))
 _FLAGS = ("config", "overwrite", "help")
+_TYPES = {field.name: field.optional_type or type(field.default) for field in FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,7 @@ def parse(arguments: Sequence[str]) -> Command:
     except flags.UnrecognizedFlagError as error:
         raise _unknown_flag(error.flagname) from None
     except flags.IllegalFlagValueError as error:
-        raise _wrong_type(str(error), argv) from None
+        raise _wrong_type(str(error)) from None
     except flags.Error as error:
         raise UsageError(
             "command line", received=error, expected="--flag=value", fix="see --help"
@@ -128,6 +131,15 @@ def _check_overrides(arguments: Sequence[str]) -> None:
         match = re.match(r"--?(?:no)?config\.([^=]*)", argument)
         if match and match[1] not in names:
             raise unknown(match[1])
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        match = re.fullmatch(r"--?config\.([^=]*)(?:=(.*))?", argument, re.DOTALL)
+        if match and _TYPES.get(match[1]) in (int, float):
+            _check_number(match[1], following if match[2] is None else match[2])
+
+
+def _check_number(name: str, text: str) -> None:
+    if not is_plain(text):
+        raise _wrong_type(f"flag --config.{name}={text}: ")
 
 
 def _unknown_flag(name: str) -> UsageError:
@@ -143,15 +155,14 @@ def _dotted() -> list[str]:
     return [f"config.{field.name}" for field in FIELDS]
 
 
-def _wrong_type(message: str, argv: Sequence[str]) -> UsageError:
+def _wrong_type(message: str) -> UsageError:
     match = re.match(r"flag --(?:config\.)?([^=]*)=(.*?): ", message, re.DOTALL)
     name, value = (match[1], match[2]) if match else ("", message)
-    types = {field.name: field.optional_type or type(field.default) for field in FIELDS}
     kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(
-        types.get(name, bool), "another type"
+        _TYPES.get(name, bool), "another type"
     )
     return UsageError(
-        f"--config.{name}" if name in types else f"--{name}",
+        f"--config.{name}" if name in _TYPES else f"--{name}",
         received=repr(value),
         expected=kind,
         fix="see --help for the fields and their defaults",

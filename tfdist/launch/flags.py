@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tfdist.errors import UsageError, near
+from tfdist.argument_parser import integer, number
+from tfdist.errors import UsageError, given_twice, near
 from tfdist.launch.options import DEFAULT_MODULE, OF_OTHERS, LaunchOptions, Program
 
 Value = str | int | float | bool
@@ -31,7 +32,7 @@ def _text(flag: str, text: str) -> str:
 
 def _integer(flag: str, text: str) -> int:
     try:
-        return int(text)
+        return integer(text)
     except ValueError:
         fix = f"write --{flag} 2, for example"
         raise UsageError(f"--{flag}", received=repr(text), expected="an integer", fix=fix) from None
@@ -39,7 +40,7 @@ def _integer(flag: str, text: str) -> int:
 
 def _seconds(flag: str, text: str) -> float:
     try:
-        return float(text)
+        return number(text)
     except ValueError:
         expected, fix = "a number of seconds", f"write --{flag} 60, for example"
         raise UsageError(f"--{flag}", received=repr(text), expected=expected, fix=fix) from None
@@ -205,6 +206,8 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
         flag, text, rest = _next_flag(rest)
         if flag.name == "help":
             return None
+        if flag.name in values:
+            raise given_twice(f"--{flag.name}")
         values[flag.name] = flag.read(flag.name, text) if flag.read else _switch(flag.name, text)
     if "hosts" in values and "workers" in values:
         raise UsageError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfdist.errors import UsageError, near
+from tfdist.argument_parser import number
+from tfdist.errors import UsageError, given_twice, near
 
 _VALUES = (
     *("hosts", "node_rank", "ports"),
@@ -57,6 +58,8 @@ def parse(arguments: Sequence[str]) -> Command:
         word = rest.pop(0)
         head, equals, text = word.partition("=")
         name = "help" if word == "-h" else head.removeprefix("--").replace("-", "_")
+        if head.startswith("-") and (name in values or name in switches):
+            raise given_twice(f"--{name}")
         if name in _SWITCHES and (word == "-h" or head.startswith("--")) and not equals:
             switches[name] = True
         elif name in _VALUES and head.startswith("--"):
@@ -95,7 +98,7 @@ def _seconds(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        seconds = float(value)
+        seconds = number(value)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= 1e6:

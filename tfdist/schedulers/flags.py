@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, given_twice, near
 
 SCHEDULERS = ("slurm", "kubernetes")
 
@@ -117,6 +117,9 @@ class Given:
             if not key or not equals:
                 fix, expected = f"write --{name} NAME=VALUE", "a name, = and a value"
                 raise UsageError(f"--{name}", received=repr(key), expected=expected, fix=fix)
+            if key in made:
+                fix, expected = "leave one of them out", "each name once"
+                raise UsageError(f"--{name}", received=f"{key} twice", expected=expected, fix=fix)
             made[key] = value
         return made
 
@@ -140,6 +143,8 @@ def split(argv: Sequence[str], *, launcher: Mapping[str, bool]) -> Given:
             return Given(help=True)
         if not head.startswith("--") or (name not in _BY_NAME and name not in launcher):
             raise _unknown(head, [*_BY_NAME, *launcher])
+        if name in theirs or (name in own and not _BY_NAME[name].repeats):
+            raise given_twice(f"--{name}")
         if name in launcher and not launcher[name]:
             theirs[name] = text if equals else None
             continue
@@ -150,7 +155,7 @@ def split(argv: Sequence[str], *, launcher: Mapping[str, bool]) -> Given:
         if name in launcher:
             theirs[name] = text
         else:
-            own[name] = (*own.get(name, ()), _value(name, text, given=own.get(name)))
+            own[name] = (*own.get(name, ()), _value(name, text))
     return Given(own=own, launcher=theirs, program=tuple(rest))
 
 
@@ -193,10 +198,7 @@ def _begins_program(token: str) -> bool:
     return token in ("-m", "--") or name == "config" or name.startswith(("config.", "config="))
 
 
-def _value(name: str, text: str, *, given: tuple[str, ...] | None) -> str:
-    if given and not _BY_NAME[name].repeats:
-        fix = "give it once"
-        raise UsageError(f"--{name}", received="it twice", expected="one value", fix=fix)
+def _value(name: str, text: str) -> str:
     if not text.strip() or "\0" in text or "\n" in text:
         raise _valueless(name)
     return text
