@@ -149,6 +149,12 @@ def test_a_mistake_is_named_in_one_line(words, said):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("words", [[""], [" ", "x"], ["--", "", "x"]])
+def test_an_empty_name_is_no_script(words):
+    with pytest.raises(UsageError, match=r"^program: received ' ?'; expected a Python script\. Fix"):
+        parse(["--strategy", "single", *words])
+
+
 def test_a_script_that_is_not_there_is_named_with_the_near_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()

@@ -291,6 +291,9 @@ def _program(rest: list[str]) -> Program:
             return Program(args=tuple(rest))
     if not rest or rest[0].startswith("--"):
         return Program(args=tuple(rest))
+    if not rest[0].strip():
+        fix = "name the script, or leave it out to run tfdist.train"
+        raise UsageError("program", received=repr(rest[0]), expected="a Python script", fix=fix)
     if rest[0] != "-m":
         return Program(target=rest[0], is_module=False, args=tuple(rest[1:]))
     if len(rest) < 2 or not rest[1] or rest[1].startswith("-"):
