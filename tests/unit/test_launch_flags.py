@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import subprocess
 import sys
+from importlib.util import spec_from_file_location
+from pathlib import Path
 
 import pytest
 
+import tfdist
 from tfdist.errors import UsageError
 from tfdist.launch import job
 from tfdist.launch.command import run
@@ -151,7 +155,9 @@ def test_a_mistake_is_named_in_one_line(words, said):
 
 @pytest.mark.parametrize("words", [[""], [" ", "x"], ["--", "", "x"]])
 def test_an_empty_name_is_no_script(words):
-    with pytest.raises(UsageError, match=r"^program: received ' ?'; expected a Python script\. Fix"):
+    with pytest.raises(
+        UsageError, match=r"^program: received ' ?'; expected a Python script\. Fix"
+    ):
         parse(["--strategy", "single", *words])
 
 
@@ -190,6 +196,83 @@ def test_a_module_that_is_not_there_is_named_with_the_near_one_and_none_is_impor
             check_program(Program(target=name), search=[str(tmp_path)])
         assert said in str(caught.value)
     check_program(Program(target="package.train"), search=[str(tmp_path)])
+
+
+class EditableFinder:
+    """Finds packages outside of the path, as the finder of an editable install does."""
+
+    def __init__(self, **places):
+        self.places = places
+
+    def find_spec(self, name, path=None, target=None):
+        place = self.places.get(name)
+        if place is None:
+            return None
+        spec = spec_from_file_location(name, place / "__init__.py")
+        spec.submodule_search_locations = [str(place)]
+        return spec
+
+
+def test_a_module_that_a_finder_of_an_editable_install_knows_is_there(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "train.py").write_text("import keras")
+    before = set(sys.modules)
+    with pytest.raises(UsageError, match="does not exist"):
+        check_program(Program(target="package.train"), search=[str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, EditableFinder(package=package)])
+    check_program(Program(target="package.train"), search=[str(tmp_path)])
+    assert imports_tensorflow(Program(target="package.train"), search=[str(tmp_path)])
+    for name, said in [("package.trian", "which does not"), ("package", "without __main__")]:
+        with pytest.raises(UsageError, match=said):
+            check_program(Program(target=name), search=[str(tmp_path)])
+    assert set(sys.modules) == before
+
+
+def test_what_python_m_would_run_from_another_directory_is_planned(tmp_path):
+    """With tfdist itself where only a finder knows it, as `pip install -e` may leave it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.util import spec_from_file_location\n"
+        f"{inspect.getsource(EditableFinder)}\n"
+        "from pathlib import Path\n"
+        f"place = Path({str(Path(tfdist.__file__).parent)!r})\n"
+        "sys.meta_path.insert(0, EditableFinder(tfdist=place))\n"
+        "sys.path[:] = [part for part in sys.path if not Path(part, 'tfdist').is_dir()]\n"
+    )
+    done = subprocess.run(
+        [*(sys.executable, "-m", "tfdist.launch", "--dry_run"), "-m", "tfdist.train"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "-m tfdist.train" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "__path__ = __import__('pkgutil').extend_path(__path__, __name__)",
+        "__import__('pkg_resources').declare_namespace(__name__)",
+    ],
+)
+def test_a_package_that_adds_modules_to_itself_is_left_to_the_tasks(tmp_path, source):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text(source)
+    check_program(Program(target="package.train"), search=[str(tmp_path)])
+
+
+def test_a_module_in_a_namespace_inside_another_one_is_there(tmp_path):
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "train.py").touch()
+    check_program(Program(target="outer.inner.train"), search=[str(tmp_path)])
+    with pytest.raises(UsageError, match=r"did you mean 'outer\.inner\.train'"):
+        check_program(Program(target="outer.inner.trian"), search=[str(tmp_path)])
 
 
 def test_the_launcher_loads_no_tensorflow_keras_or_numpy():

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
-from collections.abc import Sequence
-from importlib.machinery import PathFinder
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from tfdist.errors import UsageError, near
 from tfdist.launch.options import DEFAULT_MODULE, Program
 
 _TENSORFLOW = ("tensorflow", "keras", "tfdist")
+_ADDS_MODULES = re.compile(rb"__path__|declare_namespace|sys\.modules|meta_path")
 _READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_")
 
 
@@ -90,16 +95,66 @@ def file_of_program(program: Program, *, search: Sequence[str]) -> str:
 
 def _file_of(name: str, *, search: Sequence[str]) -> str:
     """Returns the file of a module that is there, of a package its ``__main__``."""
-    places: Sequence[str] | None = search
-    origin = ""
-    for part in (*name.split("."), "__main__"):
+    *_, found = _found(name, search=search)
+    if found is not None and found.places is not None:
+        *_, found = _found(f"{name}.__main__", search=search)
+    return "" if found is None else found.file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Module:
+    file: str
+    """Empty where it has none."""
+    places: Sequence[str] | None
+    """Where the modules of a package are; None for a module."""
+
+
+def _found(name: str, *, search: Sequence[str]) -> Iterator[_Module | None]:
+    """Yields the packages on the way to a module, and it; None, as the last, for what is missing.
+
+    All that an import would ask is asked, since an editable install may bring a finder of its own,
+    and nothing is imported. So what a package makes of itself when it is imported stays unseen.
+    """
+    places: Sequence[str] | None = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        found = _find(".".join(parts[:count]), places, search=search)
+        yield found
+        if found is None:
+            return
+        places = found.places
         if places is None:
-            break
-        spec = PathFinder.find_spec(part, places)
-        if spec is None:
-            break
-        origin, places = spec.origin or "", spec.submodule_search_locations
-    return origin
+            places = ()  # nothing is inside a module
+
+
+def _find(name: str, places: Sequence[str] | None, *, search: Sequence[str]) -> _Module | None:
+    parent = name.rpartition(".")[0]
+    with _present(parent, places):
+        for finder in sys.meta_path:
+            if finder is BuiltinImporter or not hasattr(finder, "find_spec"):
+                continue  # built-in modules cannot be run
+            at = search if finder is PathFinder and places is None else places
+            spec = finder.find_spec(name, at)
+            if spec is not None:
+                inside = spec.submodule_search_locations
+                file = spec.origin if spec.has_location and spec.origin else ""
+                return _Module(file=file, places=None if inside is None else list(inside))
+    return None
+
+
+@contextlib.contextmanager
+def _present(package: str, places: Sequence[str] | None) -> Iterator[None]:
+    """Has finders see a package as imported: for a namespace inside another one they look."""
+    if not package or package in sys.modules:
+        yield
+        return
+    stand_in = ModuleType(package)
+    stand_in.__path__ = places  # type: ignore[assignment]  # as the import system reads it
+    sys.modules[package] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def _check_configuration(program: Program) -> None:
@@ -142,19 +197,29 @@ def _near_file(path: Path) -> str:
 
 
 def _check_module(name: str, *, search: Sequence[str]) -> None:
-    places: Sequence[str] | None = search
-    found: list[str] = []
-    for part in name.split("."):
-        full = ".".join([*found, part])
-        spec = PathFinder.find_spec(full, places) if places is not None else None
-        if spec is None:
-            raise _no_module(name, inside=".".join(found), part=part, places=places or ())
-        found.append(part)
-        places = spec.submodule_search_locations
-    if places is not None and PathFinder.find_spec(f"{name}.__main__", places) is None:
+    places: Sequence[str] = search
+    package, inside = None, ""
+    for part, found in zip(name.split("."), _found(name, search=search), strict=False):
+        if found is None:
+            if package is None or not _may_have_more(package):
+                raise _no_module(name, inside=inside, part=part, places=places)
+            return
+        package, inside, places = found, f"{inside}.{part}".lstrip("."), found.places or ()
+    if package is None or package.places is None or _may_have_more(package):
+        return
+    *_, main = _found(f"{name}.__main__", search=search)
+    if main is None:
         fix = f"name a module in it, or add {name.replace('.', '/')}/__main__.py"
         received = f"-m {name}, a package without __main__"
         raise UsageError("program", received=received, expected="a module to run", fix=fix)
+
+
+def _may_have_more(package: _Module) -> bool:
+    """Returns whether a package says that it adds modules to itself when it is imported."""
+    try:
+        return bool(_ADDS_MODULES.search(Path(package.file).read_bytes()))
+    except OSError:
+        return False
 
 
 def _no_module(name: str, *, inside: str, part: str, places: Sequence[str]) -> UsageError:
