@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shlex
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from tfdist.cluster import Task, decode
 from tfdist.errors import UsageError
 from tfdist.launch.flags import parse
+from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
 from tfdist.launch.plan import (
     Place,
@@ -393,3 +395,54 @@ def test_a_run_directory_that_cannot_be_made_is_a_mistake(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="Not a directory"):
         RunDir(tmp_path / "file" / "run")
+
+
+# TF_CONFIG in the launcher's own environment
+
+
+def told(cluster, type_="worker", **more):
+    return {
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": type_, "index": 0}})
+    } | more
+
+
+SEVERAL = {"worker": ["a:1", "b:1"]}
+
+
+@pytest.mark.parametrize(
+    ("environ", "received"),
+    [
+        (told(SEVERAL), "worker-0 of a job of 2 tasks, and the launcher"),
+        (told(SEVERAL, "evaluator"), "evaluator-0 of a job of 3 tasks"),
+        (told({"worker": ["a:1"], "evaluator": ["b:1"]}), "worker-0 of a job of 2 tasks"),
+        (told(SEVERAL, TFDIST_CLUSTER="tf_config"), "worker-0 of a job of 2 tasks"),
+    ],
+)
+def test_the_launcher_in_the_place_of_a_task_is_refused(environ, received):
+    with pytest.raises(UsageError, match=r"^TF_CONFIG: received ") as caught:
+        run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ)
+    assert received in str(caught.value)
+    assert "Fix: start python -m this without the launcher, or unset TF_CONFIG" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        told({"worker": ["a:1"]}),
+        told({}),
+        told(SEVERAL, TFDIST_JOB="mark"),  # a launcher inside a task of another
+        {"TF_CONFIG": "no JSON"},
+    ],
+)
+def test_a_tf_config_that_is_not_used_is_said_to_be(environ, capsys):
+    assert run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[launch] TF_CONFIG is in the environment and not used")
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"TF_CONFIG": " "}, told(SEVERAL, TFDIST_CLUSTER="none"), {"TFDIST_JOB": "x"}]
+)
+def test_without_a_tf_config_that_somebody_meant_nothing_is_said(environ, capsys):
+    assert run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ) == 0
+    assert capsys.readouterr().err == ""

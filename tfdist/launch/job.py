@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import HeldPort, hold_ports
+from tfdist.cluster import HeldPort, hold_ports, tf_config, wishes
 from tfdist.errors import UsageError
 from tfdist.launch.across import run_across
 from tfdist.launch.attempts import Job, JobRun
@@ -15,7 +15,7 @@ from tfdist.launch.console import show
 from tfdist.launch.hosts import Group, decided_group, environment_of_tasks, terms
 from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
-from tfdist.launch.options import LaunchOptions
+from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import ProcessSpec, decided_strategy, render, start_method
 from tfdist.launch.port_choice import ports_of_tasks, with_variables
 from tfdist.launch.process import raise_file_limit
@@ -36,6 +36,7 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     """
     search = [_working_directory(), *sys.path]
     check_program(options.program, search=search)
+    _pass_over_tf_config(options.program, environ)
     options, group = decided_group(with_variables(options, environ), environ)
     job = _job(options, group, environ=environment_of_tasks(environ), search=search)
     hosts = 0 if group is None else len(group.hosts)
@@ -47,6 +48,32 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     program_file = file_of_program(options.program, search=search)
     alike = terms(options, environ, group=group, program_file=program_file)
     return run_across(job, group, terms=alike, open_files=open_files)
+
+
+def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
+    """Says that a TF_CONFIG in the environment is not used; refuses one that was to be.
+
+    That is one of a job of several tasks, as a scheduler sets it: a launcher in each of its pods
+    would train by itself. A task of another launcher has one in any case.
+    """
+    if not environ.get(tf_config.VARIABLE, "").strip():
+        return
+    if wishes.text(environ, wishes.CLUSTER) not in ("", "auto", "tf_config"):
+        return  # the user has named another source
+    told = None
+    with contextlib.suppress(UsageError):  # unused, it may say what it likes
+        told = tf_config.from_environ(environ)
+    count = max(1, len(told.cluster.training_tasks())) + told.options.evaluator if told else 0
+    if told is not None and count > 1 and "TFDIST_JOB" not in environ:
+        command = f"python {'-m ' * program.is_module}{program.target}"
+        raise UsageError(
+            tf_config.VARIABLE,
+            received=f"{told.task} of a job of {count} tasks, and the launcher",
+            expected="one of the two: the launcher starts all tasks of a job itself",
+            fix=f"start {command} without the launcher, or unset TF_CONFIG",
+        )
+    line = "TF_CONFIG is in the environment and not used: each task gets one of this job"
+    print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
 def _working_directory() -> str:

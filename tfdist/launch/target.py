@@ -122,9 +122,7 @@ def _found(name: str, *, search: Sequence[str]) -> Iterator[_Module | None]:
         yield found
         if found is None:
             return
-        places = found.places
-        if places is None:
-            places = ()  # nothing is inside a module
+        places = found.places or ()  # nothing is inside a module
 
 
 def _find(name: str, places: Sequence[str] | None, *, search: Sequence[str]) -> _Module | None:
