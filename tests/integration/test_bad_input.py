@@ -332,6 +332,13 @@ def test_a_step_that_is_a_tf_function_is_refused_on_several_replicas(strategies)
     assert "StepLoop: received a tf.function" in line
 
 
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
+def test_the_name_of_a_dataset_leads_to_the_source_for_it(strategies, act):
+    line = refusal(lambda: getattr(tfdist, act)(regression(strategies[1]), "mnist"))
+    assert line.startswith("x: received str 'mnist';")
+    assert "Fix: pass tfdist.data.load('mnist', 'train') for a dataset of TFDS" in line
+
+
 def test_data_without_targets_are_refused_where_the_loss_needs_them(strategies):
     model = regression(strategies[2])
     assert "no targets" in refusal(lambda: fit(model, X))

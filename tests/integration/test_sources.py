@@ -419,7 +419,9 @@ def test_each_kind_is_recognised(x, kind):
     [
         ((None,), "x: received None"),
         (([1, 2],), "np.asarray"),
-        (("text",), "x: received str 'text'"),
+        (("mnist",), r"x: received str 'mnist';.* Fix: pass tfdist.data.load\('mnist', 'train'\)"),
+        (("x" * 99,), r"tfdist.data.load\('mnist', 'train'\)"),
+        (("",), r"tfdist.data.load\('mnist', 'train'\)"),
         (((i for i in range(2)),), "from_generator"),
         ((tf.data.Dataset.from_tensors(X), Y), "y: received y beside a tf.data.Dataset"),
         ((Batches(), Y), "y: received y beside a PyDataset"),

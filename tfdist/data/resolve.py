@@ -84,7 +84,13 @@ def _all_arrays(x: Nest) -> bool:
 
 
 def _refuse_foreign(x: Any) -> None:
-    if x is None or isinstance(x, dict | list | tuple | str | bytes | int | float):
+    if isinstance(x, str):
+        name = repr(x if 0 < len(x) <= 40 else "mnist")
+        fix = f"pass tfdist.data.load({name}, 'train') for a dataset of TFDS; for files "
+        raise _not_accepted(
+            x, fix=fix + "tfdist.data.TFRecordSource(files, parse) or np.load(file)"
+        )
+    if x is None or isinstance(x, dict | list | tuple | bytes | int | float):
         raise _not_accepted(x, fix="convert each part with np.asarray(...)")
     if isinstance(x, types.GeneratorType):
         fix = "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset"
