@@ -114,6 +114,15 @@ def test_what_is_no_model_is_refused(act):
     assert line.startswith(f"tfdist.{act}: received a str as the model")
 
 
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
+def test_a_model_of_keras_2_is_refused_as_one(act):
+    kind = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential"})
+    mine = type("Mine", (kind,), {})
+    line = refusal(lambda: getattr(tfdist, act)(mine(), X))
+    assert line.startswith(f"tfdist.{act}: received a Mine of Keras 2 (tf_keras) as the model;")
+    assert "TF_USE_LEGACY_KERAS" in line
+
+
 @pytest.mark.parametrize("act", ["fit", "evaluate"])
 def test_an_uncompiled_model_is_refused(act):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -663,6 +672,22 @@ def test_make_strategy_and_models_of_other_scopes():
     for line, part in zip(said, expected, strict=True):
         assert part in line
         assert line == "made" or ". Fix: " in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "lines"),
+    [
+        ({"TF_USE_LEGACY_KERAS": "1"}, 1),
+        ({"TF_USE_LEGACY_KERAS": "1", "TFDIST_JOB": "of a launcher, which says it"}, 0),
+        ({"TF_USE_LEGACY_KERAS": "0"}, 0),
+    ],
+)
+def test_make_strategy_says_that_tf_keras_is_keras_2(variables, lines):
+    environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"} | variables
+    program = ASK + "ask(kind='single')\nask(kind='single')\nassert said == ['made', 'made']"
+    ran = forked_python.run("-c", program, timeout=120, env=environ)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("TF_USE_LEGACY_KERAS=1: tf.keras is Keras 2") == lines
 
 
 def test_make_strategy_after_an_operation_is_refused():

@@ -440,6 +440,15 @@ def test_a_tf_config_that_is_not_used_is_said_to_be(environ, capsys):
     assert line.startswith("[launch] TF_CONFIG is in the environment and not used")
 
 
+@pytest.mark.parametrize(("value", "lines"), [("1", 1), ("True", 1), ("0", 0), ("", 0), ("no", 0)])
+def test_keras_2_as_tf_keras_is_said_at_the_start(value, lines, capsys):
+    options = parse(["--dry_run", "--strategy=single", "-m", "this"])
+    assert run_job(options, environ={"TF_USE_LEGACY_KERAS": value}) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all("tf.keras is Keras 2, whose models tfdist refuses. Fix: " in line for line in said)
+
+
 @pytest.mark.parametrize(
     "environ", [{}, {"TF_CONFIG": " "}, told(SEVERAL, TFDIST_CLUSTER="none"), {"TFDIST_JOB": "x"}]
 )

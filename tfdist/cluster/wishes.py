@@ -23,6 +23,9 @@ CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
 PORT, PORTS, GROUPS = "TFDIST_PORT", "TFDIST_PORTS", "TFDIST_HET_GROUPS"
 HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
 
+LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+"""Makes tf.keras Keras 2, the package tf_keras; `import keras` remains Keras 3."""
+
 RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
 DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
 SPLIT_BYTES, PROFILE_PS = "TFDIST_SPLIT_BYTES", "TFDIST_PROFILE_PS"
@@ -122,6 +125,17 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
         min_workers=integer(environ, MIN_WORKERS, least=1),
         split_bytes=integer(environ, SPLIT_BYTES, least=1),
         profile_ps=_switch(environ, PROFILE_PS),
+    )
+
+
+def legacy_keras(environ: Mapping[str, str]) -> str:
+    """Returns a line where tf.keras is not the Keras of tfdist, else nothing."""
+    value = environ.get(LEGACY_KERAS, "")
+    if value not in ("1", "true", "True"):  # as TensorFlow reads it
+        return ""
+    return (
+        f"{LEGACY_KERAS}={value}: tf.keras is Keras 2, whose models tfdist refuses. "
+        "Fix: unset it, or make models by `import keras` alone"
     )
 
 

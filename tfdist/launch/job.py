@@ -37,6 +37,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     search = [_working_directory(), *sys.path]
     check_program(options.program, search=search)
     _pass_over_tf_config(options.program, environ)
+    if line := wishes.legacy_keras(environ):
+        _remark(line)
     options, group = decided_group(with_variables(options, environ), environ)
     job = _job(options, group, environ=environment_of_tasks(environ), search=search)
     hosts = 0 if group is None else len(group.hosts)
@@ -72,7 +74,11 @@ def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
             expected="one of the two: the launcher starts all tasks of a job itself",
             fix=f"start {command} without the launcher, or unset TF_CONFIG",
         )
-    line = "TF_CONFIG is in the environment and not used: each task gets one of this job"
+    _remark("TF_CONFIG is in the environment and not used: each task gets one of this job")
+
+
+def _remark(line: str) -> None:
+    """Shows a line of the launcher's own before it has a screen."""
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 

@@ -68,6 +68,7 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
             fix = "use secretKeyRef in a manifest, or read a file of mode 600 in a script"
             yield Finding("ENV005", place_of(name), received, expected, fix)
     yield from _proxies(values, place_of)
+    yield from _legacy_keras(values, place_of)
     if values.get(wishes.STRATEGY, "").strip() in _WITHOUT_PS:
         yield from _of_ps(values, place_of)
 
@@ -134,12 +135,24 @@ def _of_ps(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
 
 
 def _proxies(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    several = any(is_ours(name) and values[name].strip() for name in values)
+    several = _has_ours(values)
     proxy = next((name for name in _PROXIES if values.get(name, "").strip()), None)
     if several and proxy and not any(values.get(name, "").strip() for name in _NO_PROXY):
         received, expected = f"{proxy} without no_proxy", "the job's own hosts in no_proxy"
         fix = f"set no_proxy to the hosts of the job, or unset {proxy} for its tasks"
         yield Finding("ENV008", place_of(proxy), received, expected, fix)
+
+
+def _legacy_keras(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    if wishes.legacy_keras(values) and _has_ours(values):
+        received = f"{wishes.LEGACY_KERAS}={values[wishes.LEGACY_KERAS]}"
+        fix = "take it out, or make models by `import keras` alone"
+        place = place_of(wishes.LEGACY_KERAS)
+        yield Finding("ENV010", place, received, "Keras 3 as tf.keras", fix)
+
+
+def _has_ours(values: Mapping[str, str]) -> bool:
+    return any(is_ours(name) and values[name].strip() for name in values)
 
 
 def _parts(fields: Mapping[str, object], place: Place) -> Iterator[Finding]:

@@ -113,6 +113,7 @@ _ALL = (
     error("ENV007", "the variables of a scheduler contradict each other"),
     warning("ENV008", "gRPC would go through a proxy to the other tasks"),
     warning("ENV009", "a variable of ps jobs in a job without ps"),
+    warning("ENV010", "TF_USE_LEGACY_KERAS beside a job of tfdist: tf.keras is Keras 2 then"),
     # Configurations, in files and as flags
     error("CFG001", "a config file is not Python"),
     error("CFG002", "a config file without get_config()"),

@@ -75,6 +75,9 @@ def make_strategy(
     made = current_job()
     if made is not None:
         return _same(made, kind).strategy
+    legacy = wishes.legacy_keras(os.environ)
+    if legacy and wishes.LAUNCHED not in os.environ:  # else the launcher has said so
+        _LOG.warning("%s", legacy)
     devices.require_unused_runtime()
     _check_arguments(
         devices_per_worker=devices_per_worker,

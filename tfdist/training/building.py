@@ -10,12 +10,20 @@ import keras
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
+from tfdist.cluster.wishes import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of, servers
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
     """Returns the job that `model` belongs to; raises UsageError for a model of another scope."""
+    if any(base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__):
+        raise UsageError(
+            f"tfdist.{doing}",
+            received=f"a {type(model).__name__} of Keras 2 (tf_keras) as the model",
+            expected="a model of Keras 3",
+            fix=f"make it by `import keras`; tf.keras is Keras 3 once {LEGACY_KERAS} is not set",
+        )
     if not isinstance(model, keras.Model):
         raise UsageError(
             f"tfdist.{doing}",
