@@ -332,7 +332,7 @@ def test_the_exit_code_is_the_worst_finding(capsys: pytest.CaptureFixture[str]) 
         (["--kind=manifests", "x"], "expected one of tf_config, config, manifest, environ"),
         (["--replicas", "0", "x"], "a number from 1 on"),
         (["--kind"], "no value"),
-        (["--replicas=\uff12", "x"], "a number from 1 on"),
+        (["--replicas=\uff12", "x"], "expected an integer"),
         (["--replicas=2", "x", "--replicas", "3"], "--replicas: received it twice"),
         (["--json", "x", "--json"], "--json: received it twice"),
         (["."], "Is a directory"),
