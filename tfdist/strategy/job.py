@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.cluster import TaskConfig, read_environment, resolved_strategy
 from tfdist.errors import UsageError
+from tfdist.strategy.native_calls import refuse_native_calls
 from tfdist.strategy.ring import Ring
 
 KINDS = ("single", "mirrored", "multiworker", "ps")
@@ -72,6 +73,8 @@ _made: list[Job] = []
 
 def remember(job: Job) -> Job:
     """Makes `job` the one that `current_job` and `job_of` find."""
+    if job.kind in ("multiworker", "ps"):
+        refuse_native_calls()
     _made[:] = [job]
     return job
 

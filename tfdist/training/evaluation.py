@@ -123,6 +123,9 @@ class Evaluation:
         building.build(
             session.model, session.job, prepared.batch_spec, first_batch=prepared.first_batch
         )
+        building.require_examples_first(
+            session.model, session.job, "test_step", prepared.batch_spec, rows=prepared.rows
+        )
         self._session = session
         self.feed = prepared.feed
         self._program: StepProgram = session.program("test_step", prepared.feed, seed=0)

@@ -131,6 +131,7 @@ def fit(
     )
     building.build(model, job, data.batch_spec, first_batch=data.first_batch)
     building.require_known_variables(model)
+    building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
     if initial_weights is not None and saved is None:
         with _draws_nothing():  # a resumed run does not load them
             load_weights(model, initial_weights, job=job)

@@ -34,6 +34,7 @@ class Data:
       order: in which order the examples come.
       plan: the run's epochs, in steps and examples.
       batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
+      rows: of the first batch where replicas divide batches that the user has made, else None.
     """
 
     source: Source
@@ -41,6 +42,7 @@ class Data:
     order: Order
     plan: EpochPlan
     batch_spec: Any
+    rows: int | None
 
     def first_batch(self) -> Any:
         """Returns this task's first part of the first step, as the step gets it; eager tensors."""
@@ -134,7 +136,8 @@ def prepare(
     )
     _LOG.info("%s", source.describe())
     spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
-    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec)
+    rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
+    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
 
 
 def _cut_batches(batch: int) -> UsageError:

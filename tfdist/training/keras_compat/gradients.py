@@ -3,7 +3,9 @@
 Keras clips, checks and accumulates each replica's own gradient and sums after
 (https://github.com/tensorflow/tensorflow/issues/25806 says so of its forerunner), so that clipping
 differs from one device, an overflow on one replica goes unseen, and a mean over uneven shares is a
-wrong mean. Ended by: no release, Keras 3.15.1 included.
+wrong mean. And it squares each slice of a sparse gradient by itself, so that rows that occur twice,
+in a batch or on two replicas, count as several gradients (`summed_rows`).
+Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tfdist.errors import UsageError
 from tfdist.training.keras_compat.by_rows import require_by_rows
 from tfdist.training.keras_compat.losses import comes_of_scaled
 from tfdist.training.keras_compat.packing import sent_together
-from tfdist.training.keras_compat.reduction import reduced, times
+from tfdist.training.keras_compat.reduction import reduced, summed_rows, times
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
 
@@ -32,8 +34,10 @@ _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers
 def _door(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         trace = current()
-        if trace is None or trace.in_door or not _in_group():
+        if trace is None or trace.in_door:
             return original(self, grads, trainable_variables)
+        if not _in_group():
+            return original(self, [summed_rows(g) for g in grads], trainable_variables)
         if trace.counts is not None:
             trace.counts.follow(self._iterations)
         if trainable_variables is not None:
@@ -42,6 +46,7 @@ def _door(original: Callable[..., Any]) -> Callable[..., Any]:
         if trace.num_replicas > 1:
             _require_built(self)
             grads = reduced(_weighted(list(grads), trace), trace)
+        grads = [summed_rows(g) for g in grads]
         if trace.at_door is not None:
             trace.at_door(grads)
         trace.in_door = True

@@ -50,6 +50,19 @@ def times(gradient: Any, factor: tf.Tensor | float) -> Any:
     return gradient * factor
 
 
+def summed_rows(gradient: Any) -> Any:
+    """The same gradient with each row once: a sparse one may have several slices of a row.
+
+    Their number varies from step to step, and a gather over replicas accepts one shape only: to be
+    called after it.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, row_of = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, row_of, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums each tensor over all replicas, in as few messages as can be. Replica context."""
     job = current_job()
