@@ -205,7 +205,7 @@ class TwoMeans(keras.layers.Layer):
         return x
 
 
-def test_several_means_in_one_tensor_are_means_and_told_of_once(strategies, caplog):
+def test_several_means_in_one_tensor_are_means_and_warned_of_once(strategies, caplog):
     def make():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), TwoMeans()])
         model.compile(keras.optimizers.SGD(0.001), "mse")
@@ -329,7 +329,8 @@ class ReturnsItsLosses(ReadsAfterTheUpdate):
         with tf.GradientTape() as tape:
             values = [tf.convert_to_tensor(v) for v in trainable]
             tape.watch(values)
-            found, _, added = self.stateless_call(values, others, x, return_losses=True)
+            call = self.stateless_call(values, others, x, training=True, return_losses=True)
+            found, _, added = call
             loss = tf.reduce_mean((found - y) ** 2) + sum(added)
         gradients = tape.gradient(loss, values)
         self.optimizer.apply_gradients(zip(gradients, trainable, strict=True))
@@ -347,7 +348,7 @@ def test_losses_read_in_a_step_are_those_of_the_replica(strategies, kind):
         model.compile(keras.optimizers.SGD(0.01))
         return model
 
-    # Even shares: a mean by hand gets its weight after the gradients have met in the statistics.
+    # Even shares: a mean by hand gets its weight after gradients have met in the statistics.
     require_equal(strategies, make, X, Y, replicas=(2,))
 
 

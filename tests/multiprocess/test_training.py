@@ -73,6 +73,13 @@ def test_a_custom_step_and_an_empty_share_equal_one_device(synchronous):
         np.testing.assert_allclose(task["weights empty share"], expected, atol=1e-6)
 
 
+def test_masks_and_losses_per_example_equal_one_device(synchronous):
+    expected = zoo.tagged(zoo.tagger(), keras.Model.fit, keras.Model.evaluate)
+    for task in synchronous[1]:
+        for seen, wanted in zip(task["masked"], expected, strict=True):
+            np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_an_overflow_on_one_worker_is_seen_by_all(synchronous):
     assert all(task["overflow left the weights"] for task in synchronous[1])
 

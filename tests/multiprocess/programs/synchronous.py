@@ -37,6 +37,9 @@ def equivalence():
     # The last step has one example: the shares of all replicas but one are empty.
     tfdist.fit(model, zoo.X[:41], zoo.Y[:41], batch_size=4, seed=3, verbose=0)
     SEEN["weights empty share"] = zoo.flat(model)
+    with strategy.scope():
+        model = zoo.tagger()
+    SEEN["masked"] = zoo.tagged(model, tfdist.fit, tfdist.evaluate)
 
 
 def overflow():

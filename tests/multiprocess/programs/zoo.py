@@ -18,6 +18,7 @@ Y[7] *= 20  # an example whose gradient dominates its replica's, so that clippin
 IMAGES = RNG.rand(90, 8, 8, 1).astype("float32")
 LABELS = (IMAGES.mean((1, 2, 3)) > 0.5).astype("int64")
 TOKENS = RNG.randint(0, 200, (60, 5))
+MASKED = TOKENS * (np.arange(5) < np.arange(60)[:, None] % 6)  # sequences of 0 to 5 tokens
 CALM = np.tanh(Y / 3)  # without the example that makes a last bit a large difference in ten steps
 
 OPTIMIZERS = {
@@ -251,6 +252,43 @@ def tokens(optimizer="adam"):
     )
     model.compile(SPLIT_OPTIMIZERS[optimizer](), "mse")
     return model
+
+
+class PerExample(keras.layers.Layer):
+    """Adds a loss of each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.supports_masking = True
+
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(0.01 * x**2, (1, 2)))
+        return x
+
+
+def tagger():
+    """A class for each token, none for those that are 0."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(200, 8, mask_zero=True),
+            layers.Dense(4),
+            PerExample(),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+def tagged(model, fit, evaluate):
+    """What a model has learned of tokens that are masked; the last step has 1 for all replicas."""
+    tags = TOKENS % 4
+    history = fit(model, MASKED[:57], tags[:57], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    evaluated = evaluate(model, MASKED[:41], tags[:41], batch_size=4, verbose=0)
+    return [flat(model), history.history["loss"], history.history["accuracy"], evaluated]
 
 
 def two_inputs():

@@ -17,7 +17,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     accumulation  what several workers accumulate is neither lost nor counted twice
     averaging     averages are taken on the servers, and begin with the first update there
     constraints   a variable is constrained on its server
-    losses        a replica's loss counts by its share of the global batch
+    losses        a replica's loss counts by its share of the global batch; masks, sums, add_loss
     metrics       means count examples
     moments       synchronized statistics leave out who stands in for an empty share
     variables     statistics travel with the gradients; additions in one operation; local values

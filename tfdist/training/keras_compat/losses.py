@@ -56,7 +56,7 @@ def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
 
 
 def _behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[tf.Operation]:
-    """The operations that tensors were computed by, except those named and what is behind them."""
+    """Yield the operations that tensors were computed by, without those named or behind them."""
     seen = set(but)
     waiting = [value.op for value in values]
     while waiting:
@@ -151,7 +151,7 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unmasked_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Weights unmasked entries such that the mean by the share is that over all of the batch."""
+    """Weight unmasked entries such that the mean by the share is that over the whole batch."""
 
     def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
         trace = current()
@@ -168,7 +168,7 @@ def _unmasked_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sums_in_step(trace: StepTrace, what: str) -> bool:
-    """Whether replicas can sum where `what` is computed; says so where several cannot."""
+    """Return whether replicas can sum where `what` is computed; warn where several cannot."""
     if trace.num_replicas > 1 and not trace.is_in_step():
         _warn(
             f"{what} in a loop or condition of the step is divided by what each of "
@@ -179,14 +179,14 @@ def _sums_in_step(trace: StepTrace, what: str) -> bool:
 
 
 def _over_replicas(count: tf.Tensor, trace: StepTrace) -> tf.Tensor:
-    """The sum over all replicas that have an example; no gradient goes through it."""
+    """Sum a count over all replicas that have an example; no gradient goes through it."""
     mine = tf.stop_gradient(count) * tf.sign(tf.cast(trace.share, count.dtype))
     return sum_over_replicas([mine])[0]
 
 
 @functools.cache
 def _warn(line: str) -> None:
-    """Says a line once, on the chief."""
+    """Log a line once in the process, on the chief."""
     job = current_job()
     if job is None or job.is_chief:
         _LOG.warning("%s", line)
@@ -196,9 +196,9 @@ def _warn(line: str) -> None:
 
 
 def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
-    """Whether a tensor has a loss for each example, so that its sum is one over the batch.
+    """Return whether a tensor has a loss for each example, so that its sum is one over the batch.
 
-    A shape that has nothing of the batch is that of several means, and is told of.
+    A shape without an axis of the batch is taken for that of several means, with a warning.
     """
     if value.shape.rank == 0:
         return False
@@ -227,7 +227,7 @@ def _summing_what_is_added(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _summing_by_the_tape(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients of variables by a loss per example are not weighted by the share once more."""
+    """Keep gradients by a loss per example, which are sums, from being weighted by the share."""
 
     def gradient(
         self: Any, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
@@ -245,7 +245,7 @@ def _summing_by_the_tape(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] | None:
-    """What a tape begins with; None where no target has a loss for each example."""
+    """Return what a tape begins with; None where no target has a loss for each example."""
     if not all(isinstance(target, tf.Tensor) for target in targets):
         return None
     whole = [comes_of_scaled(target, trace) for target in targets]
@@ -266,7 +266,7 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] |
 
 
 def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
-    """Says so where a loss goes by products of the batch with itself, as contrastive losses do."""
+    """Warn where a loss goes by products of the batch with itself, as contrastive losses do."""
     batch = {part.op.name for part in trace.parts()}
     sizes = {None, trace.rows()}
     for operation in _behind([target for target in targets if isinstance(target, tf.Tensor)]):
