@@ -23,7 +23,7 @@ from tfdist.errors import EXIT_OK, Stopped, UsageError
 from tfdist.outputs.evaluations import Evaluations
 from tfdist.outputs.tensorboard import ScalarWriter
 from tfdist.strategy import Job
-from tfdist.strategy.serve import ChiefWatch, chief_watch
+from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
 from tfdist.training.arguments import require_whole
 from tfdist.training.callbacks import callback_list
 from tfdist.training.evaluation import Evaluation

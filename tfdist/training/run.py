@@ -25,12 +25,10 @@ from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make
 from tfdist.training import fit, recipe
 from tfdist.training.building import bytes_on_servers
 from tfdist.training.datasets import Datasets, load_datasets
-from tfdist.training.engines.crew import crew_of
-from tfdist.training.engines.lost_server import naming_a_lost_server
+from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
 from tfdist.training.ledger import Ledger
-from tfdist.training.profile import profile_of
 from tfdist.training.reporter import RunReporter
 
 logger = logging.getLogger(__name__)
@@ -242,6 +240,9 @@ def _summary(
 
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     """What became of the steps since this process started, and the bytes on each ps."""
+    from tfdist.ps.profile import profile_of
+    from tfdist.ps.workers import crew_of
+
     crew = crew_of(job.strategy, patience_s=0)
     profiled = job.config is not None and job.config.options.profile_ps
     return {

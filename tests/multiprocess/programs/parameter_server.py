@@ -13,9 +13,9 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.data import InputFunctionSource, StreamSource
+from tfdist.ps.engine import ParameterServerEngine
+from tfdist.ps.workers import crew_of
 from tfdist.training import pace
-from tfdist.training.engines.crew import crew_of
-from tfdist.training.engines.parameter_server import ParameterServerEngine
 
 strategy = tfdist.make_strategy()
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines.work import Work
+from tfdist.ps.closure import Work
 from tfdist.training.ledger import Ledger
 
 strategy = tfdist.make_strategy()

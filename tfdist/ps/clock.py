@@ -13,8 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager.record import VariableWatcher
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfdist.training.engines.handles import outermost
-from tfdist.training.profile.traffic import READS, calls_functions
+from tfdist.ps.messages import READS, calls_functions, outermost
 
 _NO_LIMIT = 2**62
 _WRITES = ("Assign", "Resource", "If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")

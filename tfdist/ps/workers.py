@@ -1,4 +1,4 @@
-"""Hands pieces of work to the workers of a ps job that are alive, each piece to one of them.
+"""Hand pieces of work to the workers of a ps job that are alive, each piece to one of them.
 
 A piece goes to whichever worker is free, so that a slow one gets fewer. What a worker had when it
 died goes to the next; the worker gets work again as soon as it is back. Work goes on while there
@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import executor as tf_executor
 
 from tfdist.cluster import Task, phases
 from tfdist.errors import PeerLost
-from tfdist.strategy.members import Members
-from tfdist.training.engines.account import Account, Share
-from tfdist.training.engines.doubts import Doubts, first_line
-from tfdist.training.engines.in_flight import InFlight
-from tfdist.training.engines.piece import Done, Piece, Place, is_of_the_network, running_at
-from tfdist.training.engines.silence import Silence
+from tfdist.ps.closure import Done, Piece, Place, is_of_the_network, running_at
+from tfdist.ps.members import Members
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
@@ -297,3 +294,170 @@ def crew_of(strategy: tf.distribute.Strategy, *, patience_s: float) -> Crew:
     if strategy not in _crews:
         _crews[strategy] = Crew(Members.of(strategy), patience_s=patience_s)
     return _crews[strategy]
+
+
+# Who has not answered for so long that they are thought to be gone.
+
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+class Silence(Generic[_T]):
+    """Remembers since when each of those who do not answer has been silent."""
+
+    def __init__(self, most_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_s = most_s
+        self._clock = clock
+        self._since_s: dict[_T, float] = {}
+
+    def too_long(self, silent: Collection[_T]) -> list[_T]:
+        """Takes down who is silent now; returns those who have been at each look for `most_s`."""
+        now_s = self._clock()
+        self._since_s = {one: self._since_s.get(one, now_s) for one in silent}
+        return [one for one, since_s in self._since_s.items() if now_s - since_s >= self._most_s]
+
+
+# Workers that answer and get nothing done, as one does that cannot reach a parameter server.
+
+
+_MOST_FAILURES = 3  # failures in a row; one that came back unseen fails once
+
+
+class Doubts:
+    """Counts the pieces in a row that workers could not do, although they were there."""
+
+    def __init__(self) -> None:
+        self._failures: collections.Counter[int] = collections.Counter()
+        self.left_out: frozenset[int] = frozenset()
+
+    def did(self, worker: int) -> None:
+        """A worker has done a piece."""
+        self._failures.pop(worker, None)
+
+    def failed(self, worker: int, error: BaseException) -> str | None:
+        """Returns a line once a worker is to be left out."""
+        self._failures[worker] += 1
+        if self._failures[worker] < _MOST_FAILURES or worker in self.left_out:
+            return None
+        self.left_out |= {worker}
+        said = first_line(error)
+        most = _MOST_FAILURES
+        return f"worker-{worker} answers, but none of {most} pieces of work got done: {said}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line that is not too long."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+# Which pieces of work are under way, and how many steps of others each may have seen applied.
+
+
+_P = TypeVar("_P", bound=Hashable)
+
+
+class InFlight(Generic[_P]):
+    """The pieces under way. For each, the steps of others that may be applied before its end.
+
+    These are the steps that were under way when it began, and those begun since.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[_P, int] = {}
+        self._others: dict[_P, int] = {}
+
+    def admits(self, steps: int, *, max_staleness: int | None) -> bool:
+        """Returns whether a piece of so many steps may begin now."""
+        if max_staleness is None or not steps:
+            return True
+        if sum(self._steps.values()) > max_staleness:
+            return False
+        return all(others + steps <= max_staleness for others in self._others.values())
+
+    def begin(self, piece: _P, *, steps: int) -> None:
+        """Takes down that a piece is under way."""
+        for other in self._others:
+            self._others[other] += steps
+        self._others[piece] = sum(self._steps.values())
+        self._steps[piece] = steps
+
+    def end(self, piece: _P) -> None:
+        """Takes down that a piece has ended, done or not."""
+        self._steps.pop(piece, None)
+        self._others.pop(piece, None)
+
+
+def steps_of_a_piece(*, most: int, workers: int, max_staleness: int | None) -> int:
+    """Returns how long pieces may be that still let as many workers as can be work at a time.
+
+    With a bound of k at most k + 1 work at a time. Half of the bound is for the pieces that are
+    under way when one begins, half for those that begin while it is.
+    """
+    if max_staleness is None:
+        return most
+    others = min(workers - 1, max_staleness)
+    return most if not others else min(most, max(1, max_staleness // (2 * others)))
+
+
+# What became of the steps that were handed out: who did how many, how stale, how often.
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Share:
+    """What one worker has done.
+
+    Attributes:
+      pieces: that it finished.
+      steps: of training in them.
+      seconds: that these took.
+      losses: pieces that were under way when it died; each may have been applied in part.
+    """
+
+    pieces: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    losses: int = 0
+
+    def add(self, *, steps: int, seconds: float) -> None:
+        """Takes down a piece that it has finished."""
+        self.pieces += 1
+        self.steps += steps
+        self.seconds += seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Repeat:
+    """A range of training steps ``[first, last)`` that was begun `times` times, as workers died."""
+
+    first: int
+    last: int
+    times: int
+
+
+class Account:
+    """The training steps of one process: each was completed once, and some were begun again.
+
+    Attributes:
+      applied_twice: updates that the servers have seen, less the steps completed.
+      staleness: how many steps had so many updates of others between their reading and writing.
+      repeats: the ranges that were begun more than once.
+    """
+
+    def __init__(self) -> None:
+        self.applied_twice = 0
+        self.staleness: collections.Counter[int] = collections.Counter()
+        self.repeats: list[Repeat] = []
+
+    def done(self, first: int, last: int, *, times: int, staleness: Iterable[int]) -> None:
+        """Takes down a piece of work that is done."""
+        self.staleness.update(map(int, staleness))
+        if times > 1:
+            self.repeats.append(Repeat(first=first, last=last, times=times))
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what the run's summary says of it."""
+        return {
+            "staleness": {str(age): self.staleness[age] for age in sorted(self.staleness)},
+            "steps_applied_twice": self.applied_twice,
+            "repeated_ranges": [[r.first, r.last, r.times] for r in self.repeats],
+        }

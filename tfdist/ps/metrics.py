@@ -1,8 +1,4 @@
-"""Whether a step adds to the totals of a metric, as seen in its graph.
-
-Under ps each piece of work begins at 0, and what pieces have come to is added up. A maximum, a
-running mean or the last value does not add up, and nothing in the numbers would tell.
-"""
+"""Metrics whose totals add up over pieces of work; others are refused."""
 
 from __future__ import annotations
 
@@ -10,10 +6,12 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
 from tfdist.errors import UsageError
+from tfdist.training.program import StepProgram
 
 _CONDITION = ("then_branch", "else_branch")
 _FUNCTIONS = {
@@ -43,6 +41,30 @@ class _Way(enum.Enum):
 
 _Ways = dict[int, dict[int, _Way]]
 """By the `id` of a tensor, and the number of a variable it is not free of: how it goes by that."""
+
+
+def require_sums(program: StepProgram) -> None:
+    """Refuses metrics whose totals do not add up over pieces."""
+    for variable in program.metrics:
+        if variable.aggregation != "sum":
+            raise UsageError(
+                "metrics",
+                received=f"a metric whose {variable.name} is combined by {variable.aggregation!r}",
+                expected="totals that add up over workers, under strategy ps",
+                fix="create the metric's variables with aggregation='sum'",
+            )
+
+
+def require_zeros(program: StepProgram) -> None:
+    """Refuses metrics that do not begin at 0: each piece begins there."""
+    for variable in program.metrics:
+        if np.any(variable.numpy()):
+            raise UsageError(
+                "metrics",
+                received=f"a metric whose {variable.path} does not begin at 0",
+                expected="totals that add up over workers, each of which begins at 0, under ps",
+                fix="have the metric's reset_state set its variables to 0",
+            )
 
 
 def require_added(

@@ -24,9 +24,8 @@ from tensorflow.python.training import server_lib
 
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.strategy.introductions import Introductions
+from tfdist.ps.serve import Introductions
 from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
-from tfdist.strategy.servers import BalancedExtended
 
 _LOG = logging.getLogger(__name__)
 _SAY_EVERY_S = 10.0
@@ -211,29 +210,3 @@ class Members:
                 " Fix: start them, or raise --startup_timeout_s"
             )
         _LOG.warning("after %.0f s: going on without %s", waited_s, named(self._cluster, missing))
-
-
-class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
-    """TensorFlow's strategy over the workers that are there; work is given out by the engine."""
-
-    def __init__(
-        self,
-        resolver: Any,
-        *,
-        members: Members,
-        workers: Collection[int],
-        split_bytes: int | None = None,
-    ) -> None:
-        self.members = members
-        self._first_workers = workers
-        super().__init__(resolver)
-        # TensorFlow's constructor takes no extension of another class: its last lines once more.
-        extended = BalancedExtended(self, resolver, split_bytes=split_bytes)
-        tf.distribute.Strategy.__init__(self, extended)
-        self._should_use_with_coordinator = True
-        self.extended._allow_run_without_coordinator = True
-
-    def _connect_to_cluster(self, coordinator_name: str) -> None:
-        # Its scope makes TensorFlow's own coordinator, which then has nothing to do.
-        self._num_workers, self._num_ps = self.members.num_workers, self.members.num_ps
-        self.members.connect(self._first_workers)

@@ -18,7 +18,8 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
 )
 
 from tfdist.cluster.balance import Balance, rows_of_parts
-from tfdist.strategy.split import SplitVariable, parts_of, standing_for_whole
+from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
+from tfdist.strategy.devices import server_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,12 +135,6 @@ def _initial_value(kwargs: dict[str, Any]) -> tf.Tensor:
     value = kwargs["initial_value"]
     with tf.device("/device:CPU:0"):
         return tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
-
-
-def server_of(variable: Any) -> int | None:
-    """The index of the ps that holds a variable, None for one that is elsewhere."""
-    device = tf.DeviceSpec.from_string(variable.device or "")
-    return device.task if device.job == "ps" else None
 
 
 def size_bytes(variable: Any) -> int:

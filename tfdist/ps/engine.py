@@ -20,16 +20,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.ps.clock import UpdateClock
+from tfdist.ps.closure import Done, HandedOut, PieceGraph, Work
+from tfdist.ps.members import Members
+from tfdist.ps.metrics import require_sums, require_zeros
+from tfdist.ps.profile import PsProfile, profile_of
+from tfdist.ps.workers import crew_of, steps_of_a_piece
 from tfdist.strategy import Job
-from tfdist.strategy.members import Members
-from tfdist.training.engines.crew import crew_of
-from tfdist.training.engines.in_flight import steps_of_a_piece
-from tfdist.training.engines.piece import Done
-from tfdist.training.engines.piece_graph import PieceGraph
-from tfdist.training.engines.update_clock import UpdateClock
-from tfdist.training.engines.work import HandedOut, Work, require_sums, require_zeros
 from tfdist.training.keras_compat import compiled
-from tfdist.training.profile import PsProfile, profile_of
 from tfdist.training.program import StepProgram
 
 _CLOSURE_STEPS = 32
