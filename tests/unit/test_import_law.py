@@ -31,9 +31,13 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
     "ps": {"errors", "cluster", "strategy", "training"},
+    "app": {
+        *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
+    },
+    "audit": {"errors", "strategy", "checkpoint", "training", "configs", "outputs", "app"},
 }
 # Inside functions alone, where the job is one of strategy ps; and for types.
-IN_A_PS_JOB = {"strategy": {"ps"}, "training": {"ps"}}
+IN_A_PS_JOB = {"strategy": {"ps"}, "training": {"ps"}, "app": {"ps"}}
 WITHOUT_TENSORFLOW = (
     *("errors", "cluster", "rendezvous", "launch", "preflight"),
     *("schedulers", "configs", "outputs", "lint"),

@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
-from tfdist.training.datasets import Datasets
+from tfdist.app.datasets import Datasets
+from tfdist.app.models import build_model
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
-from tfdist.training.models import build_model
 from tfdist.training.schedule import WarmupThenDecay
 
 

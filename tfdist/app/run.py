@@ -11,6 +11,9 @@ from typing import Any
 
 import keras
 
+from tfdist.app import recipe
+from tfdist.app.datasets import Datasets, load_datasets
+from tfdist.app.reporter import RunReporter
 from tfdist.checkpoint import BackupAndRestore
 from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.cluster import TaskConfig, read_environment
@@ -22,14 +25,12 @@ from tfdist.outputs.profiler import StepProfiler
 from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
-from tfdist.training import fit, recipe
+from tfdist.training import fit
 from tfdist.training.building import bytes_on_servers
-from tfdist.training.datasets import Datasets, load_datasets
 from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
 from tfdist.training.ledger import Ledger
-from tfdist.training.reporter import RunReporter
 
 logger = logging.getLogger(__name__)
 STOPPED = "stopped"

@@ -13,20 +13,21 @@ import tensorflow as tf
 from ml_collections import ConfigDict
 from tensorflow.python.distribute import values_util
 
+from tfdist.app import recipe
+from tfdist.app.datasets import load_datasets
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.digest import state_sha256, weights_sha256
-from tfdist.outputs.ledger import Record
+from tfdist.outputs.ledger import Record, read_directory
+from tfdist.outputs.ledger_merge import merged
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import current_job, make_strategy
-from tfdist.training import building, recipe
-from tfdist.training.datasets import load_datasets
+from tfdist.training import building
 from tfdist.training.inputs import Data, Length, prepare
 from tfdist.training.ledger import recorded
 from tfdist.training.program import StepProgram
-from tfdist.training.replay_place import place_of
 from tfdist.training.session import Session
 
 
@@ -289,3 +290,94 @@ def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> fl
     names = [name for name in mine if name.startswith("weights/") and np.size(mine[name])]
     pairs = [(np.asarray(mine[n], np.float64), np.asarray(theirs[n], np.float64)) for n in names]
     return max((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
+
+
+# Under which strategy a run did a step, by what it left behind.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a step ran; `replicas` is None and `threads` 0 where that is not known."""
+
+    kind: str
+    replicas: int | None
+    threads: int = 0
+
+
+def place_of(
+    directory: RunDirectory,
+    store: CheckpointStore,
+    config: Any,
+    *,
+    step: int,
+    kind: str | None,
+    replicas: int | None,
+) -> Place:
+    """Where the run did the step, by what it wrote down; `kind` and `replicas` go before that."""
+    told = next(
+        (place for place in _told(directory, store, config, step) if place is not None), None
+    )
+    if (told is not None and told.kind == "ps") or config.strategy == "ps":
+        raise UsageError(
+            f"run directory {directory.path}",
+            received="a run under strategy ps",
+            expected="single, mirrored or multiworker",
+            fix="nothing: a step of ps depends on which workers' updates came before it, and not "
+            "on the step alone",
+        )
+    if replicas is not None and (replicas < 1 or (kind == "single" and replicas != 1)):
+        raise UsageError(
+            "--replicas",
+            received=f"{replicas} with --strategy {kind or 'mirrored'}",
+            expected="1" if kind == "single" else "at least 1",
+            fix="say --strategy mirrored and how many, or leave --replicas out",
+        )
+    count = replicas or (1 if kind == "single" else told.replicas if told else None)
+    if count is None:
+        raise UsageError(
+            f"run directory {directory.path}",
+            received="neither a ledger nor a checkpoint nor a summary that tells the replicas",
+            expected="to know on how many the step ran",
+            fix="say --strategy single, or --replicas N",
+        )
+    return Place(
+        kind=kind or (told.kind if told else "single"),
+        replicas=count,
+        threads=told.threads if told else 0,
+    )
+
+
+def _told(
+    directory: RunDirectory, store: CheckpointStore, config: Any, step: int
+) -> Iterator[Place | None]:
+    """What the run wrote down of where the step ran, the surest first."""
+    yield _by_ledger(directory, step)
+    # The checkpoint after the step was written by those who did it.
+    steps = sorted(set(store.steps()), key=lambda s: (s <= step, abs(s - step)))
+    for found in steps:
+        with contextlib.suppress(TfdistError):  # a damaged one: the next tells as well
+            yield _by_checkpoint(store.read(found).meta.get("place", {}))
+    summary = directory.read_summary() or {}
+    if "strategy" in summary:
+        yield Place(kind=summary["strategy"], replicas=int(summary["replicas"]))
+    if config.strategy == "single":
+        yield Place(kind="single", replicas=1)
+
+
+def _by_checkpoint(meta: Mapping[str, Any]) -> Place | None:
+    if "replicas" not in meta:
+        return None
+    threads = int(meta.get("threads", 0))
+    return Place(kind=meta["strategy"], replicas=int(meta["replicas"]), threads=threads)
+
+
+def _by_ledger(directory: RunDirectory, step: int) -> Place | None:
+    try:
+        ledger = merged(read_directory(directory.path / "ledger"))
+    except TfdistError:
+        return None
+    for attempt in ledger.attempts:
+        if attempt.first <= step < min(attempt.last, attempt.limit):
+            told = attempt.header
+            return Place(kind=told.strategy, replicas=told.num_replicas, threads=told.threads)
+    return None
