@@ -34,10 +34,12 @@ MAY_IMPORT = {
     "app": {
         *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
     },
-    "audit": {"errors", "strategy", "checkpoint", "training", "configs", "outputs", "app"},
+    "audit": {
+        *("errors", "strategy", "data", "checkpoint", "training", "configs", "outputs", "app"),
+    },
 }
-# Inside functions alone, where the job is one of strategy ps; and for types.
-IN_A_PS_JOB = {"strategy": {"ps"}, "training": {"ps"}, "app": {"ps"}}
+# Inside functions alone, in a job of strategy ps or with a ledger; and for types.
+WHERE_ASKED_FOR = {"strategy": {"ps"}, "training": {"ps", "audit"}, "app": {"ps", "audit"}}
 WITHOUT_TENSORFLOW = (
     *("errors", "cluster", "rendezvous", "launch", "preflight"),
     *("schedulers", "configs", "outputs", "lint"),
@@ -82,7 +84,7 @@ def test_a_room_imports_only_the_rooms_to_its_left(path: Path) -> None:
     room = room_of(path)
     if room not in MAY_IMPORT:  # tfdist itself and the programs
         return
-    allowed, later = MAY_IMPORT[room] | {room}, IN_A_PS_JOB.get(room, set[str]())
+    allowed, later = MAY_IMPORT[room] | {room}, WHERE_ASKED_FOR.get(room, set[str]())
     for line, imported in imported_rooms(path):
         if imported in later and line not in at_once(path):
             continue
@@ -124,12 +126,21 @@ with strategy.scope():
 tfdist.fit(model, x, y, batch_size=4, validation_data=(x, y), verbose=0)
 tfdist.evaluate(model, x, y, batch_size=4, verbose=0)
 tfdist.predict(model, x, batch_size=4, verbose=0)
-loaded = [name for name in sys.modules if name.startswith("tfdist.ps")]
+loaded = [name for name in sys.modules if name.startswith(("tfdist.ps", "tfdist.audit"))]
 assert not loaded, loaded
 """
 
 
-def test_a_job_that_is_not_ps_loads_nothing_of_the_parameter_server() -> None:
+def test_a_ledger_is_read_without_tensorflow() -> None:
+    program = (
+        "import sys, tfdist.ledger, tfdist.audit.proof;"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
     done = subprocess.run(
         [sys.executable, "-c", OF_ANOTHER_JOB], capture_output=True, text=True, timeout=120
     )

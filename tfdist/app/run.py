@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -30,7 +30,9 @@ from tfdist.training.building import bytes_on_servers
 from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
-from tfdist.training.ledger import Ledger
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
 
 logger = logging.getLogger(__name__)
 STOPPED = "stopped"
@@ -202,7 +204,11 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
 
 
 def _ledger(config: Any, directory: RunDirectory) -> Ledger | None:
-    return None if config.ledger == "off" else Ledger(directory.ledger, mode=config.ledger)
+    if config.ledger == "off":
+        return None
+    from tfdist.audit.recorder import Ledger
+
+    return Ledger(directory.ledger, mode=config.ledger)
 
 
 def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:

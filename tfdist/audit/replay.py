@@ -15,18 +15,18 @@ from tensorflow.python.distribute import values_util
 
 from tfdist.app import recipe
 from tfdist.app.datasets import load_datasets
+from tfdist.audit.files import Record, read_directory
+from tfdist.audit.merge import merged
+from tfdist.audit.recorder import recorded
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.digest import state_sha256, weights_sha256
-from tfdist.outputs.ledger import Record, read_directory
-from tfdist.outputs.ledger_merge import merged
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import current_job, make_strategy
 from tfdist.training import building
 from tfdist.training.inputs import Data, Length, prepare
-from tfdist.training.ledger import recorded
 from tfdist.training.program import StepProgram
 from tfdist.training.session import Session
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -25,9 +25,11 @@ from tfdist.training.callbacks import (
     wants_logs,
 )
 from tfdist.training.evaluation import Evaluation
-from tfdist.training.ledger import Ledger
 from tfdist.training.loop import Loop
 from tfdist.training.session import Session
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
 
 _LOG = logging.getLogger(__name__)
 

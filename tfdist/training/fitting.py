@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -24,8 +24,10 @@ from tfdist.training.evaluation import Evaluation
 from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
 from tfdist.training.feed import Feed
 from tfdist.training.inputs import Length
-from tfdist.training.ledger import Ledger
 from tfdist.training.session import Session
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
 
 
 @naming_a_lost_server()

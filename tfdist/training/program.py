@@ -12,9 +12,9 @@ from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import keras_compat
 from tfdist.training.feed import Part
-from tfdist.training.ledger import Recorder
 
 if TYPE_CHECKING:
+    from tfdist.audit.recorder import Recorder
     from tfdist.ps.keras_compat import UpdateCounts
 
 

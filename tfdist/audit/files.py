@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.outputs.ledger_arrays import Array, from_bytes, to_bytes
 
 MODES = ("hash", "full")
 DIRECTORY = "ledger"
@@ -284,3 +287,38 @@ def _next_place(file: BinaryIO, at: int) -> Place | None:
     return Place(
         first=first, last=last, worker=worker, begun=begun, start=start, size_bytes=size_bytes
     )
+
+
+# The arrays of a ledger's record as bytes, in little room, and back.
+
+
+Array = np.ndarray[Any, Any]
+
+
+def to_bytes(arrays: Sequence[Array]) -> bytes:
+    """Compresses them, integers in the smallest type that holds them."""
+    stream = io.BytesIO()
+    for array in arrays:
+        np.lib.format.write_array(stream, _narrow(array), allow_pickle=False)
+    return zlib.compress(stream.getvalue(), 1)
+
+
+def from_bytes(payload: bytes) -> tuple[Array, ...]:
+    """Reads what `to_bytes` wrote; integers as int64, so that sums of them do not overflow."""
+    stream = io.BytesIO(zlib.decompress(payload))
+    arrays = []
+    while stream.tell() < len(stream.getbuffer()):
+        array = np.lib.format.read_array(stream, allow_pickle=False)
+        arrays.append(array.astype(np.int64) if array.dtype.kind == "i" else array)
+    return tuple(arrays)
+
+
+def _narrow(array: Array) -> Array:
+    array = np.asarray(array)
+    if array.dtype.kind != "i" or not array.size:
+        return array
+    low, high = int(array.min()), int(array.max())
+    for dtype in (np.int8, np.int16, np.int32):
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return array.astype(dtype)
+    return array

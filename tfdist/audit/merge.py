@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.audit.files import Array, Header, LedgerFile, Place, Record
 from tfdist.errors import TfdistError
-from tfdist.outputs.ledger import Header, LedgerFile, Place, Record
-from tfdist.outputs.ledger_arrays import Array
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _SALT = np.uint64(0x6C65646765722E31)

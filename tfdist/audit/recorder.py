@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from tfdist.audit.files import MODES, Header, LedgerWriter, Record, next_attempt
 from tfdist.data.mixing import mix_tensor, stream
 from tfdist.errors import UsageError, near
-from tfdist.outputs.ledger import MODES, Header, LedgerWriter, Record, next_attempt
 from tfdist.strategy import Job
 from tfdist.strategy.devices import threads_of_an_operation
 from tfdist.strategy.group import sum_over_tasks
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tfdist.training.program import StepProgram
 
 _SALT = 0x6C65646765722E31
-"""That of `tfdist.outputs.ledger_merge.pair_hash`."""
+"""That of `tfdist.audit.merge.pair_hash`."""
 
 
 class Ledger:
