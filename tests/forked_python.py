@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-IMPORTS = ("tensorflow", "keras", "tensorflow_datasets", "matplotlib.pyplot", "tfdist.training.run")
+IMPORTS = ("tensorflow", "keras", "tensorflow_datasets", "matplotlib.pyplot", "tfdist.app.run")
 ENVIRON = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -22,7 +22,7 @@ _HOME_OF = {
     "predict": "tfdist.training",
     "InExamples": "tfdist.training",
     "StepLoop": "tfdist.training",
-    "Ledger": "tfdist.training.ledger",
+    "Ledger": "tfdist.audit.recorder",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint",
     "Evaluator": "tfdist.training.evaluator",
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tfdist import data, errors, tuning
+    from tfdist.audit.recorder import Ledger
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
     from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.training import InExamples, StepLoop, evaluate, fit, predict
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluator import Evaluator
-    from tfdist.training.ledger import Ledger
 
 __all__ = [
     "BackupAndRestore",

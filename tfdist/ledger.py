@@ -19,9 +19,8 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError
 from tfdist.outputs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from tfdist.outputs.ledger_merge import Merged
-    from tfdist.outputs.ledger_proof import Proof
-    from tfdist.outputs.ledger_tally import PassProof
+    from tfdist.audit.merge import Merged
+    from tfdist.audit.proof import PassProof, Proof
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +52,8 @@ def _parser() -> Parser:
 
 
 def _prove(run_dir: str, *, as_json: bool) -> int:
-    from tfdist.outputs.ledger import read_directory
-    from tfdist.outputs.ledger_proof import prove
+    from tfdist.audit.files import read_directory
+    from tfdist.audit.proof import prove
 
     summary = RunDirectory(run_dir).read_summary() or {}
     files = read_directory(_ledger_of(run_dir))
@@ -69,10 +68,9 @@ def _prove(run_dir: str, *, as_json: bool) -> int:
 def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
     import numpy as np
 
-    from tfdist.outputs.ledger import read_directory
-    from tfdist.outputs.ledger_merge import merged
-    from tfdist.outputs.ledger_proof import steps_of
-    from tfdist.outputs.ledger_tally import ranges
+    from tfdist.audit.files import read_directory
+    from tfdist.audit.merge import merged
+    from tfdist.audit.proof import ranges, steps_of
 
     files = [read_directory(_ledger_of(path)) for path in (run_dir, other)]
     damaged = [file.damaged for found in files for file in found if file.damaged]
@@ -97,7 +95,7 @@ def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
 
 
 def _ledger_of(run_dir: str) -> Path:
-    from tfdist.outputs.ledger import DIRECTORY
+    from tfdist.audit.files import DIRECTORY
 
     inside = Path(run_dir) / DIRECTORY
     return inside if inside.is_dir() else Path(run_dir)

@@ -18,7 +18,7 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory, to_json
 
 if TYPE_CHECKING:
-    from tfdist.training.replaying import Replay
+    from tfdist.audit.replay import Replay
 
 _SHOWN_EXAMPLES = 16
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         config = _config_of(arguments.run_dir)
         # Only now: a wrong directory is answered without the seconds TensorFlow takes to load.
-        from tfdist.training.replaying import replay
+        from tfdist.audit.replay import replay
 
         found = replay(
             arguments.run_dir,

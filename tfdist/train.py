@@ -48,7 +48,7 @@ def _train(command: Command) -> int:
     read_environment(os.environ)
     # Only now: a wrong flag or variable is answered without the seconds that TensorFlow takes to
     # load, and the lines that it prints.
-    from tfdist.training.run import run
+    from tfdist.app.run import run
 
     run(command.config, overwrite=command.overwrite, environ=os.environ)
     return EXIT_OK

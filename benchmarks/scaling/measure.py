@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.outputs.costs import COLUMNS
 from tfdist.outputs.run_directory import DONE, RunDirectory
+from tfdist.ps.costs import COLUMNS
 
 _LOG = logging.getLogger(__name__)
 _WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?", re.ASCII)

@@ -136,8 +136,8 @@ def _callbacks(
     import keras
 
     import tfdist
+    from tfdist.app.reporter import RunReporter
     from tfdist.outputs.progress import ProgressDisplay
-    from tfdist.training.reporter import RunReporter
 
     (args.out / "best").mkdir(exist_ok=True)
     own = keras.callbacks

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist.cluster import phases
 from tfdist.errors import PeerLost
-from tfdist.training.engines import crew as crew_module
-from tfdist.training.engines.crew import Crew
+from tfdist.ps import workers as crew_module
+from tfdist.ps.workers import Crew
 
 DEADLINE_S = 30.0
 

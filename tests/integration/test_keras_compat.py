@@ -33,9 +33,10 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.framework.ops import gradient_registry
 
 import tfdist
+from tfdist.ps import keras_compat as ps_compat
 from tfdist.training import keras_compat
-from tfdist.training.keras_compat import accumulation, averaging, constraints
 
+REPLACEMENTS = (*keras_compat.REPLACEMENTS, *ps_compat.REPLACEMENTS)
 RNG = np.random.RandomState(0)
 X = RNG.randn(8, 4).astype("float32")
 Y = (RNG.randn(8, 1) * 3).astype("float32")
@@ -305,7 +306,7 @@ def after_step_26_came_first(optimizer):
 
     @tf.function(autograph=False)
     def step():
-        counts = keras_compat.UpdateCounts(tf.constant([25], tf.int64))
+        counts = ps_compat.UpdateCounts(tf.constant([25], tf.int64))
         counts.follow(optimizer.iterations)
         with keras_compat.tracing(dataclasses.replace(trace(), counts=counts)):
             optimizer.apply([tf.zeros([])])
@@ -316,7 +317,7 @@ def after_step_26_came_first(optimizer):
 
 @pytest.mark.parametrize("method", list(FIRST))
 def test_stock_optimizers_have_one_count(method, monkeypatch):
-    monkeypatch.setattr(averaging, "server_of", lambda variable: 0)
+    monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     stock, optimizer, mine = FIRST[method]
     assert after_step_26_came_first(optimizer()) == pytest.approx(mine)
     monkeypatch.setattr(BaseOptimizer, method, getattr(BaseOptimizer, method).__wrapped__)
@@ -343,7 +344,7 @@ def constrained_at(*, traced_in=contextlib.nullcontext):
 
 
 def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
-    monkeypatch.setattr(constraints, "server_of", lambda variable: 0)
+    monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     assert constrained_at() == [""]
     assert constrained_at(traced_in=lambda: keras_compat.tracing(trace())) == ["CPU:1"]
 
@@ -387,7 +388,7 @@ def accumulated(*, traced_in=contextlib.nullcontext):
 
 
 def test_stock_sums_of_gradients_lose_what_others_add_meanwhile(monkeypatch):
-    monkeypatch.setattr(accumulation, "server_of", lambda variable: 0)
+    monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     assert accumulated() == (-1.0, 0.0, ["AssignVariableOp"])
     mine = accumulated(traced_in=lambda: keras_compat.tracing(trace()))
     assert mine == (-1.0, 5.0, ["AssignAddVariableOp"])
@@ -395,7 +396,7 @@ def test_stock_sums_of_gradients_lose_what_others_add_meanwhile(monkeypatch):
 
 def test_a_sum_of_gradients_that_was_not_finite_begins_anew(monkeypatch):
     """As clipping makes an update of it, and the run goes on."""
-    monkeypatch.setattr(accumulation, "server_of", lambda variable: 0)
+    monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     weight = keras.Variable([0.0, 0.0])
     optimizer = keras.optimizers.SGD(1.0, clipvalue=1.0, gradient_accumulation_steps=2)
     optimizer.build([weight])
@@ -615,18 +616,18 @@ FAULT_SHOWN_BY = {
 
 
 def test_every_replacement_has_its_test():
-    targets = [replacement.target for replacement in keras_compat.REPLACEMENTS]
+    targets = [replacement.target for replacement in REPLACEMENTS]
     assert sorted(targets) == sorted(FAULT_SHOWN_BY)
 
 
 def test_every_replacement_names_what_it_works_around():
     where = r"https://github\.com/(keras-team/keras|tensorflow/tensorflow)/(issues/\d+$|blob/v)"
-    for replacement in keras_compat.REPLACEMENTS:
+    for replacement in REPLACEMENTS:
         assert re.match(where, replacement.issue), replacement.target
 
 
 def test_no_replacement_outlives_the_version_that_ends_it():
-    for replacement in keras_compat.REPLACEMENTS:
+    for replacement in REPLACEMENTS:
         if replacement.ended_by is not None:
             package, release = replacement.ended_by.split()
             installed = importlib.metadata.version(package)

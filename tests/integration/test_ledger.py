@@ -8,16 +8,16 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.audit.files import read_directory
+from tfdist.audit.merge import merged, pair_hash
+from tfdist.audit.proof import prove, steps_of
+from tfdist.audit.recorder import Ledger
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop
 from tfdist.data.mixing import mix
 from tfdist.data.order import example_at_numpy
 from tfdist.data.python_indexed import PythonSource
 from tfdist.errors import UsageError
-from tfdist.outputs.ledger import read_directory
-from tfdist.outputs.ledger_merge import merged, pair_hash
-from tfdist.outputs.ledger_proof import prove, steps_of
-from tfdist.training.ledger import Ledger
 
 EXAMPLES = 50
 X = np.arange(EXAMPLES, dtype="float32")[:, None]
@@ -182,9 +182,9 @@ def test_it_says_with_how_many_threads_sums_were_rounded(strategies, tmp_path, m
 
 
 def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
+    from tfdist.audit.recorder import recorded
     from tfdist.strategy.job import Job
     from tfdist.training.inputs import Length, prepare
-    from tfdist.training.ledger import recorded
     from tfdist.training.session import Session
 
     job = Job(strategy=strategies[3], kind="mirrored")
@@ -209,7 +209,7 @@ def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
 
 
 def test_the_hash_in_the_graph_is_that_of_the_proof():
-    from tfdist.training.ledger import _pair_hash
+    from tfdist.audit.recorder import _pair_hash
 
     indices, passes = np.array([0, 1, 5, 2**40]), np.array([0, 3, 3, 2**33])
     in_graph = _pair_hash(tf.constant(indices), tf.constant(passes)).numpy()

@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
 from tfdist.errors import UsageError
-from tfdist.strategy import introductions, rendezvous
-from tfdist.strategy import members as members_module
-from tfdist.strategy.introductions import Introductions, introduce
-from tfdist.strategy.members import Members
+from tfdist.ps import members as members_module
+from tfdist.ps import serve
+from tfdist.ps.members import Members
+from tfdist.ps.serve import Introductions, introduce
+from tfdist.strategy import rendezvous
 
 DEADLINE_S = 20.0
 
@@ -126,7 +127,7 @@ def start():
 
 @pytest.mark.parametrize("teller", [Task("worker", 1), Task("ps", 0)])
 def test_a_task_of_another_version_of_tensorflow_is_refused_by_its_name(start, teller, monkeypatch):
-    monkeypatch.setattr(introductions, "_SHY_S", DEADLINE_S)
+    monkeypatch.setattr(serve, "_SHY_S", DEADLINE_S)
     for task in start.others():
         introduce(start.config(task), version="2.20.1" if task == teller else "2.21.0")
     with pytest.raises(UsageError, match=r"expected 2[.]21[.]0, as chief-0 has") as told:
@@ -137,9 +138,9 @@ def test_a_task_of_another_version_of_tensorflow_is_refused_by_its_name(start, t
 
 
 def test_tasks_alike_begin_and_those_that_never_say_what_they_are_do(start, monkeypatch):
-    monkeypatch.setattr(introductions, "_SHY_S", 0.3)
+    monkeypatch.setattr(serve, "_SHY_S", 0.3)
     assert start.wait() == {0, 1}
-    monkeypatch.setattr(introductions, "_SHY_S", DEADLINE_S)
+    monkeypatch.setattr(serve, "_SHY_S", DEADLINE_S)
     for task in start.others():
         introduce(start.config(task), version="2.21.0")
     assert start.wait() == {0, 1}
@@ -150,6 +151,6 @@ def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_
         server = tf.distribute.Server(
             {"chief": [port.address]}, job_name="chief", task_index=0, start=True
         )
-    assert introductions._is_told(port.address, b"tfdist: worker-0 has TensorFlow 2.20.1\n")
+    assert serve._is_told(port.address, b"tfdist: worker-0 has TensorFlow 2.20.1\n")
     with tf.Graph().as_default(), tf.compat.v1.Session(server.target) as session:
         assert session.run(tf.constant(7)) == 7

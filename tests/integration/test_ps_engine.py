@@ -14,11 +14,12 @@ import tensorflow as tf
 import tfdist
 from tests.integration.test_crew import DEADLINE_S, Members
 from tfdist.errors import PeerLost
+from tfdist.ps import engine as engine_module
+from tfdist.ps.engine import ParameterServerEngine
+from tfdist.ps.workers import Crew
 from tfdist.training import building
-from tfdist.training.engines import lost_server, parameter_server
-from tfdist.training.engines.crew import Crew
-from tfdist.training.engines.lost_server import naming_a_lost_server
-from tfdist.training.engines.parameter_server import ParameterServerEngine
+from tfdist.training.engines import base
+from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.program import StepProgram
 
 
@@ -71,7 +72,7 @@ def crew():
 
 @pytest.fixture
 def engine(crew, monkeypatch):
-    monkeypatch.setattr(parameter_server, "crew_of", lambda strategy, patience_s: crew)
+    monkeypatch.setattr(engine_module, "crew_of", lambda strategy, patience_s: crew)
     return ParameterServerEngine(SimpleNamespace(strategy=None, config=None))
 
 
@@ -131,9 +132,7 @@ def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine,
     monkeypatch.setattr(crew, "drop", lambda: (drop(), go_on.set()))
     made, work = program(engine, lambda step: go_on.wait(DEADLINE_S))
     engine._under_way = [
-        parameter_server.HandedOut(
-            made, work, step, step + 1, engine._hand_out(work, step, step + 1)
-        )
+        engine_module.HandedOut(made, work, step, step + 1, engine._hand_out(work, step, step + 1))
         for step in range(9)
     ]
     end_s = time.monotonic() + DEADLINE_S
@@ -171,9 +170,9 @@ def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
 )
 def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, gone, raised, monkeypatch):
     members = SimpleNamespace(missing=lambda: gone)
-    monkeypatch.setattr(lost_server.Members, "of", lambda strategy: members)
+    monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
-    monkeypatch.setattr(lost_server, "current_job", lambda: job)
+    monkeypatch.setattr(base, "current_job", lambda: job)
     with pytest.raises(raised) as told, naming_a_lost_server():
         raise error
     assert raised is not PeerLost or str(told.value) == "ps-1 does not answer any more"
@@ -185,9 +184,9 @@ def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch):
         raise tf.errors.UnavailableError(None, None, "failed to connect")
 
     members = SimpleNamespace(missing=lambda: ["ps-1"])
-    monkeypatch.setattr(lost_server.Members, "of", lambda strategy: members)
+    monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
-    monkeypatch.setattr(lost_server, "current_job", lambda: job)
+    monkeypatch.setattr(base, "current_job", lambda: job)
     monkeypatch.setattr(building, "job_for", lost)
     monkeypatch.setattr(building, "require_compiled_functions", lost)
     loop = object.__new__(tfdist.StepLoop)

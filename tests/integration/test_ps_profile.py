@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.outputs import costs
-from tfdist.training.profile.account import PsProfile
-from tfdist.training.profile.traffic import Link, Places, traffic
+from tfdist.ps import costs
+from tfdist.ps.messages import Link, Places, traffic
+from tfdist.ps.profile import PsProfile
 
 PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
 

@@ -12,13 +12,11 @@ import pytest
 import tensorflow as tf
 
 from tfdist.data import ArraySource
-from tfdist.training.engines import reads
-from tfdist.training.engines.reads import read_together
+from tfdist.ps import messages
+from tfdist.ps.messages import Link, Places, read_together, sent_together, traffic
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Layout, Order
-from tfdist.training.keras_compat import packing, variables
-from tfdist.training.keras_compat.packing import sent_together
-from tfdist.training.profile.traffic import Link, Places, traffic
+from tfdist.training.keras_compat import variables
 
 PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -46,7 +44,7 @@ def test_small_gradients_go_to_each_server_as_one_tensor():
 
 
 def test_gradients_sent_together_are_the_same_to_the_bit(monkeypatch):
-    monkeypatch.setattr(packing, "server_of", lambda variable: 0)
+    monkeypatch.setattr(messages, "server_of", lambda variable: 0)
     here = SimpleNamespace(device="/CPU:0")
     rng = np.random.RandomState(0)
     kinds = [((4, 5), "f4"), ((3,), "f2"), ((), "f4"), ((2, 2), "f2"), ((1, 3), "f4")]
@@ -129,7 +127,7 @@ def test_what_is_small_comes_together_and_what_is_large_once(together, of_ps_0, 
 
 
 def test_what_comes_together_is_the_same_to_the_bit_and_read_anew_after_a_write(monkeypatch):
-    monkeypatch.setattr(reads, "_is_server", lambda device: True)
+    monkeypatch.setattr(messages, "_is_server", lambda device: True)
     x = tf.constant(X[:4] / 60)
     seen = {}
     for together in (False, True):
@@ -174,7 +172,7 @@ def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform
 
 FREED = """
 import ctypes, os, resource, sys
-from tfdist.strategy.memory import keep_freed_memory
+from tfdist.ps.serve import keep_freed_memory
 assert keep_freed_memory(os.environ) == (sys.argv[1] == "kept")
 libc = ctypes.CDLL(None)
 assert libc.prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE: on any machine, pages are small

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from tfdist.app import recipe
+from tfdist.app.datasets import load_datasets
+from tfdist.app.models import MODELS, build_model
 from tfdist.configs import FIELDS, base
 from tfdist.errors import UsageError
-from tfdist.training import recipe
-from tfdist.training.datasets import load_datasets
-from tfdist.training.models import MODELS, build_model
 from tfdist.training.schedule import InExamples, WarmupThenDecay
 
 

@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 
 from tests import forked_python
 from tfdist import replay
+from tfdist.audit.replay import Place, place_of
 from tfdist.checkpoint import CheckpointStore
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.training.replay_place import Place, place_of
 
 DEADLINE_S = 200
 STEPS = 12

@@ -9,10 +9,10 @@ import keras
 import pytest
 from rich.console import Console
 
+from tfdist.app.reporter import RunReporter
 from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.training.epochs import EpochPlan
-from tfdist.training.reporter import RunReporter
 
 
 class Clock:

@@ -15,7 +15,7 @@ from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.strategy import Job
 from tfdist.training import resume
-from tfdist.training.stopping import unfit
+from tfdist.training.resume import unfit
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(90, 4).astype("float32")

@@ -20,7 +20,7 @@ from tfdist.checkpoint import CheckpointStore, identity, state
 from tfdist.checkpoint import shards as shards_module
 from tfdist.errors import TfdistError, UsageError
 from tfdist.strategy import group, job_of
-from tfdist.training import exactness, inputs
+from tfdist.training import inputs, resume
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 4).astype("float32")
@@ -362,13 +362,13 @@ def test_exact_refuses_a_stream_and_without_it_the_replay_is_said(strategies, tm
     job, data = prepared(strategies[1], (stream, None, None))
     exact = tfdist.BackupAndRestore(tmp_path, exact=True)
     with pytest.raises(UsageError, match=r"exact=True\): received stream, tf.data.Dataset: 10"):
-        exactness.require_exact([exact], data, job=job)
+        resume.require_exact([exact], data, job=job)
     caplog.clear()
-    exactness.require_exact([tfdist.BackupAndRestore(tmp_path)], data, job=job)
+    resume.require_exact([tfdist.BackupAndRestore(tmp_path)], data, job=job)
     assert caplog.text.count("(replay)") == 1
     job, data = prepared(strategies[1], (X, Y, None))
     caplog.clear()
-    exactness.require_exact([exact], data, job=job)
+    resume.require_exact([exact], data, job=job)
     assert caplog.text == ""
 
 
@@ -401,7 +401,7 @@ def test_operations_that_draw_by_themselves_are_named():
 
     graph = step.get_concrete_function(tf.constant(0), tf.constant(3)).graph
     with pytest.raises(UsageError, match=r"RandomStandardNormal \(noise/RandomStandardNormal\)"):
-        exactness.require_deterministic(graph)
+        resume.require_deterministic(graph)
 
 
 def test_draws_from_a_seed_pass():
@@ -409,7 +409,7 @@ def test_draws_from_a_seed_pass():
     def step(x):
         return x + tf.random.stateless_normal([], seed=[1, 2])
 
-    exactness.require_deterministic(step.get_concrete_function(tf.constant(0.0)).graph)
+    resume.require_deterministic(step.get_concrete_function(tf.constant(0.0)).graph)
 
 
 # Callbacks

@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines.piece_graph import PieceGraph
-from tfdist.training.engines.work import Work, told
+from tfdist.ps.closure import PieceGraph, Work, told
 
 X = np.arange(24, dtype="float32").reshape(8, 3)
 

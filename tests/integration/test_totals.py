@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.training.engines.totals import require_added
+from tfdist.ps.metrics import require_added
 
 
 @tf.function

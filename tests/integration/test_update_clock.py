@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tfdist.training.engines.handles import outermost
-from tfdist.training.engines.update_clock import UpdateClock
+from tfdist.ps.clock import UpdateClock
+from tfdist.ps.messages import outermost
 
 STEPS = 3
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tfdist.launch.warm import WarmServer
 
-IMPORTS = ("tensorflow", "keras", "tfdist.training.run")
+IMPORTS = ("tensorflow", "keras", "tfdist.app.run")
 Started = tuple[tuple[str, ...], tuple[int, ...]]
 """Flags of the launcher, and what it has to inherit for them (`pass_fds`)."""
 Start = Callable[[], AbstractContextManager[Started]]

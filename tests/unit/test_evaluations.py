@@ -9,7 +9,7 @@ import pytest
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.evaluations import Evaluations
-from tfdist.training.standing import standing
+from tfdist.training.evaluator import standing
 
 
 def lines(*losses):

@@ -30,7 +30,16 @@ MAY_IMPORT = {
     "data": {"errors", "cluster", "strategy"},
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
+    "ps": {"errors", "cluster", "strategy", "training"},
+    "app": {
+        *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
+    },
+    "audit": {
+        *("errors", "strategy", "data", "checkpoint", "training", "configs", "outputs", "app"),
+    },
 }
+# Inside functions alone, in a job of strategy ps or with a ledger; and for types.
+WHERE_ASKED_FOR = {"strategy": {"ps"}, "training": {"ps", "audit"}, "app": {"ps", "audit"}}
 WITHOUT_TENSORFLOW = (
     *("errors", "cluster", "rendezvous", "launch", "preflight"),
     *("schedulers", "configs", "outputs", "lint"),
@@ -45,6 +54,12 @@ def room_of(path: Path) -> str:
 def dotted(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def at_once(path: Path) -> set[int]:
+    """The lines of the imports that are made when the file is imported."""
+    body = ast.parse(path.read_text()).body
+    return {node.lineno for node in body if isinstance(node, ast.Import | ast.ImportFrom)}
 
 
 def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
@@ -69,8 +84,10 @@ def test_a_room_imports_only_the_rooms_to_its_left(path: Path) -> None:
     room = room_of(path)
     if room not in MAY_IMPORT:  # tfdist itself and the programs
         return
-    allowed = MAY_IMPORT[room] | {room}
+    allowed, later = MAY_IMPORT[room] | {room}, WHERE_ASKED_FOR.get(room, set[str]())
     for line, imported in imported_rooms(path):
+        if imported in later and line not in at_once(path):
+            continue
         assert imported in allowed, f"{path}:{line}: {room} imports {imported or 'tfdist'}"
 
 
@@ -92,6 +109,40 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+OF_ANOTHER_JOB = """
+import sys
+import keras, numpy as np
+import tfdist
+strategy = tfdist.make_strategy("mirrored", devices_per_worker=2)
+x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    model.compile(optimizer, "mse", metrics=["mae"])
+tfdist.fit(model, x, y, batch_size=4, validation_data=(x, y), verbose=0)
+tfdist.evaluate(model, x, y, batch_size=4, verbose=0)
+tfdist.predict(model, x, batch_size=4, verbose=0)
+loaded = [name for name in sys.modules if name.startswith(("tfdist.ps", "tfdist.audit"))]
+assert not loaded, loaded
+"""
+
+
+def test_a_ledger_is_read_without_tensorflow() -> None:
+    program = (
+        "import sys, tfdist.ledger, tfdist.audit.proof;"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OF_ANOTHER_JOB], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 

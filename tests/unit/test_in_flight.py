@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from tfdist.training.engines.account import Account, Repeat
-from tfdist.training.engines.in_flight import InFlight, steps_of_a_piece
+from tfdist.ps.workers import Account, InFlight, Repeat, steps_of_a_piece
 
 
 def test_without_a_bound_everything_may_begin():

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist import ledger as program
-from tfdist.errors import TfdistError, UsageError
-from tfdist.outputs.ledger import (
+from tfdist.audit.files import (
     Header,
     LedgerWriter,
     Record,
@@ -27,9 +26,9 @@ from tfdist.outputs.ledger import (
     read_directory,
     scan,
 )
-from tfdist.outputs.ledger_merge import Plan, pair_hash
-from tfdist.outputs.ledger_proof import prove
-from tfdist.outputs.ledger_tally import ranges
+from tfdist.audit.merge import Plan, pair_hash
+from tfdist.audit.proof import prove, ranges
+from tfdist.errors import TfdistError, UsageError
 
 N, BATCH = 20, 6
 

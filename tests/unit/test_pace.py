@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.training.pace import Pace
+from tfdist.training.loop import Pace
 
 
 def ranges(step_s: float, *, first_s: float = 0.0, count: int = 12) -> list[int]:

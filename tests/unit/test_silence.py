@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdist.training.engines.silence import Silence
+from tfdist.ps.workers import Silence
 
 
 def test_gone_is_who_is_silent_at_each_look_for_so_long() -> None:

@@ -37,7 +37,7 @@ FIELDS: tuple[Field, ...] = (
         name="model",
         default="cnn",
         choices=("dense", "cnn", "resnet20"),
-        help="the network; see tfdist/training/models.py",
+        help="the network; see tfdist/app/models.py",
     ),
     Field(name="dropout", default=0.25, least=0, below=1, help="share of units left out"),
     Field(

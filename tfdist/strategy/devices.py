@@ -1,9 +1,13 @@
-"""Threads, logical devices and GPU memory: what must be set before TensorFlow starts."""
+"""Threads, logical devices and GPU memory: what must be set before TensorFlow starts.
+
+And on which device a variable is.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
@@ -88,6 +92,12 @@ def replica_devices(count: int | None) -> list[str]:
         tf.config.set_logical_device_configuration(cpu, logical)
         _LOG.info("no GPU: %d logical devices on the CPU", count)
     return [f"/CPU:{i}" for i in range(count)]
+
+
+def server_of(variable: Any) -> int | None:
+    """The index of the ps that holds a variable, None for one that is elsewhere."""
+    device = tf.DeviceSpec.from_string(variable.device or "")
+    return device.task if device.job == "ps" else None
 
 
 def _too_many(count: int, expected: str) -> UsageError:

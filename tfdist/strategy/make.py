@@ -25,11 +25,9 @@ from tfdist.cluster import (
 from tfdist.cluster.address import shown
 from tfdist.errors import UsageError, near
 from tfdist.strategy import devices, initial_values, neighbours, rendezvous
+from tfdist.strategy.chief_watch import chief_watch
 from tfdist.strategy.exit_code import end_mistakes_in_one_line
-from tfdist.strategy.introductions import Introductions
 from tfdist.strategy.job import KINDS, Job, current_job, remember
-from tfdist.strategy.members import ElasticParameterServerStrategy, Members
-from tfdist.strategy.serve import chief_watch, serve
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
@@ -102,7 +100,16 @@ def make_strategy(
             strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
         else:
             _require_one_device(count)
-            strategy = _parameter_server(_needed(config, kind), timeout_s, min_workers, split_bytes)
+            from tfdist.ps.strategy import parameter_server
+
+            described = _needed(config, kind)
+            strategy = parameter_server(
+                described,
+                _resolver(described),
+                timeout_s=timeout_s,
+                min_workers=min_workers,
+                split_bytes=split_bytes,
+            )
     _hear_sigterm()
     job = Job(strategy=strategy, kind=kind, config=config)
     if kind == "multiworker" and communication_options is None:
@@ -263,31 +270,6 @@ def _require_one_device(count: int | None) -> None:
             received=f"devices_per_worker={count} with strategy ps",
             expected="1: a worker of a ps job computes on one device",
             fix="start more workers",
-        )
-
-
-def _parameter_server(
-    config: TaskConfig, timeout_s: float, min_workers: int | None, split_bytes: int | None
-) -> tf.distribute.Strategy:
-    if config.task.type in ("worker", "ps"):
-        serve(config, timeout_s=timeout_s)
-    if config.task != config.cluster.chief_task:
-        raise UsageError(
-            "make_strategy",
-            received=f"task {config.task} of a ps job",
-            expected="chief-0, a worker or a ps",
-            fix="run an evaluator outside the training cluster",
-        )
-    # Without it a call to a task that has died waits for the task to come back.
-    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-    members = Members(config.cluster, min_workers=min_workers)
-    guests = Introductions(config, version=tf.__version__)
-    # As the workers ask for this task meanwhile.
-    with rendezvous.answering(config) as listener, guests.heard_at(listener):
-        workers = members.wait(timeout_s=timeout_s, guests=guests)
-    with rendezvous.last_resort(timeout_s=timeout_s):
-        return ElasticParameterServerStrategy(
-            _resolver(config), members=members, workers=workers, split_bytes=split_bytes
         )
 
 

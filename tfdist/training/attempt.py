@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ from tfdist.cluster import phases
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
-from tfdist.training import exactness, inputs, resume, stopping
+from tfdist.training import inputs, resume
 from tfdist.training.callbacks import (
     begin_epoch,
     callback_list,
@@ -25,9 +25,11 @@ from tfdist.training.callbacks import (
     wants_logs,
 )
 from tfdist.training.evaluation import Evaluation
-from tfdist.training.ledger import Ledger
 from tfdist.training.loop import Loop
 from tfdist.training.session import Session
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class Attempt:
         self._session = session
         self._plan = data.plan
         self._seed = seed
-        exactness.require_exact(backups, data, job=session.job)
+        resume.require_exact(backups, data, job=session.job)
         exact = any(backup.exact for backup in backups)
         self._program = session.program(
             "train_step", data.feed, seed=seed, exact=exact, max_staleness=max_staleness
@@ -114,7 +116,7 @@ class Attempt:
         if saved is not None:
             first = saved.step
         epoch = plan.epoch_of(first) if first < plan.total_steps else plan.num_epochs
-        if stopping.logs_before_validation(saved) is not None:
+        if resume.logs_before_validation(saved) is not None:
             epoch -= 1
         elif saved is not None and saved.stopped and first > plan.step_starts[epoch]:
             epoch += 1  # a callback had stopped it in the middle; its hooks have been called
@@ -164,7 +166,7 @@ class Attempt:
     def _logs_of_epoch(self, loop: Loop) -> dict[str, Any]:
         """The figures of an epoch's training, as they were where only its validation is due."""
         before, self._saved = self._saved, None
-        kept = stopping.logs_before_validation(before)
+        kept = resume.logs_before_validation(before)
         return kept or self._session.metrics(self._program, loop.step_logs)
 
     def _validated(
@@ -175,7 +177,7 @@ class Attempt:
             return validation.run(self._callbacks)  # the training ends with it
         listed = self._callbacks.callbacks
         before = callback_state.get_states(listed) if self._backups else {}
-        requests = self._requests if stopping.may_break_off(listed) else None
+        requests = self._requests if resume.may_break_off(listed) else None
         try:
             return validation.run(self._callbacks, requests=requests)
         except Asked as asked:
@@ -214,7 +216,7 @@ class Attempt:
         self._session.model.stop_training = saved.stopped or asked
         self._saved = None
         if ended and self._session.job.is_chief:
-            _LOG.warning(stopping.NOTHING_LEFT, step, self._backups[0].store.directory)
+            _LOG.warning(resume.NOTHING_LEFT, step, self._backups[0].store.directory)
 
     def _restore(self) -> None:
         assert self._saved is not None
@@ -240,10 +242,10 @@ class Attempt:
         with phases.entered("save"):
             session.engine.settle_metrics(self._program)
             figures = ended or logs or session.metrics(self._program, {})
-            if wrong := stopping.unfit(session.model, figures):
+            if wrong := resume.unfit(session.model, figures):
                 _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
                 return
-            more = resume.epoch_at(step, self._plan) | stopping.kept_logs(logs)
+            more = resume.epoch_at(step, self._plan) | resume.kept_logs(logs)
             run = RunState(
                 step=step,
                 examples=self._plan.examples_before(step),
@@ -288,7 +290,7 @@ class Attempt:
         self._say_and_stop(signum, step)
 
     def _say_and_stop(self, signum: int, step: int) -> NoReturn:
-        line = stopping.message(
+        line = resume.message(
             signum, step=step, saved_step=self._saved_step, has_backup=bool(self._backups)
         )
         if self._session.job.is_chief:  # before another one's end has the launcher end all

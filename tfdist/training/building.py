@@ -12,7 +12,7 @@ from keras.src.backend import compute_output_spec
 
 from tfdist.cluster.wishes import LEGACY_KERAS
 from tfdist.errors import UsageError
-from tfdist.strategy import Job, current_job, job_of, servers
+from tfdist.strategy import Job, current_job, job_of
 from tfdist.training import keras_compat
 
 _FEW_ROWS = 8
@@ -113,15 +113,19 @@ def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callabl
     _require_variables_of_scope(model, job)
     _require_one_scale(model, job)
     if new and job.kind == "ps":
-        weights = servers.bytes_on_servers(model.weights, num_ps=_num_ps(job))
-        servers.say(bytes_on_servers(model, job), weights=weights)
+        from tfdist.ps import placement
+
+        weights = placement.bytes_on_servers(model.weights, num_ps=_num_ps(job))
+        placement.say(bytes_on_servers(model, job), weights=weights)
 
 
 def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:
     """The bytes of everything that belongs to the model by the ps that holds it."""
     slots = model.optimizer.variables if model.optimizer is not None else []
     variables = {id(v): v for v in (*model.variables, *slots, *model.metrics_variables)}
-    return servers.bytes_on_servers(variables.values(), num_ps=_num_ps(job))
+    from tfdist.ps import placement
+
+    return placement.bytes_on_servers(variables.values(), num_ps=_num_ps(job))
 
 
 def _num_ps(job: Job) -> int:

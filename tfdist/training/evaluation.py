@@ -16,10 +16,10 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building
 from tfdist.training.callbacks import callback_list, wants_every_batch
+from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.engines.joining import joined
-from tfdist.training.engines.lost_server import naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
-from tfdist.training.pace import Pace
+from tfdist.training.loop import Pace
 from tfdist.training.program import StepProgram
 from tfdist.training.session import Session
 

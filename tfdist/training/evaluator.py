@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -19,16 +20,15 @@ from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.checkpoint.preemption import Asked, StopRequests
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.cluster import phases
-from tfdist.errors import EXIT_OK, Stopped, UsageError
+from tfdist.errors import EXIT_OK, Stopped, UsageError, near
 from tfdist.outputs.evaluations import Evaluations
 from tfdist.outputs.tensorboard import ScalarWriter
 from tfdist.strategy import Job
-from tfdist.strategy.serve import ChiefWatch, chief_watch
+from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
 from tfdist.training.arguments import require_whole
 from tfdist.training.callbacks import callback_list
 from tfdist.training.evaluation import Evaluation
 from tfdist.training.session import Session
-from tfdist.training.standing import Standing, standing
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
@@ -275,3 +275,55 @@ def _followed(callback: Any) -> Any:
     if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
         return None
     return getattr(callback, "monitor", None)
+
+
+# How a run stands by the evaluations of its checkpoints: its best, and how long that is ago.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What the lines of an evaluator come to.
+
+    Attributes:
+      best: the line with the best figure, None where no figure was finite.
+      since: the evaluations after that one.
+    """
+
+    best: Mapping[str, Any] | None
+    since: int
+
+
+def standing(
+    lines: Sequence[Mapping[str, Any]], *, monitor: str, less: bool, min_delta: float = 0.0
+) -> Standing:
+    """Returns how a run stands; what is not better by more than `min_delta` is no better.
+
+    Raises:
+      UsageError: no line has the figure.
+    """
+    if lines and all(monitor not in line for line in lines):
+        names = [name for name in lines[-1] if name.startswith("val_")]
+        raise UsageError(
+            "Evaluator: monitor",
+            received=f"{monitor!r}{near(monitor, names)}",
+            expected=f"one of {', '.join(names)}",
+            fix="name a figure that the evaluation yields",
+        )
+    best, since = None, 0
+    for line in lines:
+        value = line.get(monitor)
+        gain = _gain(value, best[monitor] if best else None, less=less)
+        if gain is not None and gain > min_delta:
+            best, since = line, 0
+        else:
+            since += 1
+    return Standing(best=best, since=since)
+
+
+def _gain(value: Any, before: Any, *, less: bool) -> float | None:
+    """By how much a figure is better than the best before it; None where it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    if before is None:
+        return float("inf")
+    return float(before - value) if less else float(value - before)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -14,20 +14,20 @@ from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.preemption import StopRequests
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.cluster import phases
-from tfdist.outputs import costs
 from tfdist.strategy import broadcast
 from tfdist.training import building, inputs, resume
 from tfdist.training.arguments import require_frequency, require_whole
 from tfdist.training.attempt import Attempt
-from tfdist.training.engines.lost_server import naming_a_lost_server
+from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation
 from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
 from tfdist.training.feed import Feed
 from tfdist.training.inputs import Length
-from tfdist.training.ledger import Ledger
-from tfdist.training.profile import profile_of
 from tfdist.training.session import Session
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
 
 
 @naming_a_lost_server()
@@ -164,6 +164,9 @@ def fit(
             validation_freq=validation_freq,
         )
         if job.config and job.config.options.profile_ps:
+            from tfdist.ps import costs
+            from tfdist.ps.profile import profile_of
+
             costs.show(profile_of(job.strategy).summary())
         return history
 

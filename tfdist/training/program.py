@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -12,7 +12,10 @@ from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import keras_compat
 from tfdist.training.feed import Part
-from tfdist.training.ledger import Recorder
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Recorder
+    from tfdist.ps.keras_compat import UpdateCounts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,7 +70,7 @@ def run_replica(
     num_replicas: int,
     local: dict[int, tf.Tensor] | None = None,
     at_door: Callable[[Sequence[Any]], None] | None = None,
-    counts: keras_compat.UpdateCounts | None = None,
+    counts: UpdateCounts | None = None,
 ) -> Any:
     """Runs one step on one replica, in its context; returns what the step function returned.
 

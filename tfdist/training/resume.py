@@ -1,16 +1,22 @@
-"""Whether a saved run is this run, and where it stands."""
+"""What a run that is stopped keeps and says, and whether another one may go on with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import keras
+import numpy as np
 
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.lock import SecondWriter
 from tfdist.cluster import JobOptions
+from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.data.stream_graph import DRAWING
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.training.epochs import EpochPlan
@@ -100,3 +106,133 @@ def require_same_run(
             expected="the data, batch size, seed and epochs that it was saved with",
             fix="use another directory, or start from its weights with initial_weights",
         )
+
+
+# What a run that is asked to stop says, and what it keeps of an epoch that is not validated yet.
+#
+# Validation sets the metrics to zero, so that after it has begun a checkpoint cannot say any more
+# how the training of the epoch went. Its logs are kept beside, and a resumed run validates from the
+# beginning.
+
+
+NOTHING_LEFT = (
+    "the run had come to its end at step %d, and nothing is left to do: checkpoints in %s; "
+    "a new run needs another directory"
+)
+_KEY = "logs_before_validation"
+
+
+def message(signum: int, *, step: int, saved_step: int | None, has_backup: bool) -> str:
+    """The one line that the chief logs and `Stopped` carries."""
+    stopped = f"stopped by {signal.Signals(signum).name} at step {step}"
+    if not has_backup:
+        return f"{stopped}; nothing is saved, as there is no tfdist.BackupAndRestore"
+    if saved_step is None:
+        return f"{stopped}; there was nothing to save yet"
+    if saved_step != step:
+        stopped += f", state of step {saved_step} saved"
+    else:
+        stopped += ", state saved"
+    return f"{stopped}; run the same command again to go on"
+
+
+def kept_logs(logs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What to put into `RunState.fingerprint` so that `logs_before_validation` finds it."""
+    if logs is None:
+        return {}
+    return {_KEY: {name: np.asarray(value).tolist() for name, value in logs.items()}}
+
+
+def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
+    """The logs of an epoch whose validation was broken off, None where none was."""
+    logs = None if saved is None else saved.fingerprint.get(_KEY)
+    if logs is None:
+        return None
+    return {n: np.asarray(v) if isinstance(v, list) else v for n, v in logs.items()}
+
+
+def may_break_off(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """Whether the weights are those of the training in the middle of a validation.
+
+    One who has put others in their place cannot be asked for the very bits back.
+    """
+    return not any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
+
+
+def unfit(model: keras.Model, figures: Mapping[str, Any]) -> str:
+    """Why a state is not worth saving, by the figures of its epoch; empty where it is.
+
+    Data to validate on may give a loss that is not finite to the best of weights: then these tell.
+    """
+    loss = figures.get("loss", 0.0)
+    if not np.isfinite(loss):
+        return f"the loss is {loss}"
+    if np.isfinite(figures.get("val_loss", 0.0)):
+        return ""
+    weights = [np.asarray(weight) for weight in model.get_weights()]
+    return "" if all(np.isfinite(w).all() for w in weights) else "a weight is not finite"
+
+
+# What stands in the way of resuming a run to the same bits, and `BackupAndRestore(exact=True)`.
+
+
+_OPS_SHOWN = 3
+
+
+def require_exact(backups: Sequence[BackupAndRestore], data: Data, *, job: Job) -> None:
+    """Says once that a run resumes by replay; under exact=True it is refused. Every task calls it.
+
+    Raises:
+      UsageError: exact=True, and the data are a stream or the job is asynchronous.
+    """
+    stream = isinstance(data.source, StreamSource | InputFunctionSource)
+    if any(backup.exact for backup in backups):
+        if job.kind == "ps":
+            raise _refused(
+                "strategy ps, whose workers take steps at a time of their own",
+                expected="a strategy whose steps have one order: single, mirrored, multiworker",
+            )
+        if stream:
+            raise _refused(
+                f"{data.source.describe()}, which a resumed run can only read again",
+                expected="data by index: arrays, TFRecord files, TFDS, or a sequence",
+            )
+    elif backups and stream and job.is_chief:
+        _LOG.info(
+            "%s: a resumed run reads it again up to its step (replay), which gives the same "
+            "bits only where the stream gives the same batches",
+            data.source.describe(),
+        )
+
+
+def require_deterministic(graph: Any) -> None:
+    """Raises UsageError that names the operations of a traced step that draw by themselves.
+
+    Args:
+      graph: the `tf.Graph` of a range of steps, with all functions it calls. Python code inside
+        (`tf.py_function`) is not looked into.
+    """
+    found = sorted(set(_drawing(graph.as_graph_def(add_shapes=False))))
+    if found:
+        more = f", and {len(found) - _OPS_SHOWN} more" if len(found) > _OPS_SHOWN else ""
+        raise _refused(
+            f"a step that draws from no seed of the run: {', '.join(found[:_OPS_SHOWN])}{more}",
+            expected="random draws by Keras' layers, or with a keras.random.SeedGenerator",
+        )
+
+
+def _drawing(graph_def: Any) -> Iterator[str]:
+    bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
+    for body in bodies:
+        for node in body:
+            if node.op in DRAWING:
+                yield f"{node.op} ({node.name})"
+
+
+def _refused(received: str, *, expected: str) -> UsageError:
+    return UsageError(
+        "BackupAndRestore(exact=True)",
+        received=received,
+        expected=expected,
+        fix="change it, or leave exact=True out and resume to a like run, not to the same bits",
+    )

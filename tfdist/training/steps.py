@@ -13,7 +13,7 @@ from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import building, inputs
 from tfdist.training.arguments import require_whole
 from tfdist.training.engines import engine_for
-from tfdist.training.engines.lost_server import naming_a_lost_server
+from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.inputs import Length
 from tfdist.training.program import StepProgram, flat_logs, plain
 

@@ -26,9 +26,7 @@ def runner(
         places=options.parallel_trials,
         environ=environ,
         timeout_s=options.trial_timeout_s,
-        warm=warm_server(
-            options, machine=machine, environ=environ, modules=["tfdist.training.run"]
-        ),
+        warm=warm_server(options, machine=machine, environ=environ, modules=["tfdist.app.run"]),
     )
 
 

@@ -7,7 +7,7 @@ import time
 import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines.crew import crew_of
+from tfdist.ps.workers import crew_of
 
 LENGTH = 10
 

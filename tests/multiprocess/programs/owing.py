@@ -6,7 +6,7 @@ import time
 
 import tfdist
 from tfdist.cluster import phases
-from tfdist.training.engines.crew import crew_of
+from tfdist.ps.workers import crew_of
 
 crew = crew_of(tfdist.make_strategy(), patience_s=8)
 begun = collections.Counter()

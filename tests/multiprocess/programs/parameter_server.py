@@ -13,9 +13,8 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.data import InputFunctionSource, StreamSource
-from tfdist.training import pace
-from tfdist.training.engines.crew import crew_of
-from tfdist.training.engines.parameter_server import ParameterServerEngine
+from tfdist.ps.engine import ParameterServerEngine
+from tfdist.ps.workers import crew_of
 
 strategy = tfdist.make_strategy()
 
@@ -336,7 +335,7 @@ def ranges_that_go_on():
     (x, y), (xv, yv) = ((np.tile(zoo.X, (n, 1)), np.tile(zoo.Y, (n, 1))) for n in (20, 9))
     with (
         mock.patch.object(ParameterServerEngine, "run", run_and_look),
-        mock.patch.object(pace, "_RANGE_S", 0.05),
+        mock.patch("tfdist.training.loop._RANGE_S", 0.05),
     ):
         history = tfdist.fit(
             model, x, y, batch_size=2, epochs=2, verbose=0, validation_data=(xv, yv)

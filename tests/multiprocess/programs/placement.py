@@ -17,9 +17,9 @@ import tfdist
 logging.basicConfig(level=logging.INFO)
 strategy = tfdist.make_strategy()
 
-from tfdist.strategy.servers import server_of  # noqa: E402
-from tfdist.strategy.split import parts_of  # noqa: E402
-from tfdist.training.profile import profile_of  # noqa: E402
+from tfdist.ps.profile import profile_of  # noqa: E402
+from tfdist.ps.split import parts_of  # noqa: E402
+from tfdist.strategy.devices import server_of  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import zoo  # noqa: E402

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines.work import Work
-from tfdist.training.ledger import Ledger
+from tfdist.audit.recorder import Ledger
+from tfdist.ps.closure import Work
 
 strategy = tfdist.make_strategy()
 run = Work.__call__

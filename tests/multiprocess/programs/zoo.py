@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.training.engines.crew import crew_of
+from tfdist.ps.workers import crew_of
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 6).astype("float32")

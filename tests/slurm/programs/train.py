@@ -14,9 +14,9 @@ from pathlib import Path
 import keras
 
 from tfdist import train
+from tfdist.app import run
 from tfdist.checkpoint import preemption
 from tfdist.strategy import is_chief
-from tfdist.training import run
 
 HOLD = Path(os.environ.get("HOLD", "/none"))
 LONGEST_S = 600

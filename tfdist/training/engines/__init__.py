@@ -9,7 +9,7 @@ from tfdist.training.engines.base import Engine
 def engine_for(job: Job) -> Engine:
     """The engine of the job's strategy."""
     if job.kind == "ps":
-        from tfdist.training.engines.parameter_server import ParameterServerEngine
+        from tfdist.ps.engine import ParameterServerEngine
 
         return ParameterServerEngine(job)
     from tfdist.training.engines.synchronous import SynchronousEngine

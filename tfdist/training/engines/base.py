@@ -1,10 +1,15 @@
-"""What the loop asks of an engine."""
+"""What the loop asks of an engine, and what an engine may be lost by."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import tensorflow as tf
+
+from tfdist.errors import PeerLost
+from tfdist.strategy import current_job
 from tfdist.training.program import StepProgram
 
 
@@ -47,3 +52,27 @@ class Engine(Protocol):
 
     def take_metrics(self, program: StepProgram) -> None:
         """Takes over what was restored into `program.metrics`, to go on from there."""
+
+
+@contextlib.contextmanager
+def naming_a_lost_server() -> Iterator[None]:
+    """Raises PeerLost with the name of a ps that is gone, where TensorFlow says what failed.
+
+    So it is when a model is built, a learning rate or a metric is read, and a checkpoint is made.
+    Around a block, or a function as its decorator.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        job = current_job()
+        if job is None or job.kind != "ps":
+            raise
+        from tfdist.ps.closure import is_of_the_network
+        from tfdist.ps.members import Members
+
+        if not is_of_the_network(error):
+            raise
+        gone = Members.of(job.strategy).missing()
+        if not gone:
+            raise
+        raise PeerLost(f"{gone[0]} does not answer any more") from error

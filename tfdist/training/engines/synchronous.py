@@ -18,10 +18,10 @@ from tfdist.strategy import Job
 from tfdist.strategy.group import naming_who_is_gone, sum_bytes, sum_over_tasks
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.engines.joining import joined, without_substitute
-from tfdist.training.exactness import require_deterministic
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import all_reduce, compiled
 from tfdist.training.program import StepProgram, run_replica
+from tfdist.training.resume import require_deterministic
 
 _GATHER = "CollectiveGatherV2"
 

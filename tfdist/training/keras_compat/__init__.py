@@ -2,7 +2,8 @@
 
 The replacements are put in place once, by `install`, and do nothing unless the calling thread is
 tracing a tfdist step (`tracing`): anything else in the process sees stock Keras. `REPLACEMENTS`
-lists them, each with the issue it works around and the version that ends it.
+lists them, as `tfdist.ps.keras_compat` does what only a ps job has besides, each with the issue
+it works around and the version that ends it.
 `tests/integration/test_keras_compat.py` has one test for each that fails on the day Keras no
 longer needs it. Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21; no release ends one of them,
 and Keras' code of August 2026, to become 3.16, reads the same in these places.
@@ -10,23 +11,16 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     trace         what the replacements know about the step that this thread is tracing
     replacement   what a replacement is
     gradients     the one door: gradients are reduced where they enter the optimizer
-    by_rows       which optimizers may update a variable in parts
     reduction     the sum over replicas itself, in few messages, which keeps no graph
+    on_servers    what of it is in `tfdist.ps`, for a ps job
     updates       behind the door: each replica updates its own copy of a variable
     at_once       SGD with momentum updates a variable in one operation
-    accumulation  what several workers accumulate is neither lost nor counted twice
-    averaging     averages are taken on the servers, and begin with the first update there
-    constraints   a variable is constrained on its server
     losses        a replica's loss counts by its share of the global batch; masks, sums, add_loss
     metrics       means count examples
     moments       synchronized statistics leave out who stands in for an empty share
     variables     statistics travel with the gradients; additions in one operation; local values
-    conditions    what lives in the step may be written within a condition
-    counts        an optimizer goes by the step that was handed out
-    rates         and so does the learning rate, in an update too
     randomness    draws come from (seed, step, replica)
     functions     `tf.function` without its warning of tracing often
-    packing       small gradients go to a parameter server together
     installing    puts all of it in place
 
 The heart is the one door for gradients: where they enter `Optimizer.apply`, and nowhere else,
@@ -36,7 +30,6 @@ what one device would see, and every replica does the same update on its own cop
 
 from __future__ import annotations
 
-from tfdist.training.keras_compat.counts import UpdateCounts
 from tfdist.training.keras_compat.functions import compiled
 from tfdist.training.keras_compat.installing import REPLACEMENTS, install, tracing
 from tfdist.training.keras_compat.losses import logs_by_share
@@ -49,7 +42,6 @@ __all__ = [
     "REPLACEMENTS",
     "Replacement",
     "StepTrace",
-    "UpdateCounts",
     "all_reduce",
     "compiled",
     "install",

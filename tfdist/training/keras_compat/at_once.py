@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.optimizers.sgd import SGD
 
-from tfdist.strategy.split import SplitVariable
+from tfdist.training.keras_compat.on_servers import is_split
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import current
 
@@ -48,7 +48,7 @@ def _is_ours(gradient: Any, variable: Any) -> bool:
     trace = current()
     if trace is None or not (trace.num_replicas == 1 or trace.in_door) or in_stateless_scope():
         return False
-    return isinstance(gradient, tf.Tensor) and not isinstance(variable, SplitVariable)
+    return isinstance(gradient, tf.Tensor) and not is_split(variable)
 
 
 REPLACEMENTS = (

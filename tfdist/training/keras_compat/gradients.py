@@ -21,9 +21,8 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.by_rows import require_by_rows
 from tfdist.training.keras_compat.losses import comes_of_scaled
-from tfdist.training.keras_compat.packing import sent_together
+from tfdist.training.keras_compat.on_servers import require_by_rows, sent_together
 from tfdist.training.keras_compat.reduction import reduced, summed_rows, times
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current

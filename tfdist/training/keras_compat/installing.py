@@ -6,23 +6,19 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-from tfdist.strategy.split import reading_once
 from tfdist.training.keras_compat import (
-    accumulation,
     at_once,
-    averaging,
-    conditions,
-    constraints,
     gradients,
     losses,
     metrics,
     moments,
     randomness,
-    rates,
     updates,
     variables,
 )
+from tfdist.training.keras_compat.on_servers import reading_once, replacements
 from tfdist.training.keras_compat.reduction import reduce_statistics
+from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, following
 
 REPLACEMENTS = (
@@ -32,21 +28,20 @@ REPLACEMENTS = (
     *moments.REPLACEMENTS,
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
-    *conditions.REPLACEMENTS,
-    *constraints.REPLACEMENTS,
-    *averaging.REPLACEMENTS,
-    *rates.REPLACEMENTS,
     *updates.REPLACEMENTS,
     *at_once.REPLACEMENTS,
-    *accumulation.REPLACEMENTS,
 )
 
 
-@functools.cache
 def install() -> None:
-    """Puts the replacements in place, once a process."""
-    for replacement in REPLACEMENTS:
-        replacement.put_in_place()
+    """Puts the replacements in place, each once a process; those of a ps job in one alone."""
+    for replacement in (*REPLACEMENTS, *replacements()):
+        _put_in_place(replacement)
+
+
+@functools.cache
+def _put_in_place(replacement: Replacement) -> None:
+    replacement.put_in_place()
 
 
 @contextlib.contextmanager

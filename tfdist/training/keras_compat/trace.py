@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 
-from tfdist.training.keras_compat.counts import UpdateCounts
+if TYPE_CHECKING:
+    from tfdist.ps.keras_compat import UpdateCounts
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)

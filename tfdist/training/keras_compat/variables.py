@@ -16,9 +16,8 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
 
-from tfdist.strategy.servers import server_of
-from tfdist.training.keras_compat.accumulation import taken
-from tfdist.training.keras_compat.conditions import hold
+from tfdist.strategy.devices import server_of
+from tfdist.training.keras_compat.on_servers import hold, taken
 from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
 

@@ -1,0 +1,289 @@
+"""One run of `tfdist.train`, from a checked configuration to its summary."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from tfdist.app import recipe
+from tfdist.app.datasets import Datasets, load_datasets
+from tfdist.app.reporter import RunReporter
+from tfdist.checkpoint import BackupAndRestore
+from tfdist.checkpoint.model_checkpoint import save_whole
+from tfdist.cluster import TaskConfig, read_environment
+from tfdist.configs.fields import FREE
+from tfdist.errors import Stopped, TfdistError, UsageError
+from tfdist.outputs import plot, table
+from tfdist.outputs.digest import state_sha256, weights_sha256
+from tfdist.outputs.profiler import StepProfiler
+from tfdist.outputs.progress import ProgressDisplay
+from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
+from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
+from tfdist.training import fit
+from tfdist.training.building import bytes_on_servers
+from tfdist.training.engines.base import naming_a_lost_server
+from tfdist.training.epochs import EpochPlan
+from tfdist.training.evaluator import Evaluator
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
+
+logger = logging.getLogger(__name__)
+STOPPED = "stopped"
+
+
+def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Trains what `config` describes; every task of the job calls it.
+
+    In a worker or ps task of a ps job it does not return. The chief writes the run directory and
+    prints the result.
+
+    Returns:
+      The summary in the chief; in other tasks of a multiworker job an empty dict.
+
+    Raises:
+      UsageError: before anything is written; the configuration does not fit the data, the
+        cluster, or the run that is in the directory.
+      TfdistError: the loss became NaN, or the run directory cannot be written.
+      Stopped: a task was asked to stop by a signal; the same command goes on with the run.
+    """
+    task = read_environment(environ)
+    directory = RunDirectory(_run_dir(config, task, now=datetime.now(UTC)))
+    chief = task is None or not task.cluster.tasks() or task.task == task.cluster.chief_task
+    claim, seed = None, 0
+    if chief:
+        seed = _seed(config, directory, overwrite=overwrite)
+        claim = directory.claim({**config.to_dict(), "seed": seed}, overwrite, free=FREE)
+    if claim is Claim.FINISHED and (task is None or task.cluster.kind != "multiworker"):
+        return _say_finished(directory)
+    if not overwrite and _is_evaluator(task) and _is_finished(directory):
+        return {}
+    try:
+        return _run_as_task(config, directory, claim, seed=seed, environ=environ)
+    except UsageError:
+        if claim is Claim.NEW:
+            directory.withdraw()  # so that the corrected run is not refused for being another
+        raise
+
+
+def _is_evaluator(task: TaskConfig | None) -> bool:
+    return task is not None and task.task.type == "evaluator"
+
+
+def _is_finished(directory: RunDirectory) -> bool:
+    """Whether there is nothing left to evaluate, as the chief will find too."""
+    return (directory.read_summary() or {}).get("status") == DONE
+
+
+@naming_a_lost_server()
+def _run_as_task(
+    config: Any,
+    directory: RunDirectory,
+    claim: Claim | None,
+    *,
+    seed: int,
+    environ: Mapping[str, str],
+) -> dict[str, Any]:
+    """Runs with the strategy; `claim`, `seed` and the path of `directory` are the chief's."""
+    strategy = make_strategy(
+        config.strategy, devices_per_worker=config.devices_per_worker or None, environ=environ
+    )
+    told = [claim is Claim.FINISHED, seed, str(directory.path)]
+    finished, seed, path = broadcast(told)
+    directory = RunDirectory(path)
+    try:
+        if finished:
+            summary = _say_finished(directory) if is_chief() else {}
+        else:
+            summary = _train(config, strategy, directory, seed=seed)
+    except Stopped:  # by all tasks alike
+        barrier()
+        raise
+    # A task that ends early would take its peers down: all wait until the chief has written.
+    barrier()
+    return summary
+
+
+def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) -> dict[str, Any]:
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(config.precision)
+    keras.utils.set_random_seed(seed)
+    plan = recipe.plan_of(config)
+    job = current_job()
+    in_place = bool(job and job.config and job.config.options.terminal)
+    display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
+    reporter = RunReporter(directory, plan, display=display, profiler=_profiler(config, directory))
+    try:
+        datasets = load_datasets(config)
+        with strategy.scope():
+            model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
+        done = _fit(config, model, datasets, directory, reporter, seed=seed)
+    except Stopped:
+        if is_chief():
+            summary = _summary(model, reporter, directory, plan)
+            directory.write_summary({"status": STOPPED, **summary})
+        raise
+    finally:
+        reporter.close()
+        keras.config.set_dtype_policy(policy)
+    if not is_chief():
+        return {}
+    summary = {"status": DONE if done else STOPPED, **_summary(model, reporter, directory, plan)}
+    if config.save_model and done:
+        save_whole(model, directory.model_file)
+    directory.write_summary(summary)
+    _show(config, summary, directory)
+    return summary
+
+
+def _fit(
+    config: Any,
+    model: keras.Model,
+    datasets: Datasets,
+    directory: RunDirectory,
+    reporter: RunReporter,
+    *,
+    seed: int,
+) -> bool:
+    """Trains; returns whether the run came to its end, and was not asked to stop before."""
+    stopping = _stopping(config)
+    callbacks = [
+        *([stopping] if stopping else []),
+        _backup(config, directory),
+        keras.callbacks.TerminateOnNaN(),
+        reporter,
+    ]
+    options = {
+        "overfit_batches": config.overfit_batches,
+        "initial_weights": config.initial_weights,
+        "ledger": _ledger(config, directory),
+    }
+    history = fit(
+        model,
+        datasets.training,
+        batch_size=config.global_batch_size,
+        verbose=0,
+        callbacks=callbacks,
+        validation_data=datasets.validation,
+        virtual_epochs=recipe.virtual_epochs(config),
+        seed=seed,
+        max_staleness=config.max_staleness,
+        **{name: value for name, value in options.items() if value},
+    )
+    losses = history.history.get("loss", [])
+    if losses and not math.isfinite(losses[-1]):
+        raise TfdistError(
+            f"training: the loss became {losses[-1]} in virtual epoch {len(losses)}. "
+            "Fix: lower learning_rate, or set clip_norm"
+        )
+    has_ended = stopping is not None and (
+        stopping.has_stopped if isinstance(stopping, Evaluator) else stopping.stopped_epoch
+    )
+    return bool(not model.stop_training or has_ended)
+
+
+def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
+    """What ends the run early: the chief's own validation, or an evaluator's."""
+    patience, job = config.early_stopping_patience, current_job()
+    if job is not None and job.has_evaluator:
+        return Evaluator("val_loss", patience=patience or None)
+    return keras.callbacks.EarlyStopping("val_loss", patience=patience) if patience else None
+
+
+def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
+    every = config.backup_every_steps
+    return BackupAndRestore(
+        directory.checkpoints, every_steps=every or None, keep=config.keep_checkpoints
+    )
+
+
+def _ledger(config: Any, directory: RunDirectory) -> Ledger | None:
+    if config.ledger == "off":
+        return None
+    from tfdist.audit.recorder import Ledger
+
+    return Ledger(directory.ledger, mode=config.ledger)
+
+
+def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:
+    if not config.profile_steps:
+        return None
+    first, last = config.profile_steps
+    return StepProfiler(directory.tensorboard, first=first, last=last)
+
+
+def _summary(
+    model: keras.Model, reporter: RunReporter, directory: RunDirectory, plan: EpochPlan
+) -> dict[str, Any]:
+    job = current_job()
+    assert job is not None
+    cluster = job.config.cluster if job.config else None
+    workers = cluster.num_replica_tasks if cluster else 1
+    # A run that was resumed after its last step has done none: its lines say where it ended.
+    lines = directory.read_metrics()
+    step = reporter.step if reporter.first_step is not None else lines[-1]["step"] if lines else 0
+    return {
+        "strategy": job.kind,
+        "workers": workers,
+        "ps": len(cluster.ps) if cluster else 0,
+        "replicas": workers if job.kind == "ps" else job.num_replicas,
+        "steps": step,
+        "examples": plan.examples_before(step),
+        "virtual_epochs": sum(end <= step for end in plan.step_starts[1:]),
+        "metrics": {k: v for k, v in (lines[-1] if lines else {}).items() if k not in COUNTERS},
+        "examples_per_second": reporter.examples_per_second,
+        "weights_sha256": weights_sha256(model),
+        "state_sha256": state_sha256(model),
+        "resumed_from_step": reporter.first_step or None,
+        **(_of_ps_job(model, job) if job.kind == "ps" else {}),
+    }
+
+
+def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
+    """What became of the steps since this process started, and the bytes on each ps."""
+    from tfdist.ps.profile import profile_of
+    from tfdist.ps.workers import crew_of
+
+    crew = crew_of(job.strategy, patience_s=0)
+    profiled = job.config is not None and job.config.options.profile_ps
+    return {
+        "worker_steps": {f"worker-{i}": share.steps for i, share in crew.shares.items()},
+        **crew.account.summary(),
+        "ps_bytes": bytes_on_servers(model, job),
+        **({"ps_profile": profile_of(job.strategy).summary()} if profiled else {}),
+    }
+
+
+def _show(config: Any, summary: Mapping[str, Any], directory: RunDirectory) -> None:
+    title = f"{config.dataset}, {config.model}: {table.strategy_line(summary)}"
+    path = plot.draw(directory.read_metrics(), directory.plot_file, title=title)
+    table.show(summary, run_dir=str(directory.path), plot=str(path) if path else None)
+
+
+def _say_finished(directory: RunDirectory) -> dict[str, Any]:
+    summary = directory.read_summary() or {}
+    logger.info("the run in %s is finished; --overwrite runs it again", directory.path)
+    path = str(directory.plot_file) if directory.plot_file.exists() else None
+    table.show(summary, run_dir=str(directory.path), plot=path)
+    return summary
+
+
+def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
+    """The configuration's directory, else the launcher's, else a new one under `runs`."""
+    told = task.options.run_dir if task else None
+    name = f"{now:%Y%m%d-%H%M%S}-{config.dataset.replace('/', '-')}-{config.model}"
+    return config.run_dir or told or f"runs/{name}"
+
+
+def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
+    """The configuration's seed; else that of the run being resumed; else a new one."""
+    if config.seed is not None:
+        return int(config.seed)
+    recorded = None if overwrite else directory.read_config()
+    return int((recorded or {}).get("seed", random.SystemRandom().randrange(2**31)))

@@ -1,0 +1,383 @@
+"""One step of a run of `tfdist.train` again, in one process; see `tfdist.replay`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from ml_collections import ConfigDict
+from tensorflow.python.distribute import values_util
+
+from tfdist.app import recipe
+from tfdist.app.datasets import load_datasets
+from tfdist.audit.files import Record, read_directory
+from tfdist.audit.merge import merged
+from tfdist.audit.recorder import recorded
+from tfdist.checkpoint import Checkpoint, CheckpointStore, state
+from tfdist.checkpoint.warm_start import load_weights
+from tfdist.configs import base
+from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.digest import state_sha256, weights_sha256
+from tfdist.outputs.run_directory import DONE, RunDirectory
+from tfdist.strategy import current_job, make_strategy
+from tfdist.training import building
+from tfdist.training.inputs import Data, Length, prepare
+from tfdist.training.program import StepProgram
+from tfdist.training.session import Session
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """What a step did.
+
+    Attributes:
+      step: it follows so many others.
+      restored_step: of the checkpoint it was reached from; None for the initial weights.
+      strategy: under which it was run again.
+      replicas: that computed it together.
+      loss: of the step, over all its examples.
+      metrics: of the step, the loss among them.
+      learning_rate: of the update that begins with the step; of a schedule, what it gives then.
+      gradient_norm: of all gradients together, summed over replicas, before clipping.
+      gradient_norms: of each variable, by its path.
+      updated: whether it changed a weight that is trained. Not so where its gradients are only
+        accumulated, or are not finite and loss scaling left them out.
+      examples: of each replica, the indices of its examples.
+      passes: of each replica, the passes that they belong to.
+      weights_sha256: after the step.
+      state_sha256: of weights and optimizer after the step.
+      observed_same_bits: the run of the step in which the gradients were looked at ended with
+        these bits too.
+      equals_checkpoint: whether the run's own checkpoint after the step has these bits; None
+        where it has none.
+      checkpoint_difference: by how much a weight differs from that checkpoint at the most.
+    """
+
+    step: int
+    restored_step: int | None
+    strategy: str
+    replicas: int
+    loss: float
+    metrics: dict[str, Any]
+    learning_rate: float
+    gradient_norm: float
+    gradient_norms: dict[str, float]
+    updated: bool
+    examples: list[list[int]]
+    passes: list[list[int]]
+    weights_sha256: str
+    state_sha256: str
+    observed_same_bits: bool
+    equals_checkpoint: bool | None
+    checkpoint_difference: float | None
+
+
+def replay(
+    run_dir: str,
+    settings: Mapping[str, Any],
+    *,
+    step: int,
+    kind: str | None = None,
+    replicas: int | None = None,
+) -> Replay:
+    """Runs a step again; `settings` is the run's config.json.
+
+    To be called once, in a process that has run nothing of TensorFlow.
+
+    Raises:
+      UsageError: the run has no such step, was a ps run, or does not say how many replicas it had.
+    """
+    config = config_of(settings)
+    directory = RunDirectory(run_dir)
+    store = CheckpointStore(directory.checkpoints)
+    _require_step(step, recipe.plan_of(config).total_steps, directory.read_summary() or {})
+    place = place_of(directory, store, config, step=step, kind=kind, replicas=replicas)
+    make_strategy(
+        "single" if place.replicas == 1 else "mirrored",
+        devices_per_worker=place.replicas,
+        threads=place.threads or None,
+        environ={},
+    )
+    checkpoint = nearest(store, step)
+    with _policy(config.precision):
+        session, data = _session(config, fresh=checkpoint is None)
+        return _replayed(session, data, store, checkpoint, step=step, seed=config.seed)
+
+
+def config_of(settings: Mapping[str, Any]) -> Any:
+    """The configuration in a config.json, with the defaults of fields it does not have."""
+    values: dict[str, Any] = base().to_dict()
+    for name, value in settings.items():
+        nested = isinstance(value, Mapping)
+        values[name] = {**values.get(name, {}), **value} if nested else value
+    return ConfigDict(values)
+
+
+def nearest(store: CheckpointStore, step: int) -> Checkpoint | None:
+    """The last whole checkpoint at or before a step, None where there is none."""
+    for found in sorted({s for s in store.steps() if s <= step}, reverse=True):
+        with contextlib.suppress(TfdistError):
+            return store.read(found)
+    return None
+
+
+def _require_step(step: int, total: int, summary: Mapping[str, Any]) -> None:
+    if summary.get("status") == DONE:  # which a callback may have ended early
+        total = min(total, int(summary["steps"]))
+    if not 0 <= step < total:
+        raise UsageError(
+            "--step",
+            received=step,
+            expected=f"0 to {total - 1}: the run has {total} steps",
+            fix="name the number of steps that came before it",
+        )
+
+
+@contextlib.contextmanager
+def _policy(name: str) -> Iterator[None]:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def _session(config: Any, *, fresh: bool) -> tuple[Session, Data]:
+    """The model and the data as the run had them before its first step."""
+    job = current_job()
+    assert job is not None
+    keras.utils.set_random_seed(config.seed)
+    plan = recipe.plan_of(config)
+    datasets = load_datasets(config)
+    with job.strategy.scope():
+        model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
+    data = prepare(
+        datasets.training,
+        None,
+        None,
+        job=job,
+        length=Length(
+            batch_size=config.global_batch_size,
+            virtual_epochs=recipe.virtual_epochs(config),
+            overfit_batches=config.overfit_batches or None,
+        ),
+        shuffle=True,
+        seed=config.seed,
+    )
+    building.build(model, job, data.batch_spec, first_batch=data.first_batch)
+    if config.initial_weights and fresh:
+        load_weights(model, config.initial_weights, job=job)
+    return Session(model, job), data
+
+
+def _replayed(
+    session: Session,
+    data: Data,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    *,
+    step: int,
+    seed: int,
+) -> Replay:
+    model, job = session.model, session.job
+    if checkpoint is not None:
+        where = f"checkpoint {store.directory}"
+        state.require_same(model, checkpoint.meta["variables"], where=where)
+        state.restore(model, job, checkpoint.arrays)
+    program = session.program("train_step", data.feed, seed=seed)
+    start = checkpoint.step if checkpoint else 0
+    if start < step:
+        session.run(program, start, step)
+    session.reset_metrics()
+    before = state.capture(model, job)
+    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+    metrics = session.metrics(program, session.run(program, step, step + 1))
+    after = state.capture(model, job)
+    hashes = weights_sha256(model), state_sha256(model)
+    state.restore(model, job, before)
+    record, norms = _observed(session, program, data, step=step)
+    same = _same_bits(after, state.capture(model, job))
+    indices, passes = (array[0] for array in record.arrays[:2])
+    rows = [row >= 0 for row in indices]
+    recorded_after = _arrays_of(store, step + 1)
+    return Replay(
+        step=step,
+        restored_step=checkpoint.step if checkpoint else None,
+        strategy=job.kind,
+        replicas=job.num_replicas,
+        loss=float(metrics["loss"]),
+        metrics=metrics,
+        learning_rate=rate,
+        gradient_norm=float(np.sqrt(sum(norm**2 for norm in norms.values()))),
+        gradient_norms=norms,
+        updated=not _same_bits(_trained(model, before), after),
+        examples=[row[there].tolist() for row, there in zip(indices, rows, strict=True)],
+        passes=[row[there].tolist() for row, there in zip(passes, rows, strict=True)],
+        weights_sha256=hashes[0],
+        state_sha256=hashes[1],
+        observed_same_bits=same,
+        equals_checkpoint=None if recorded_after is None else _same_bits(after, recorded_after),
+        checkpoint_difference=_difference(after, recorded_after),
+    )
+
+
+def _observed(
+    session: Session, program: StepProgram, data: Data, *, step: int
+) -> tuple[Record, dict[str, float]]:
+    """Runs the step with an eye on its gradients and its examples."""
+    records: list[Record] = []
+    looking = recorded(program, data, session.job, mode="full", sink=records.append)
+    with _noting_gradients(session.model) as (names, norms):
+        session.run(looking, step, step + 1)
+    return records[0], dict(zip(names, map(float, norms.numpy()), strict=False))
+
+
+@contextlib.contextmanager
+def _noting_gradients(model: keras.Model) -> Iterator[tuple[list[str], tf.Variable]]:
+    """Notes the norm of each gradient as it enters the update: summed, unscaled, not clipped."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    names: list[str] = []
+    norms = tf.Variable(tf.fill([len(model.trainable_variables)], np.float64(np.nan)))
+    original = optimizer._backend_apply_gradients
+
+    def apply(grads: Any, variables: Any) -> Any:
+        if not values_util.get_current_replica_id_as_int():
+            names[:] = [variable.path for variable in variables]
+            dense = [tf.cast(tf.convert_to_tensor(grad), tf.float64) for grad in grads]
+            found = [tf.norm(grad) for grad in dense]
+            norms.assign(tf.pad(tf.stack(found), [[0, norms.shape[0] - len(found)]]))
+        return original(grads, variables)
+
+    optimizer._backend_apply_gradients = apply
+    try:
+        yield names, norms
+    finally:
+        del optimizer._backend_apply_gradients
+
+
+def _same_bits(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether weights and optimizer are equal; totals of metrics are of other steps too."""
+    names = [name for name in mine if not name.startswith("metrics/")]
+    return all(
+        name in theirs and np.asarray(mine[name]).tobytes() == np.asarray(theirs[name]).tobytes()
+        for name in names
+    )
+
+
+def _trained(model: keras.Model, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    names = [f"weights/{i}" for i, weight in enumerate(model.weights) if weight.trainable]
+    return {name: arrays[name] for name in names}
+
+
+def _arrays_of(store: CheckpointStore, step: int) -> Mapping[str, Any] | None:
+    """The checkpoint of a step, None where there is none that is whole."""
+    if step not in store.steps():
+        return None
+    with contextlib.suppress(TfdistError):
+        return store.read(step).arrays
+    return None
+
+
+def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> float | None:
+    if theirs is None:
+        return None
+    names = [name for name in mine if name.startswith("weights/") and np.size(mine[name])]
+    pairs = [(np.asarray(mine[n], np.float64), np.asarray(theirs[n], np.float64)) for n in names]
+    return max((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
+
+
+# Under which strategy a run did a step, by what it left behind.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a step ran; `replicas` is None and `threads` 0 where that is not known."""
+
+    kind: str
+    replicas: int | None
+    threads: int = 0
+
+
+def place_of(
+    directory: RunDirectory,
+    store: CheckpointStore,
+    config: Any,
+    *,
+    step: int,
+    kind: str | None,
+    replicas: int | None,
+) -> Place:
+    """Where the run did the step, by what it wrote down; `kind` and `replicas` go before that."""
+    told = next(
+        (place for place in _told(directory, store, config, step) if place is not None), None
+    )
+    if (told is not None and told.kind == "ps") or config.strategy == "ps":
+        raise UsageError(
+            f"run directory {directory.path}",
+            received="a run under strategy ps",
+            expected="single, mirrored or multiworker",
+            fix="nothing: a step of ps depends on which workers' updates came before it, and not "
+            "on the step alone",
+        )
+    if replicas is not None and (replicas < 1 or (kind == "single" and replicas != 1)):
+        raise UsageError(
+            "--replicas",
+            received=f"{replicas} with --strategy {kind or 'mirrored'}",
+            expected="1" if kind == "single" else "at least 1",
+            fix="say --strategy mirrored and how many, or leave --replicas out",
+        )
+    count = replicas or (1 if kind == "single" else told.replicas if told else None)
+    if count is None:
+        raise UsageError(
+            f"run directory {directory.path}",
+            received="neither a ledger nor a checkpoint nor a summary that tells the replicas",
+            expected="to know on how many the step ran",
+            fix="say --strategy single, or --replicas N",
+        )
+    return Place(
+        kind=kind or (told.kind if told else "single"),
+        replicas=count,
+        threads=told.threads if told else 0,
+    )
+
+
+def _told(
+    directory: RunDirectory, store: CheckpointStore, config: Any, step: int
+) -> Iterator[Place | None]:
+    """What the run wrote down of where the step ran, the surest first."""
+    yield _by_ledger(directory, step)
+    # The checkpoint after the step was written by those who did it.
+    steps = sorted(set(store.steps()), key=lambda s: (s <= step, abs(s - step)))
+    for found in steps:
+        with contextlib.suppress(TfdistError):  # a damaged one: the next tells as well
+            yield _by_checkpoint(store.read(found).meta.get("place", {}))
+    summary = directory.read_summary() or {}
+    if "strategy" in summary:
+        yield Place(kind=summary["strategy"], replicas=int(summary["replicas"]))
+    if config.strategy == "single":
+        yield Place(kind="single", replicas=1)
+
+
+def _by_checkpoint(meta: Mapping[str, Any]) -> Place | None:
+    if "replicas" not in meta:
+        return None
+    threads = int(meta.get("threads", 0))
+    return Place(kind=meta["strategy"], replicas=int(meta["replicas"]), threads=threads)
+
+
+def _by_ledger(directory: RunDirectory, step: int) -> Place | None:
+    try:
+        ledger = merged(read_directory(directory.path / "ledger"))
+    except TfdistError:
+        return None
+    for attempt in ledger.attempts:
+        if attempt.first <= step < min(attempt.last, attempt.limit):
+            told = attempt.header
+            return Place(kind=told.strategy, replicas=told.num_replicas, threads=told.threads)
+    return None

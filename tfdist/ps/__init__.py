@@ -1,0 +1,20 @@
+"""The parameter server: whatever a job of strategy ps has that no other has.
+
+A ps job alone imports it: `make_strategy`, and where an engine is made. Every task needs the
+modules of the first group, the chief those of both.
+
+    strategy      TensorFlow's strategy, over the workers that are there
+    members       which workers these are: they come, die and return one by one
+    serve         what a worker or ps task does
+    placement     on which server a variable is made
+    split         a variable in parts on several servers
+
+    engine        ranges of steps are handed out, and what comes back is added up
+    workers       the pool: pieces of work, each to a worker that is free and alive
+    closure       what a worker runs: a piece of work, and in it a range of steps
+    clock         how many updates of others came between a step's reading and its writing
+    metrics       which metrics add up over pieces
+    messages      what crosses between a worker and the servers, in few messages
+    keras_compat  the workarounds for Keras that only these steps need
+    profile       what a step costs; `costs` shows it, and needs no TensorFlow
+"""

@@ -1,0 +1,136 @@
+"""Counts the updates on each parameter server, so that a step knows how many others came between.
+
+What a clock does at each step, its server does alone: no step waits for it, and none sends a
+message for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from tensorflow.python.eager.record import VariableWatcher
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from tfdist.ps.messages import READS, calls_functions, outermost
+
+_NO_LIMIT = 2**62
+_WRITES = ("Assign", "Resource", "If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+_LOOPS = ("While", "StatelessWhile")
+_T = TypeVar("_T")
+
+
+class UpdateClock:
+    """A counter on each of the servers, by their devices."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._counts: dict[str, Any] = {}
+        for device in devices:
+            with tf.device(device):
+                count = ResourceVariable(0, dtype=tf.int64, trainable=False, name="updates")
+            self._counts[count.device] = count
+        self._begun: dict[str, tf.Tensor] = {}
+        self._counting: list[str] = []
+
+    @property
+    def applied(self) -> int:
+        """The updates so far, by all workers, on the server that has seen most of them."""
+        return max(int(count.numpy()) for count in self._counts.values())
+
+    def begin(self) -> list[tf.Tensor]:
+        """Begins a range of steps, in graph; returns what `step` takes from step to step."""
+        ages = []
+        for device in self._counts:
+            with tf.device(device):
+                ages.append(
+                    tf.raw_ops.EmptyTensorList(
+                        element_shape=tf.constant([], tf.int32),
+                        max_num_elements=-1,
+                        element_dtype=tf.int64,
+                    )
+                )
+        return ages
+
+    def step(
+        self, ages: list[tf.Tensor], *, work: Callable[[VariableWatcher], _T]
+    ) -> tuple[_T, list[tf.Tensor]]:
+        """Does a step's `work` and returns its result; counts it on each server whose variables it
+        trains, once it has written them, or on the first server if it trains none.
+
+        `work` enters the watcher that it is called with in the thread that traces the step.
+        `look_first` has to follow when all of the step is traced.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        for device, count in self._counts.items():
+            with tf.device(device):
+                self._begun[device] = count.read_value()
+        watcher = VariableWatcher()
+        result = work(watcher)
+        trained = {id(v.handle) for v in watcher.watched_variables()}
+        writes: dict[str, list[Any]] = {}
+        for op in graph.get_operations()[before:]:
+            for handle in _written(op):
+                if id(handle) in trained:
+                    writes.setdefault(str(handle.device), []).append(op)
+        self._counting = [d for d in self._counts if d in writes] or list(self._counts)[:1]
+        kept = dict(zip(self._counts, ages, strict=True))
+        for device in self._counting:
+            with tf.device(device), tf.control_dependencies(writes.get(device, [])):
+                # Adds and returns what was there before it, in one operation.
+                number = tf.raw_ops.ResourceCountUpTo(
+                    resource=self._counts[device].handle, limit=_NO_LIMIT, T=tf.int64
+                )
+                kept[device] = tf.raw_ops.TensorListPushBack(
+                    input_handle=kept[device], tensor=number - self._begun[device]
+                )
+        return result, list(kept.values())
+
+    def look_first(self, operations: Sequence[Any]) -> None:
+        """Has the step look at a server's clock before it does anything else there.
+
+        Given all operations of the step. What it reads within a condition or a loop is left alone:
+        to wait there would cost a message.
+        """
+        clocks = {id(count.handle) for count in self._counts.values()}
+        for op in operations:
+            handles = [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
+            if calls_functions(op) or clocks & set(map(id, handles)):
+                continue
+            for device in {str(handle.device) for handle in handles} & self._begun.keys():
+                op._add_control_input(self._begun[device].op)
+
+    def staleness(self, ages: list[tf.Tensor]) -> tf.Tensor:
+        """Returns for each step of the range the updates of others from before it until its own,
+        on that server on which there were most.
+        """
+        found = []
+        for device, kept in zip(self._counts, ages, strict=True):
+            if device in self._counting:
+                with tf.device(device):
+                    found.append(
+                        tf.raw_ops.TensorListStack(
+                            input_handle=kept,
+                            element_shape=tf.constant([], tf.int32),
+                            element_dtype=tf.int64,
+                        )
+                    )
+        return tf.reduce_max(tf.stack(found), 0)
+
+
+def _written(op: Any) -> list[Any]:
+    """The handles of the variables that an operation may write to."""
+    if not _writes(op):
+        return []
+    return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
+
+
+def _writes(op: Any) -> bool:
+    """Whether an operation may write; a loop as a recurrent layer's does not, where it only reads:
+    to wait for it would cost a message.
+    """
+    if op.type in _LOOPS:
+        body = op.graph._get_function(op.get_attr("body").name)
+        return body is not None and any(map(_writes, body.graph.get_operations()))
+    return bool(op.type.startswith(_WRITES)) and op.type not in READS

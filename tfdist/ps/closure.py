@@ -1,0 +1,339 @@
+"""What a worker of a ps job runs: a piece of work, and in it a range of a program's steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import coordinator_context
+from tensorflow.python.eager import context as tf_context
+
+from tfdist.errors import UsageError
+from tfdist.ps.clock import UpdateClock
+from tfdist.ps.keras_compat import UpdateCounts
+from tfdist.ps.messages import read_together
+from tfdist.ps.metrics import require_added
+from tfdist.ps.profile import Phases, PsProfile
+from tfdist.training.feed import Part
+from tfdist.training.program import StepProgram, run_replica
+
+# What the runtime says of a worker that ended and came back between two calls.
+_REPLACED = (
+    "unknown device",
+    "Primary device is not remote",
+    "Unable to find the relevant tensor remote_handle",
+    "Unable to find a context_id",
+    "which might mean the worker",
+)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class Piece:
+    """A piece of work, and who waits for its result."""
+
+    function: Callable[[Place], Any]
+    future: Future[Done]
+    steps: int
+    max_staleness: int | None = None
+    losses: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a piece of work runs.
+
+    Attributes:
+      worker_index: the worker's.
+      life: how many times this worker has been connected to; what was kept there is gone with
+        the life before.
+    """
+
+    worker_index: int
+    life: int
+
+    @property
+    def task(self) -> str:
+        """The worker's name."""
+        return f"worker-{self.worker_index}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A piece of work that is done.
+
+    Attributes:
+      value: what its function returned.
+      worker_index: of the worker that did it.
+      times: how often it was begun: 1, and 1 more for each worker that died over it.
+    """
+
+    value: Any
+    worker_index: int
+    times: int
+
+
+@contextlib.contextmanager
+def running_at(place: Place, executor: Any) -> Iterator[None]:
+    """Runs what is in the block on the devices of a worker, one operation after the other."""
+    device = f"/job:worker/replica:0/task:{place.worker_index}"
+    dispatch = coordinator_context.with_dispatch_context(place)
+    with tf.device(device), tf_context.executor_scope(executor), dispatch:
+        yield
+
+
+def is_of_the_network(error: tf.errors.OpError) -> bool:
+    """Whether an error may be the end of a worker, and not a mistake in the work."""
+    if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+        return True
+    return any(text in str(error) for text in _REPLACED)
+
+
+# A program as a chief hands it out in pieces, and what comes back of them.
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Work:
+    """A program, ready to be handed out, and what its steps have told.
+
+    Attributes:
+      closure: traced, of a `PieceGraph`.
+      dataset: makes what a worker iterates over.
+      log_shapes: of the last step's logs, by name, in the order in which they are told.
+      counted: the counts of the optimizers that each step applies.
+      counts_each: what a step adds to each of them.
+      num_totals: how many numbers the metrics of the program have.
+      data: the workers' iterators, each with the life of the worker in which it was made.
+      totals: of the metrics since they were reset, None where nothing has been told.
+      logs: of the last step that was told of.
+      counts_of_step_0: what the optimizers count before it, None until a step is run.
+      counts_at_rest: what they counted when no step was under way any more, None before.
+    """
+
+    closure: Callable[..., Any]
+    dataset: Callable[[], tf.data.Dataset]
+    log_shapes: dict[str, tuple[int, ...]]
+    counted: list[Any]
+    counts_each: np.ndarray
+    num_totals: int
+    training: bool
+    data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
+    totals: np.ndarray | None = None
+    logs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    counts_of_step_0: np.ndarray | None = None
+    counts_at_rest: np.ndarray | None = None
+
+    def count_from(self, step: int) -> None:
+        """Has what optimizers count follow the step from here on, while none is under way.
+
+        They go on from where this program's steps have brought them, unless somebody has changed
+        them since `rests`, such as another program of the same optimizer or a callback.
+        """
+        counts = self._counts()
+        if self.counts_at_rest is None or np.any(counts != self.counts_at_rest):
+            self.counts_of_step_0 = counts - step * self.counts_each
+
+    def rests(self) -> None:
+        """No step is under way any more."""
+        self.counts_at_rest = self._counts()
+
+    def _counts(self) -> np.ndarray:
+        return np.array([count.numpy() for count in self.counted], np.int64)
+
+    def __call__(self, first: int, last: int, place: Place) -> Any:
+        """Runs the steps ``[first, last)`` on a worker; returns arrays."""
+        life, given = self.data.get(place.worker_index, (0, None))
+        if life != place.life:
+            given = iter(self.dataset())
+            self.data[place.worker_index] = place.life, given
+        numbers = np.array([first, last], np.int64)
+        if self.counts_of_step_0 is not None:
+            numbers = np.append(numbers, self.counts_of_step_0 + first * self.counts_each)
+        return keras.tree.map_structure(np.asarray, self.closure(given, tf.constant(numbers)))
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """Takes in the totals and logs of a range; returns the staleness of its steps."""
+        totals, rest = np.split(numbers, [self.num_totals])
+        self.totals = totals if self.totals is None else self.totals + totals
+        logs: dict[str, Any] = {}
+        for name, shape in self.log_shapes.items():
+            log, rest = np.split(rest, [math.prod(shape)])
+            logs[name] = log.astype(np.float32).reshape(shape) if shape else float(log[0])
+        self.logs = logs
+        return rest.astype(np.int64)
+
+
+def told(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
+    """What `Work.take` takes apart: one vector, as each tensor would be a message of its own."""
+    parts = [tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*totals, logs, ages)]
+    return tf.concat(parts, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HandedOut:
+    """The steps ``[first, last)`` of a program on their way, and where their result will be."""
+
+    program: StepProgram
+    work: Work
+    first: int
+    last: int
+    future: Future[Done]
+
+
+# What a worker of a ps job runs of a program, in graph: a range of steps, or a step's outputs.
+
+
+class PieceGraph:
+    """A program as a worker runs it, to be traced once.
+
+    Both functions take the worker's own iterator, and numbers, int64 ``[2 + optimizers]``: the
+    first step, the one after the last, and what each optimizer has counted before the first.
+
+    Attributes:
+      log_shapes: of what a step returns, by name, once it is traced.
+      counted: the counts of the optimizers that each step applies, once it is traced.
+      counts_each: what a step adds to each of them.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        strategy: tf.distribute.Strategy,
+        *,
+        clock: UpdateClock | None = None,
+        profile: PsProfile | None = None,
+    ) -> None:
+        self.log_shapes: dict[str, tuple[int, ...]] = {}
+        self.counted: list[Any] = []
+        self.counts_each: list[int] = []
+        self._program = program
+        self._strategy = strategy
+        self._clock = clock
+        self._profile = profile
+
+    def outputs(self, data: Any, numbers: tf.Tensor) -> Any:
+        """Returns what the first step returns."""
+        first, last = numbers[0], numbers[1]
+        part = self._program.feed.worker_parts(data, first, last)(first)
+        found = self._step(first, part, ())[0]
+        read_together(tf.compat.v1.get_default_graph().get_operations())
+        return found
+
+    def steps(self, data: Any, numbers: tf.Tensor) -> Any:
+        """Runs the steps; returns what `Work.take` takes apart, what was recorded, and where steps
+        are profiled, when the parts of each were done.
+        """
+        program, clock, profile = self._program, self._clock, self._profile
+        first, last = numbers[0], numbers[1]
+        recorder = program.recorder
+        part_of = program.feed.worker_parts(data, first, last)
+        rows = recorder.rows(last - first) if recorder else []
+        ages = clock.begin() if clock else []
+        times = [tf.TensorArray(tf.float64, tf.cast(last - first, tf.int32))] * bool(profile)
+
+        def body(
+            step: tf.Tensor, kept: Any, rows: Any, ages: Any, times: Any, counts: Any, *totals: Any
+        ) -> Any:
+            graph = tf.compat.v1.get_default_graph()
+            before = len(graph.get_operations())
+            phases = Phases(step) if profile else None
+            part = part_of(step)
+            if recorder:
+                rows = list(recorder.noted(rows, step - first, [part]))
+            updates, before_step = UpdateCounts(counts), totals
+            one_step = functools.partial(self._step, step, part, totals, phases, updates)
+            if clock:
+                (outputs, totals), ages = clock.step(ages, work=one_step)
+            else:
+                outputs, totals = one_step()
+            self.counted, self.counts_each = updates.followed, updates.each
+            if profile and phases:
+                at = tf.cast(step - first, tf.int32)
+                times = [array.write(at, phases.end()) for array in times]
+            traced = graph.get_operations()[before:]
+            require_added(program.metrics, before_step, totals, operations=traced)
+            read_together(traced)
+            if clock:
+                clock.look_first(traced)
+            if profile and phases:
+                profile.links = phases.links()
+            if program.keep_logs:
+                kept = self._logs(outputs)
+            return step + 1, kept, rows, ages, times, updates.after(), *totals
+
+        zeros = [tf.zeros(tuple(v.shape), v.dtype) for v in program.metrics]
+        kept, rows, ages, times, _, *totals = tf.while_loop(
+            lambda step, *_: step < last,
+            body,
+            [first, tf.zeros([0]), rows, ages, times, numbers[2:], *zeros],
+            shape_invariants=[
+                tf.TensorShape([]),
+                tf.TensorShape([None]),
+                [tf.TensorShape(None) for _ in rows],
+                [tf.TensorShape([]) for _ in ages],
+                [tf.TensorShape(None) for _ in times],
+                tf.TensorShape([None]),
+                *(zero.shape for zero in zeros),
+            ],
+            parallel_iterations=1,
+        )[1:]
+        stale = clock.staleness(ages) if clock else tf.zeros([0])
+        numbers = told(totals, kept, stale)
+        return numbers, [row.stack() for row in rows], *(t.stack() for t in times)
+
+    def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
+        logs = {name: tf.cast(outputs[name], tf.float32) for name in sorted(outputs)}
+        self.log_shapes.update({name: _known_shape(log, name=name) for name, log in logs.items()})
+        return tf.concat([tf.reshape(log, [-1]) for log in logs.values()], 0)
+
+    def _step(
+        self,
+        step: Any,
+        part: Part,
+        totals: Any,
+        phases: Phases | None = None,
+        counts: UpdateCounts | None = None,
+        watcher: AbstractContextManager[Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """Runs one step; returns what it returned, and the metric totals after it."""
+        program = self._program
+        if phases:
+            phases.batch(part.data)
+        returned: list[Any] = []
+        local = dict(zip(map(id, program.metrics), totals, strict=False))
+
+        def in_replica() -> None:
+            with watcher or nullcontext():
+                outputs = run_replica(
+                    program,
+                    part,
+                    step=step,
+                    replica=0,
+                    num_replicas=1,
+                    local=local,
+                    at_door=phases.gradients if phases else None,
+                    counts=counts,
+                )
+            returned.append(outputs)
+
+        self._strategy.run(in_replica)
+        return returned[0], [local[id(v)] for v in program.metrics] if totals else ()
+
+
+def _known_shape(log: tf.Tensor, *, name: str) -> tuple[int, ...]:
+    if log.shape.is_fully_defined():
+        return tuple(log.shape.as_list())
+    raise UsageError(
+        "step",
+        received=f"{name!r} of shape {log.shape} from a step",
+        expected="scalars, or tensors whose shape is known when the step is traced, under ps",
+        fix=f"return a figure of it, such as tf.reduce_mean({name})",
+    )

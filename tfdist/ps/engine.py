@@ -1,0 +1,228 @@
+"""The chief hands ranges of steps to workers, which update the variables on the ps.
+
+A step is one update by one worker. Each worker keeps the arrays it was sent once, and the metrics
+of its range; it returns them with the range, and the chief adds them up. Nothing that many workers
+write at once decides a count.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.ps.clock import UpdateClock
+from tfdist.ps.closure import Done, HandedOut, PieceGraph, Work
+from tfdist.ps.members import Members
+from tfdist.ps.metrics import require_sums, require_zeros
+from tfdist.ps.profile import PsProfile, profile_of
+from tfdist.ps.workers import crew_of, steps_of_a_piece
+from tfdist.strategy import Job
+from tfdist.training.keras_compat import compiled
+from tfdist.training.program import StepProgram
+
+_CLOSURE_STEPS = 32
+_CLOSURES_PER_WORKER = 2
+_PATIENCE_S = 60.0
+
+
+class ParameterServerEngine:
+    """Runs a range of steps as pieces of some steps each. Called by the chief alone."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        patience_s = job.config.options.startup_timeout_s if job.config else _PATIENCE_S
+        self._crew = crew_of(job.strategy, patience_s=patience_s)
+        self._workers = len(self._crew.shares)
+        self._clock: UpdateClock | None = None
+        self._applied = 0  # when nobody worked last, by the clock
+        self._completed = 0  # since then
+        self._work: dict[StepProgram, Work] = {}
+        self._under_way: list[HandedOut] = []
+        self._times: list[tuple[int, Any]] = []
+        self._since_s = 0.0
+        self._profile: PsProfile | None = None
+        if job.config and job.config.options.profile_ps:
+            self._profile = profile_of(job.strategy)
+
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
+        """Runs the steps ``[first, last)`` on whatever workers there are.
+
+        Waits for all of them, or where the next range `goes_on` from here, until the last one has
+        begun, so that no worker waits for the others' last pieces.
+        """
+        if program not in self._work:
+            require_zeros(program)  # none but a new run, or one of another program, begins here
+        work = self._prepared(program)
+        if not self._under_way:
+            work.count_from(first)
+            self._since_s = time.perf_counter()
+        each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
+        each = min(max(each, 1), self._most_steps(program))
+        for start in range(first, last, each):
+            span = start, min(start + each, last)
+            future = self._hand_out(work, *span, max_staleness=program.max_staleness)
+            self._under_way.append(HandedOut(program, work, *span, future))
+        if goes_on:
+            with self._nothing_left_after_an_error():
+                self._crew.wait_until_begun()
+            # In their order, so that sums are the same whoever was first.
+            self._take(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
+        else:
+            self.finish(program)
+        return work.logs
+
+    def finish(self, program: StepProgram) -> dict[str, float]:
+        """Waits for what `run` has left under way; returns the last step's logs."""
+        self._take(list(self._under_way))
+        return self._work[program].logs if program in self._work else {}
+
+    def let_go(self) -> None:
+        """Forgets what no worker has begun, and waits until what they have begun has ended."""
+        self._crew.drop()
+        begun = [piece.future for piece in self._under_way if not piece.future.cancelled()]
+        self._under_way.clear()
+        concurrent.futures.wait(begun)
+        if begun:
+            self._forget_what_was_applied()
+
+    @property
+    def steps_under_way(self) -> int:
+        """The steps that `run` has handed out and not seen done."""
+        return sum(piece.last - piece.first for piece in self._under_way)
+
+    def _take(self, pieces: Sequence[HandedOut]) -> None:
+        """Takes in what comes of `pieces`, in their order."""
+        with self._nothing_left_after_an_error():
+            for piece in pieces:
+                self._account(piece, piece.future.result())
+                self._under_way.remove(piece)
+        if pieces and not self._under_way:
+            pieces[-1].work.rests()
+            self._account_at_rest()
+
+    @contextlib.contextmanager
+    def _nothing_left_after_an_error(self) -> Iterator[None]:
+        """Where waiting ends with an error, no worker changes the model any more."""
+        try:
+            yield
+        except BaseException:
+            self.let_go()
+            raise
+
+    def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
+        """Yields each step's outputs, in order; a few steps a worker are under way at a time."""
+        work = self._prepared(program, outputs=True)
+        waiting: collections.deque[Future[Done]] = collections.deque()
+        for step in range(first, last):
+            waiting.append(self._hand_out(work, step, step + 1))
+            if len(waiting) > 2 * self._workers:
+                yield waiting.popleft().result().value
+        while waiting:
+            yield waiting.popleft().result().value
+
+    def reset_metrics(self) -> None:
+        """Forgets the totals that workers have returned."""
+        for work in self._work.values():
+            work.totals = None
+
+    def settle_metrics(self, program: StepProgram) -> None:
+        """Puts the totals that workers have returned into the model's metrics."""
+        work = self._work.get(program)
+        if work is None or work.totals is None:
+            return
+        start = 0
+        for variable in program.metrics:
+            size = int(np.prod(variable.shape))
+            part = work.totals[start : start + size].reshape(variable.shape)
+            variable.assign(part.astype(variable.dtype))
+            start += size
+
+    def take_metrics(self, program: StepProgram) -> None:
+        """Starts from the totals that are in the model's metrics."""
+        flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
+        self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
+
+    def _hand_out(
+        self, work: Work, first: int, last: int, *, max_staleness: int | None = None
+    ) -> Future[Done]:
+        steps = last - first if work.training else 0
+        function = functools.partial(work, first, last)
+        return self._crew.submit(function, steps=steps, max_staleness=max_staleness)
+
+    def _most_steps(self, program: StepProgram) -> int:
+        return steps_of_a_piece(
+            most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
+        )
+
+    def _account(self, piece: HandedOut, done: Done) -> None:
+        numbers, rows, *times = done.value
+        ages = piece.work.take(numbers)
+        if piece.work.training:
+            self._crew.account.done(piece.first, piece.last, times=done.times, staleness=ages)
+            self._completed += piece.last - piece.first
+            self._times += [(done.worker_index, found) for found in times]
+        recorder = piece.program.recorder
+        if recorder is not None:
+            span, worker = (piece.first, piece.last), done.worker_index
+            recorder.write(*span, rows, worker=worker, begun=done.times)
+
+    def _account_at_rest(self) -> None:
+        """Adds up what can be told only while nobody works."""
+        if self._clock is not None:
+            before, self._applied = self._applied, self._clock.applied
+            self._crew.account.applied_twice += self._applied - before - self._completed
+            self._completed = 0
+        if self._profile is not None and self._times:
+            self._profile.add(self._times, wall_s=time.perf_counter() - self._since_s)
+            self._times = []
+
+    def _forget_what_was_applied(self) -> None:
+        """Of steps that an error has ended nobody knows which were applied, and how often."""
+        self._completed = 0
+        if self._clock is not None:
+            with contextlib.suppress(tf.errors.OpError):  # the ps may be what has ended
+                self._applied = self._clock.applied
+
+    def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
+        work = self._work.get(program)
+        if work is None:
+            require_sums(program)
+            training = program.training
+            with self._job.strategy.scope():
+                if training and self._clock is None:
+                    self._clock = UpdateClock(Members.of(self._job.strategy).server_devices)
+                dataset = compiled(program.feed.worker_dataset).get_concrete_function()
+                iterator = tf.data.IteratorSpec(dataset.structured_outputs.element_spec)
+                graph = PieceGraph(
+                    program,
+                    self._job.strategy,
+                    clock=self._clock if training else None,
+                    profile=self._profile if training else None,
+                )
+                # Traced here once: called by many threads at once it might be traced by each.
+                closure = compiled(graph.outputs if outputs else graph.steps)
+                numbers = tf.TensorSpec([None], tf.int64)
+                closure = closure.get_concrete_function(iterator, numbers)
+            work = Work(
+                closure=closure,
+                dataset=dataset,
+                log_shapes=graph.log_shapes,
+                counted=graph.counted,
+                counts_each=np.array(graph.counts_each, np.int64),
+                num_totals=sum(int(np.prod(v.shape)) for v in program.metrics),
+                training=training,
+            )
+            self._work[program] = work
+        return work

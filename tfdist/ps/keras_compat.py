@@ -1,0 +1,380 @@
+"""The workarounds for Keras that only a step with parameter servers needs.
+
+Put in place with those of `tfdist.training.keras_compat`, once `tfdist.ps` is imported, which a ps
+job alone does. `REPLACEMENTS` lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.ops import cond_v2
+
+from tfdist.errors import UsageError
+from tfdist.ps.messages import sent_together
+from tfdist.ps.split import parts_of
+from tfdist.strategy.devices import server_of
+from tfdist.training.keras_compat.replacement import Replacement
+from tfdist.training.keras_compat.trace import StepTrace, current
+
+
+class UpdateCounts:
+    """What optimizers have for their counts while a step is traced; made in the step's graph.
+
+    Args:
+      given: updates that the steps before this one make, int64 ``[optimizers]``, as many as were
+        found to be `followed` when the step was traced.
+    """
+
+    def __init__(self, given: tf.Tensor) -> None:
+        self.followed: list[Variable] = []
+        self.each: list[int] = []
+        self._given = given
+        self._also_in_updates = False
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def follow(self, variable: Variable) -> None:
+        """Takes over an optimizer's count, unless a condition decides about its updates."""
+        if self._in_step() and self._place(variable) is None:
+            self.followed.append(variable)
+            self.each.append(0)
+
+    def add(self, variable: Variable) -> None:
+        """Takes down that the step has counted an update."""
+        place = self._place(variable)
+        if place is not None and self._in_step():
+            self.each[place] += 1
+
+    def value(self, variable: Variable) -> tf.Tensor | None:
+        """What a count is in this step; None for another variable, and within an update."""
+        place, in_update = self._place(variable), distribute_lib.get_update_replica_id() is not None
+        if place is None or (in_update and not self._also_in_updates):
+            return None
+        return tf.cast(self._given[place] + self.each[place], variable.dtype)
+
+    @contextlib.contextmanager
+    def also_in_updates(self) -> Iterator[None]:
+        """Counts are those of the step within an update as well."""
+        before, self._also_in_updates = self._also_in_updates, True
+        try:
+            yield
+        finally:
+            self._also_in_updates = before
+
+    def after(self) -> tf.Tensor:
+        """What is given to the next step."""
+        return self._given + tf.constant(self.each, tf.int64) if self.each else self._given
+
+    def _in_step(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self._graph
+
+    def _place(self, variable: Variable) -> int | None:
+        return next((i for i, one in enumerate(self.followed) if one is variable), None)
+
+
+# The learning rate is that of the step that was handed out, in an update too.
+#
+# Within an update the count of an optimizer is the server's (see `UpdateCounts`), and there Keras
+# asks for the learning rate once more, to have weights decay by it.
+# Ended by: no release, Keras 3.15.1 included.
+
+
+_OPTIMIZERS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
+
+
+def _of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def learning_rate(self: Any) -> Any:
+        trace = current()
+        if trace is None or trace.counts is None:
+            return original(self)
+        with trace.counts.also_in_updates():
+            return original(self)
+
+    return learning_rate
+
+
+_RATES = (
+    Replacement(
+        owner=BaseOptimizer,
+        name="_get_current_learning_rate",
+        make=_of_the_step,
+        issue=f"{_OPTIMIZERS}/base_optimizer.py#L777",
+    ),
+)
+
+
+# What the workers of a ps job accumulate is neither lost nor counted twice.
+#
+# Keras reads a sum of gradients, adds to it and writes it; an update reads the sums by way of the
+# worker, and sets them to 0 when it is done. What others add meanwhile is lost, and two updates at
+# once take the same. Here a gradient is added in one operation, and an update subtracts on the
+# server what it has taken there. Two that take the same all the same leave a debt, which the next
+# one pays. What is not finite has no difference: it begins anew, as under Keras.
+# Ended by: no release, Keras 3.15.1 included.
+
+
+_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
+
+
+def taken(variable: Any, trace: StepTrace) -> tf.Tensor | None:
+    """What an update takes of a sum, read on its server; None of any other variable."""
+    parts = trace.taken.get(id(variable))
+    if parts is None:
+        return None
+    if not parts:
+        for part in parts_of(variable._value):
+            with tf.device(part.device):
+                parts.append(part.read_value())
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def _about_to_take(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+        trace = current()
+        if trace is not None and self.gradient_accumulation_steps:
+            sums = [one for one in self._accumulated_gradients if one is not None]
+            trace.taken.update((id(one), []) for one in sums if _has_servers(one))
+        return original(self, grads, trainable_variables)
+
+    return apply_gradients
+
+
+def _adding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def increment(self: Any, grads: Any, sums: Any) -> Any:
+        trace = current()
+        if trace is None or not trace.taken:
+            return original(self, grads, sums)
+        pairs = zip(grads, (one._value for one in sums), strict=True)
+        for gradient, variable in sent_together(list(pairs)):
+            self._distribution_strategy.extended.update(
+                variable, self.assign_add, args=(gradient,), group=False
+            )
+        return None
+
+    return increment
+
+
+def _subtracting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reset(self: Any) -> Any:
+        trace = current()
+        if trace is None or not trace.taken:
+            return original(self)
+        for one in self._accumulated_gradients:
+            for part, mine in zip(_parts(one), trace.taken.get(id(one), ()), strict=False):
+                with tf.device(part.device):
+                    _subtract(part, mine)
+        return None
+
+    return reset
+
+
+def _subtract(part: Any, mine: tf.Tensor) -> None:
+    is_finite = tf.math.is_finite(mine)
+
+    def begin_anew() -> None:
+        part.assign(tf.where(is_finite, part.read_value() - mine, tf.zeros_like(mine)))
+
+    def subtract() -> None:
+        part.assign_sub(mine)
+
+    tf.cond(tf.reduce_all(is_finite), subtract, begin_anew)
+
+
+def _has_servers(variable: Any) -> bool:
+    return all(server_of(part) is not None for part in _parts(variable))
+
+
+def _parts(variable: Any) -> tuple[Any, ...]:
+    return () if variable is None else parts_of(variable._value)
+
+
+_ACCUMULATION = (
+    Replacement(
+        owner=BaseOptimizer,
+        name="_backend_apply_gradients",
+        make=_about_to_take,
+        issue=f"{_KERAS}/optimizers/base_optimizer.py#L535",
+    ),
+    Replacement(
+        owner=TFOptimizer,
+        name="_backend_increment_gradient_accumulators",
+        make=_adding,
+        issue=f"{_KERAS}/backend/tensorflow/optimizer.py#L203",
+    ),
+    Replacement(
+        owner=BaseOptimizer,
+        name="_backend_reset_gradient_accumulators",
+        make=_subtracting,
+        issue=f"{_KERAS}/optimizers/base_optimizer.py#L623",
+    ),
+)
+
+
+# Averages of weights are taken on the parameter servers, and begin with the first update there.
+#
+# Keras takes them in the step: by way of the worker, which reads weights and averages once more and
+# sends the new averages, while others do the same. And they begin in the step whose number is 0. Of
+# the first steps under ps any may come first, and one that then puts the averages in the place of
+# the weights would take what has not begun.
+# Ended by: no release, Keras 3.15.1 included.
+
+
+def _on_their_servers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_averages(self: Any, trainable_variables: Any) -> Any:
+        weights = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
+        if current() is None or not all(map(_is_on_servers, weights)):
+            return original(self, trainable_variables)
+
+        def update(weight: Any, average: Any) -> None:
+            # The count is the server's here, as in any update.
+            is_begun = tf.cast(tf.not_equal(self.iterations, 0), weight.dtype)
+            momentum = is_begun * tf.cast(self.ema_momentum, weight.dtype)
+            before, now = tf.convert_to_tensor(average), tf.convert_to_tensor(weight)
+            self.assign(average, momentum * before + (1 - momentum) * now)
+
+        averages = self._model_variables_moving_average
+        for weight, average in zip(weights, averages, strict=True):
+            if average is not None:
+                self._distribution_strategy.extended.update(
+                    weight, update, args=(average,), group=False
+                )
+        return None
+
+    return update_averages
+
+
+def _is_on_servers(weight: Any) -> bool:
+    return all(server_of(part) is not None for part in parts_of(weight))
+
+
+_AVERAGING = (
+    Replacement(
+        owner=BaseOptimizer,
+        name="_update_model_variables_moving_average",
+        make=_on_their_servers,
+        issue=f"{_OPTIMIZERS}/base_optimizer.py#L970",
+    ),
+)
+
+
+# A variable is constrained on the parameter server that holds it.
+#
+# Keras reads what it has updated, constrains it and writes it back. By way of the worker the
+# variable crosses the network twice, and what others write until it is back is lost. A variable in
+# parts goes that way all the same, as a constraint may need it whole.
+# Ended by: no release, Keras 3.15.1 included.
+
+
+def _on_its_server(original: property) -> property:
+    def constraint(self: Any) -> Callable[[Any], Any] | None:
+        own: Callable[[Any], Any] | None = original.fget(self)  # type: ignore[misc]
+        if own is None or current() is None or server_of(self._value) is None:
+            return own
+
+        def on_its_server(variable: Any) -> Any:
+            with tf.device(self._value.device):
+                return own(variable)
+
+        return on_its_server
+
+    return property(constraint, original.fset, doc=original.__doc__)
+
+
+_CONSTRAINTS = (
+    Replacement(
+        owner=Variable,
+        name="constraint",
+        make=_on_its_server,
+        issue=f"{_OPTIMIZERS}/base_optimizer.py#L530",
+    ),
+)
+
+
+# What lives in the step and not in its variable may be written within a condition.
+#
+# Under ps that is the metrics. A condition is traced as a function for each branch, and a tensor
+# that one of them makes is not to be had outside: TensorFlow says so ("out of scope") where the
+# metric is read next, and names neither. So each branch returns what the step holds, along with its
+# result.
+# Ended by: no release, TensorFlow 2.21 included.
+
+
+_TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python"
+
+
+def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
+    """Has `value` be that of a variable which lives in the step, from here on.
+
+    Raises:
+      UsageError: in a loop or a function within the step, which would go on with the value that
+        was there when it was traced.
+    """
+    if tf.compat.v1.get_default_graph() is not trace.holder:
+        raise UsageError(
+            "metrics",
+            received=f"{variable.path}, updated in a tf.while_loop or tf.function within a step",
+            expected="updates in the step itself, or in a tf.cond of it, under strategy ps",
+            fix="use a Python loop, which the step unrolls, or return what the loop has counted "
+            "and update the metric by that",
+        )
+    trace.local[id(variable)] = tf.cast(value, trace.local[id(variable)].dtype)
+
+
+def _with_what_the_step_holds(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cond(pred: Any, true_fn: Any, false_fn: Any, name: str = "cond") -> Any:
+        trace = current()
+        if trace is None or not _may_write(trace):
+            return original(pred, true_fn, false_fn, name)
+        branches = [_returning_what_it_holds(branch, trace) for branch in (true_fn, false_fn)]
+        result, held = original(pred, *branches, name)
+        trace.local.update(zip(trace.local, held, strict=True))
+        return result
+
+    return cond
+
+
+def _may_write(trace: StepTrace) -> bool:
+    """Whether a condition that is traced now may write to what the step holds."""
+    if trace.in_door or not trace.local:  # what is behind the door updates weights
+        return False
+    return tf.compat.v1.get_default_graph() is trace.holder
+
+
+def _returning_what_it_holds(branch: Callable[[], Any], trace: StepTrace) -> Callable[[], Any]:
+    def run() -> tuple[Any, list[tf.Tensor]]:
+        before, holder = dict(trace.local), trace.holder
+        trace.holder = tf.compat.v1.get_default_graph()
+        try:
+            return branch(), list(trace.local.values())
+        finally:
+            trace.holder = holder
+            trace.local.update(before)
+
+    return run
+
+
+_CONDITIONS = (
+    Replacement(
+        owner=cond_v2,
+        name="cond_v2",
+        make=_with_what_the_step_holds,
+        issue=f"{_TENSORFLOW}/ops/cond_v2.py#L83",
+    ),
+)
+
+
+REPLACEMENTS: tuple[Replacement, ...] = (
+    *_CONDITIONS,
+    *_CONSTRAINTS,
+    *_AVERAGING,
+    *_RATES,
+    *_ACCUMULATION,
+)
+"""All of them, in the order in which they are put in place."""

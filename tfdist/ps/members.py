@@ -1,0 +1,212 @@
+"""Which workers of a ps job its chief is connected to: they come, die and return one by one.
+
+TensorFlow's own coordinator connects to every declared worker or to none: it waits at the start
+until all are up, and after several deaths until all are back
+(tensorflow/python/distribute/coordinator/cluster_coordinator.py, `WorkerPreemptionHandler`). But
+its runtime takes a cluster in which tasks are absent, and takes another such cluster at any time.
+So the cluster it is told of here is that of the workers that answer. Seen on TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as tf_context
+from tensorflow.python.eager import remote
+from tensorflow.python.training import server_lib
+
+from tfdist.cluster import ClusterSpec, Task
+from tfdist.errors import StartupTimeout, UsageError
+from tfdist.ps.serve import Introductions
+from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
+
+_LOG = logging.getLogger(__name__)
+_SAY_EVERY_S = 10.0
+_STEADY_S = 0.5  # how long a worker must answer: one that is being killed does for a moment
+_UPDATE_TIMEOUT_S = 30.0
+
+
+class Members:
+    """The workers that the chief of a ps job is connected to. Safe to use from any thread."""
+
+    def __init__(self, cluster: ClusterSpec, *, min_workers: int | None = None) -> None:
+        self._cluster = cluster
+        self._workers = [task for task in cluster.tasks() if task.type == "worker"]
+        self._min_workers = min_workers or len(self._workers)
+        if self._min_workers > len(self._workers):
+            raise UsageError(
+                "min_workers",
+                received=f"{min_workers} of {len(self._workers)} workers",
+                expected="at most those that are declared",
+                fix="declare the others in TF_CONFIG, or ask for fewer",
+            )
+        self._connected: frozenset[int] = frozenset()
+        self._updating = threading.Lock()
+        self._noting = threading.Lock()  # never held for long
+        self._is_stuck = False
+
+    @property
+    def num_workers(self) -> int:
+        """The declared workers, whether they are there or not."""
+        return len(self._workers)
+
+    @property
+    def num_ps(self) -> int:
+        """The parameter servers, all of which must be there."""
+        return len(self._cluster.ps)
+
+    @property
+    def server_devices(self) -> list[str]:
+        """The devices on which the parameter servers hold variables."""
+        return [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)]
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """The indices of the workers that work can be given to."""
+        return self._connected
+
+    def wait(self, *, timeout_s: float, guests: Introductions) -> frozenset[int]:
+        """Returns the workers that are there once all are, or enough of them after `timeout_s`.
+
+        Raises:
+          StartupTimeout: a ps, or too many workers, did not come; the message names them.
+          UsageError: one of them is not like this task.
+        """
+        servers = [task for task in self._cluster.tasks() if task.type == "ps"]
+        start = said = time.monotonic()
+        awaited = [*servers, *self._workers]
+        while True:
+            missing = self.missing(awaited)
+            awaited = [task for task in awaited if task in missing or guests.awaits(task)]
+            waited_s = time.monotonic() - start
+            if not awaited or waited_s >= timeout_s:
+                guests.require_alike()
+                if missing:
+                    self._require_enough(missing, waited_s)
+                break
+            if missing and time.monotonic() - said >= _SAY_EVERY_S:
+                said = time.monotonic()
+                _LOG.warning("waited %.0f s for %s", waited_s, named(self._cluster, missing))
+            time.sleep(pause_s(awaited))
+        absent = {task.index for task in missing}
+        return frozenset(task.index for task in self._workers if task.index not in absent)
+
+    def missing(self, tasks: Collection[Task] | None = None) -> list[Task]:
+        """The tasks at whose address nothing answers now; of all ps where none are given."""
+        servers = [task for task in self._cluster.tasks() if task.type == "ps"]
+        return missing_peers(self._cluster, servers if tasks is None else tasks)
+
+    def answers(self, worker: int) -> bool:
+        """Returns whether something listens at a worker's address now."""
+        return answers(self._cluster.worker[worker])
+
+    def spec(self, workers: Collection[int]) -> tf.train.ClusterSpec:
+        """The cluster as if only `workers` had been declared, each under its own index."""
+        cluster = self._cluster
+        return tf.train.ClusterSpec(
+            {
+                "chief": list(cluster.chief),
+                "ps": list(cluster.ps),
+                "worker": {i: cluster.worker[i] for i in sorted(workers)},
+            }
+        )
+
+    def connect(self, workers: Collection[int]) -> None:
+        """Connects to `workers` and all ps; the first call, before anything is placed on them."""
+        # As TensorFlow's own coordinator: one call to a worker at a time, none of them waited for.
+        os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+        os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
+        filters = server_lib.ClusterDeviceFilters()
+        for i in range(len(self._workers)):
+            filters.set_device_filters("worker", i, ["/job:ps", "/job:chief"])
+        for i in range(len(self._cluster.ps)):
+            filters.set_device_filters("ps", i, ["/job:worker", "/job:chief"])
+        remote.connect_to_cluster(
+            self.spec(workers), job_name="chief", protocol="grpc", cluster_device_filters=filters
+        )
+        tf_context.ensure_initialized()
+        self._connected = frozenset(workers)
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.Strategy) -> Members:
+        """The members of a ps job, also of a strategy that TensorFlow connected to all at once."""
+        members = getattr(strategy, "members", None)
+        if isinstance(members, cls):
+            return members
+        tasks = strategy.cluster_resolver.cluster_spec().as_dict()
+        members = cls(ClusterSpec(**{kind: tuple(at) for kind, at in tasks.items()}))
+        members._connected = frozenset(range(members.num_workers))
+        strategy.extended._allow_run_without_coordinator = True
+        strategy.members = members
+        return members
+
+    def admit(self, worker: int) -> bool:
+        """Connects to a worker that has come or come back; False while it does not answer."""
+        if self._is_stuck or not self.answers(worker):
+            return False
+        time.sleep(_STEADY_S)
+        if not self.answers(worker):
+            return False
+        with self._updating:
+            there = {i for i in self._connected if answers(self._cluster.worker[i])} | {worker}
+            definition = copy.deepcopy(tf_context.get_server_def())
+            cluster = self.spec(there).as_cluster_def()
+            definition.cluster.CopyFrom(cluster)
+            try:
+                if self._is_stuck or not self._updated(definition):
+                    return False
+            except tf.errors.OpError as error:  # one of them died meanwhile: the next call tells
+                _LOG.debug("worker-%d could not be connected to yet: %s", worker, error)
+                return False
+            with self._noting:
+                self._connected = self._connected | {worker}
+        return True
+
+    def lost(self, worker: int) -> None:
+        """Notes that a worker has died; `admit` takes it back. Waits for nobody."""
+        with self._noting:
+            self._connected = self._connected - {worker}
+
+    def _updated(self, definition: Any) -> bool:
+        """Tells the runtime who is there; False, for ever, when it does not come back from that.
+
+        It waits without a limit for a worker that dies at that moment.
+        """
+        failed: list[BaseException] = []
+
+        def update() -> None:
+            try:
+                tf_context.update_server_def(definition)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=update, name="tfdist-update", daemon=True)
+        thread.start()
+        thread.join(_UPDATE_TIMEOUT_S)
+        self._is_stuck = thread.is_alive()
+        if self._is_stuck:
+            _LOG.warning(
+                "TensorFlow waits for a worker that died while another was connected to: "
+                "no worker can come back to this attempt, the others go on"
+            )
+        for error in failed:
+            raise error
+        return not self._is_stuck
+
+    def _require_enough(self, missing: list[Task], waited_s: float) -> None:
+        servers = [task for task in missing if task.type == "ps"]
+        there = len(self._workers) - (len(missing) - len(servers))
+        if servers or there < self._min_workers:
+            enough = f", and {there} of at least {self._min_workers} workers came" * (not servers)
+            raise StartupTimeout(
+                f"chief-0: waited {waited_s:.0f} s for {named(self._cluster, missing)}{enough}."
+                " Fix: start them, or raise --startup_timeout_s"
+            )
+        _LOG.warning("after %.0f s: going on without %s", waited_s, named(self._cluster, missing))

@@ -1,0 +1,270 @@
+"""What crosses between a worker and the servers in a step: how much, and in how few messages."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
+
+from tfdist.strategy.devices import server_of
+
+WORKER = "worker"
+READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
+_BRANCHES = ("then_branch", "else_branch", "cond", "body", "f")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What goes one way between two tasks in a step.
+
+    Attributes:
+      tensors: sent, each by a request and an answer.
+      size_bytes: of those whose shape is known.
+      unknown: tensors among them whose shape is not.
+    """
+
+    tensors: int = 0
+    size_bytes: int = 0
+    unknown: int = 0
+
+    def __add__(self, other: Link) -> Link:
+        return Link(
+            tensors=self.tensors + other.tensors,
+            size_bytes=self.size_bytes + other.size_bytes,
+            unknown=self.unknown + other.unknown,
+        )
+
+
+Links = dict[tuple[str, str], Link]
+"""By the task that sends and the one that receives, such as ``("ps-0", "worker")``."""
+
+
+class Places:
+    """On which task the operations of one graph run, by that of its inputs."""
+
+    def __init__(self, inputs: dict[str, str]) -> None:
+        self._inputs = inputs
+
+    @classmethod
+    def of_captures(cls, graph: Any) -> Places:
+        """The places of a function's graph, by where the variables are that it captured."""
+        return cls({inner.name: _of_captured(outer) for outer, inner in graph.captures})
+
+    def of_tensor(self, tensor: tf.Tensor) -> str:
+        """The task that a tensor is made on."""
+        return self._inputs.get(tensor.name) or self.of_operation(tensor.op)
+
+    def of_operation(self, operation: tf.Operation) -> str:
+        """The task that runs an operation."""
+        for tensor in operation.inputs:
+            if tensor.dtype == tf.resource:
+                place = self._inputs.get(tensor.name)
+                if place is not None and place != WORKER:
+                    return place
+        return _of_device(operation.device)
+
+
+def calls_functions(operation: tf.Operation) -> bool:
+    """Whether an operation is a condition, a loop or a call."""
+    return any(True for _ in _function_names(operation))
+
+
+def traffic(operations: Iterable[tf.Operation], places: Places) -> Links:
+    """What `operations` have sent to each other; the largest branch of a condition, a loop once."""
+    found: Links = {}
+    sent: set[tuple[str, str]] = set()
+    for operation in operations:
+        names = list(_function_names(operation))
+        if names:
+            inside = [_inside(operation, name, places) for name in names]
+            merge(found, max(inside, key=lambda one: sum(k.size_bytes for k in one.values())))
+            continue
+        here = places.of_operation(operation)
+        for tensor in operation.inputs:
+            there = places.of_tensor(tensor)
+            if there == here or tensor.dtype == tf.resource or (tensor.name, here) in sent:
+                continue
+            sent.add((tensor.name, here))
+            merge(found, {(there, here): _link(tensor)})
+    return found
+
+
+def merge(links: Links, more: Links) -> None:
+    """Adds `more` to `links`."""
+    for ends, link in more.items():
+        links[ends] = links.get(ends, Link()) + link
+
+
+def _link(tensor: tf.Tensor) -> Link:
+    elements = tensor.shape.num_elements()
+    known = elements is not None
+    return Link(
+        tensors=1, size_bytes=(elements or 0) * tensor.dtype.size, unknown=0 if known else 1
+    )
+
+
+def _inside(operation: tf.Operation, name: str, places: Places) -> Links:
+    inputs: Sequence[tf.Tensor] = list(operation.inputs)
+    if operation.type in ("If", "StatelessIf"):
+        inputs = inputs[1:]
+    graph = get_func_graph(operation, [tensor.shape for tensor in inputs], name)
+    given = {
+        inner.name: places.of_tensor(outer)
+        for inner, outer in zip(graph.inputs, inputs, strict=False)
+    }
+    return traffic(graph.get_operations(), Places(given))
+
+
+def _function_names(operation: tf.Operation) -> Iterator[str]:
+    attributes = operation.node_def.attr
+    for key in _BRANCHES:
+        if key in attributes and attributes[key].func.name:
+            yield attributes[key].func.name
+
+
+def _of_captured(tensor: Any) -> str:
+    """The task of what a graph captured, through the graphs around it."""
+    graph = getattr(tensor, "graph", None) if not hasattr(tensor, "numpy") else None
+    if graph is None:
+        return _of_device(tensor.device)
+    for outer, inner in getattr(graph, "captures", ()):
+        if inner is tensor:
+            return _of_captured(outer)
+    return _of_device(tensor.device) if tensor.dtype == tf.resource else WORKER
+
+
+def _of_device(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device or "")
+    return f"ps-{spec.task}" if spec.job == "ps" else WORKER
+
+
+# Which variable an operation is on, within functions within functions.
+
+
+def outermost(handle: Any) -> Any:
+    """The variable's own handle behind one, which each function has captured anew."""
+    graph = getattr(handle, "graph", None)
+    while graph is not None and hasattr(graph, "captures"):
+        handle = next((outer for outer, inner in graph.captures if inner is handle), handle)
+        graph = graph.outer_graph
+    return handle
+
+
+# Small gradients go to a parameter server together.
+#
+# A message costs its two ends more than a tenth of a millisecond of processor, whatever is in it,
+# and half of a model's variables are biases.
+
+
+_SMALL_BYTES = 2**16  # packing copies, which pays for what costs less to copy than to send
+
+
+def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Returns pairs of gradient and variable, the small gradients taken apart on their server.
+
+    Their values are the same to the last bit. To be called when nothing but the update itself
+    still needs the gradients: it would have to fetch them from there.
+    """
+    pairs = list(pairs)
+    alike = collections.defaultdict(list)
+    for place, (gradient, variable) in enumerate(pairs):
+        if is_small(gradient) and server_of(variable) is not None:
+            alike[variable.device, gradient.dtype].append(place)
+    for (device, _), places in alike.items():
+        if len(places) < 2:
+            continue
+        gradients = [pairs[place][0] for place in places]
+        packed = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+        with tf.device(device):
+            parts = tf.split(packed, [gradient.shape.num_elements() for gradient in gradients])
+            for place, gradient, part in zip(places, gradients, parts, strict=True):
+                pairs[place] = tf.reshape(part, gradient.shape), pairs[place][1]
+    return pairs
+
+
+def is_small(value: Any) -> bool:
+    """Whether a gradient, or what is read of a variable, costs less to copy than to send."""
+    if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined():
+        return False
+    return bool(value.shape.num_elements() * value.dtype.size <= _SMALL_BYTES)
+
+
+# What a step reads of a parameter server crosses the network once, and what is small together.
+#
+# A message costs its two ends more than a tenth of a millisecond of processor, whatever is in it.
+# Half of a model's variables are biases; layers and regularizers read one anew each time; and where
+# TensorFlow needs of a value on another task no more than that it is there, as of a kernel whose
+# shape it knows, it sends a message for that too.
+
+
+_Use = tuple[tf.Operation, int]
+
+
+def read_together(operations: Sequence[tf.Operation]) -> None:
+    """Rewires the worker's part of a step, given all operations of the step once it is traced.
+
+    Values are the same to the last bit, and of one moment where a variable was read several
+    times. Left alone are gathers, and reads before which something else in the step has to be.
+    """
+    places = Places.of_captures(tf.compat.v1.get_default_graph())
+    alike = collections.defaultdict(list)
+    for server, values in _read_of_servers(operations):
+        uses = [use for value in values for use in _uses_by_worker(value, places)]
+        if uses and is_small(values[0]):
+            alike[server, values[0].dtype].append((values[0], uses))
+        elif len(uses) > 1:
+            _give(tf.identity(values[0]), uses)
+    for (server, _), small in alike.items():
+        values = [value for value, _ in small]
+        for here, (_, uses) in zip(_fetched(values, server=server), small, strict=True):
+            _give(here, uses)
+
+
+def _read_of_servers(operations: Sequence[tf.Operation]) -> Iterator[tuple[str, list[tf.Tensor]]]:
+    """Of each variable on a server: the server, and what is read before the first write to it."""
+    read: dict[int, tuple[str, list[tf.Tensor]]] = {}
+    written: set[int] = set()
+    for operation in operations:
+        handles = [outermost(tensor) for tensor in operation.inputs if tensor.dtype == tf.resource]
+        if operation.type not in READS:
+            written.update(map(id, handles))
+        elif operation.type == "ReadVariableOp" and not operation.control_inputs:
+            handle, server = handles[0], str(handles[0].device)
+            if id(handle) not in written and _is_server(server):
+                read.setdefault(id(handle), (server, []))[1].append(operation.outputs[0])
+    yield from read.values()
+
+
+def _is_server(device: str) -> bool:
+    return bool(tf.DeviceSpec.from_string(device).job == "ps")
+
+
+def _uses_by_worker(value: tf.Tensor, places: Places) -> list[_Use]:
+    """The inputs of the worker's operations that are `value`."""
+    return [
+        (operation, index)
+        for operation in dict.fromkeys(value.consumers())
+        if places.of_operation(operation) == WORKER
+        for index, given in enumerate(operation.inputs)
+        if given is value
+    ]
+
+
+def _fetched(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
+    """`values` on the worker, sent by their server as one tensor."""
+    if len(values) == 1:
+        return [tf.identity(values[0])]
+    with tf.device(server):
+        packed = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+    parts = tf.split(packed, [value.shape.num_elements() for value in values])
+    return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def _give(value: tf.Tensor, uses: Sequence[_Use]) -> None:
+    """Has each of `uses` take `value`."""
+    for operation, index in uses:
+        operation._update_input(index, value)
