@@ -347,7 +347,8 @@ def test_losses_read_in_a_step_are_those_of_the_replica(strategies, kind):
         model.compile(keras.optimizers.SGD(0.01))
         return model
 
-    # Shares are even: a mean by hand gets its weight after the gradients have met in the statistics.
+    # Shares are even: a mean by hand gets its weight after the gradients have met in the
+    # statistics.
     require_equal(strategies, make, X, Y, replicas=(2,))
 
 

@@ -16,21 +16,43 @@ trying to reach a peer that is not up yet may be given the peer's port as its ow
 then talks to itself (1 of 200 tries there).
 
 The wildcard address of both IP versions is bound, as TensorFlow's servers listen on every
-interface whatever address they are given: a port that is free on 127.0.0.1 alone is no use.
-"""
+interface whatever address they are given: a port that is free on 127.0.0.1 alone is no use."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import random
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tfdist.cluster.address import check_address, split_address
+from tfdist.cluster.address import check_address, shown, split_address
 from tfdist.errors import UsageError
+
+_FORM = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+
+
+def parse_ports(value: str, *, where: str) -> range:
+    """Returns the ports of ``first-last``, both of them included.
+
+    Raises:
+        UsageError: no such range; the message begins with `where`.
+    """
+    found = _FORM.fullmatch(value.strip())
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if 1 <= first <= last <= 65_535:
+        return range(first, last + 1)
+    expected, fix = "first-last, ports from 1 to 65535", "write 20000-20100, for example"
+    raise UsageError(where, received=shown(value), expected=expected, fix=fix)
+
+
+def as_text(ports: range) -> str:
+    """Returns a range as `parse_ports` reads it."""
+    return f"{ports.start}-{ports.stop - 1}"
+
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOW_BAND = range(20_000, 30_000)  # past most services, below the node ports of Kubernetes

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, slurm, wishes
-from tfdist.cluster.hosts import DEFAULT_PORT, parse_hosts
+from tfdist.cluster.placement import DEFAULT_PORT, parse_hosts
 from tfdist.cluster.wishes import Wishes
 from tfdist.errors import UsageError
 from tfdist.launch import alike

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfdist.cluster import STRATEGIES
-from tfdist.cluster.port_range import parse_ports
+from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError, near
 
 StartMethod = Literal["exec", "fork"]

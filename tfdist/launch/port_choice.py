@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.cluster import HeldPort, hold_ports, is_port_free, wishes
-from tfdist.cluster.port_range import as_text, parse_ports
+from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import UsageError
 from tfdist.launch.hosts import Group
 from tfdist.launch.options import LaunchOptions

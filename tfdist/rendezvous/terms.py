@@ -7,7 +7,7 @@ import hmac
 import json
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster.secret_names import names_a_secret
+from tfdist.cluster.wishes import names_a_secret
 
 _MAX_SHOWN = 5
 _MAX_CHARS = 120
