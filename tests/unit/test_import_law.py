@@ -15,15 +15,14 @@ MAY_IMPORT = {
     "errors": set[str](),
     "argument_parser": {"errors"},
     "cluster": {"errors"},
-    "rendezvous": {"errors", "cluster"},
-    "launch": {"errors", "cluster", "configs", "rendezvous"},
+    "launch": {"errors", "cluster", "configs"},
     "schedulers": {"errors", "cluster"},
     "configs": {"errors"},
     "lint": {"errors", "argument_parser", "cluster", "configs", "launch"},
-    "preflight": {"errors", "cluster", "rendezvous", "launch", "lint"},
+    "preflight": {"errors", "cluster", "launch", "lint"},
     "tuning": {
-        *("errors", "configs", "outputs", "cluster", "rendezvous", "launch", "strategy"),
-        *("checkpoint", "training", "argument_parser"),
+        *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
+        *("training", "argument_parser"),
     },
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},
@@ -32,8 +31,8 @@ MAY_IMPORT = {
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
 }
 WITHOUT_TENSORFLOW = (
-    *("errors", "cluster", "rendezvous", "launch", "preflight"),
-    *("schedulers", "configs", "outputs", "lint"),
+    *("errors", "cluster", "launch", "preflight", "schedulers"),
+    *("configs", "outputs", "lint"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task, decode
+from tfdist.cluster.ports import replace_taken
 from tfdist.errors import UsageError
 from tfdist.launch.flags import parse
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
@@ -24,7 +25,6 @@ from tfdist.launch.plan import (
     start_method,
     tasks_with_address,
 )
-from tfdist.launch.port_choice import replace_taken
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 
 

@@ -2,7 +2,8 @@
 
 Whatever started the tasks, they are numbered by rank, and each rank is on a host. Everything
 else, who is chief and which port is whose, follows by rules here: each task applies them by
-itself, and all come to the same cluster."""
+itself, and all come to the same cluster.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ trying to reach a peer that is not up yet may be given the peer's port as its ow
 then talks to itself (1 of 200 tries there).
 
 The wildcard address of both IP versions is bound, as TensorFlow's servers listen on every
-interface whatever address they are given: a port that is free on 127.0.0.1 alone is no use."""
+interface whatever address they are given: a port that is free on 127.0.0.1 alone is no use.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ import errno
 import random
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -209,3 +210,22 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
         expected="as many as the system lets one process hold",
         fix="raise the limit of open files (ulimit -n)" if files else "start fewer tasks",
     )
+
+
+def replace_taken(
+    ports: Sequence[HeldPort],
+    *,
+    stack: contextlib.ExitStack,
+    hold: Callable[[int], Sequence[HeldPort]] = hold_ports,
+    is_free: Callable[[str], bool] = is_port_free,
+) -> list[HeldPort]:
+    """Returns `ports` with others, released with `stack`, for those that have been taken.
+
+    Holding a port keeps away everyone who asks for any port, but not a server that insists
+    on just this one.
+    """
+    result = list(ports)
+    for index in range(len(result)):
+        while not is_free(result[index].address):
+            result[index] = stack.enter_context(hold(1)[0])  # the taken ones stay held as well
+    return result

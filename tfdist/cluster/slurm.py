@@ -3,7 +3,8 @@
 Only a step of several tasks is a job to us. A batch script, a shell of ``salloc`` and a step of
 one task are single processes, whatever the allocation has: in them ``SLURM_NTASKS`` speaks of
 tasks that nobody has started. Seen with Slurm 22.05; the variables are those of
-https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
+https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """TF_CONFIG: the one contract between what starts the tasks of a job and the tasks.
 
 It is what TensorFlow itself reads, a JSON object with ``cluster`` and ``task``, plus our
-options under ``tfdist``, a key that TensorFlow leaves alone."""
+options under ``tfdist``, a key that TensorFlow leaves alone.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Our own variables: what a user says about a job that somebody else starts.
 
 A scheduler knows how many tasks there are and where, and nothing of strategies and ps. These
-variables say the rest. They must have the same values in all tasks of the job."""
+variables say the rest. They must have the same values in all tasks of the job.
+"""
 
 from __future__ import annotations
 

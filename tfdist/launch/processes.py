@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.events import Asked, Ended, Event, Started
+from tfdist.launch.events import Asked, Ended, Event, Started, event_of
 from tfdist.launch.evidence import KillEvidence
 from tfdist.launch.guard import Guard
 from tfdist.launch.guardian import MARK
 from tfdist.launch.heartbeat import STACK_SIGNAL
-from tfdist.launch.notes import event_of
 from tfdist.launch.output import TaskOutput
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter
