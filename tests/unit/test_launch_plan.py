@@ -15,8 +15,8 @@ import pytest
 from tfdist.cluster import Task, decode
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import UsageError
-from tfdist.launch.flags import parse
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
+from tfdist.launch.options import parse
 from tfdist.launch.plan import (
     Place,
     decided_strategy,

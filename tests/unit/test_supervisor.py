@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.blame import SETTLE_S
+from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.restarts import RestartPolicy
 from tfdist.launch.supervisor import (
     RESTART_GRACE_S,
     SERVER_GRACE_S,
     STACKS_S,
     STRAGGLER_GRACES,
+    RestartPolicy,
     Supervisor,
 )
 from tfdist.launch.watchdog import Hang

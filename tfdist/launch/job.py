@@ -36,7 +36,7 @@ from tfdist.launch.plan import (
     tasks_with_address,
 )
 from tfdist.launch.process import raise_file_limit
-from tfdist.launch.processes import JobProcesses
+from tfdist.launch.processes import JobProcesses, Workshop
 from tfdist.launch.report import (
     Attempt,
     attempt_entry,
@@ -46,15 +46,12 @@ from tfdist.launch.report import (
     signal_name,
     write_report,
 )
-from tfdist.launch.restarts import RestartPolicy
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt, not_writable
 from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.supervised import Screen
-from tfdist.launch.supervisor import Supervisor
+from tfdist.launch.supervisor import RestartPolicy, Screen, Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
-from tfdist.launch.workshop import Workshop
 
 _FILES_PER_TASK = 5  # port, pipe, log, and two more while it is started
 _OTHER_FILES = 128

@@ -26,12 +26,11 @@ from tfdist.launch.multihost.hosts import Group
 from tfdist.launch.multihost.member import Joining, Member
 from tfdist.launch.multihost.messages import NO_SENSE, told
 from tfdist.launch.plan import Job, ProcessSpec
-from tfdist.launch.processes import JobProcesses
+from tfdist.launch.processes import JobProcesses, Workshop
 from tfdist.launch.report import signal_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.supervisor import RESTART_GRACE_S
-from tfdist.launch.workshop import Workshop
 
 LOOK_EVERY_S = 0.5
 
