@@ -3,6 +3,9 @@
 Whatever started the tasks, they are numbered by rank, and each rank is on a host. Everything
 else, who is chief and which port is whose, follows by rules here: each task applies them by
 itself, and all come to the same cluster.
+
+Without a scheduler, for pods, and for MPI on several hosts, a list ``host:slots,...`` is all there
+is: as flags of the launcher, or in the variable TFDIST_HOSTS.
 """
 
 from __future__ import annotations

@@ -239,7 +239,11 @@ class Ending:
 
 
 class Supervisor:
-    """Runs one attempt and says how it went. `chief` is the task whose end ends a ps job."""
+    """Runs one attempt and says how it went. `chief` is the task whose end ends a ps job.
+
+    A worker of a ps job, and an evaluator, may fail alone: it is started again, or the others go on
+    without it. Before the first step a ps job needs `min_workers`, None for all, and then one.
+    """
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class Watched:
         return doing if self.step is None else f"{doing} after {self.step} steps"
 
 
-def find(
+def _culprit(
     *,
     silent: Sequence[Watched],
     owing: Sequence[tuple[Watched, float]],
@@ -99,7 +99,7 @@ def find(
     """
     if silent:
         blamed = min(silent, key=lambda task: (not task.is_stopped, task.heard_s))
-        return blamed, silence(blamed, now_s) + _waits(waiting, but=blamed)
+        return blamed, _silence(blamed, now_s) + _waits(waiting, but=blamed)
     if owing:
         blamed, since_s = min(owing, key=lambda owed: owed[1])
         return blamed, f"its piece of work is not done after {now_s - since_s:.0f} s"
@@ -116,7 +116,7 @@ def find(
     return None
 
 
-def silence(task: Watched, now_s: float) -> str:
+def _silence(task: Watched, now_s: float) -> str:
     """Returns how a task that says nothing looks from outside."""
     for_ = f"for {now_s - task.heard_s:.0f} s"
     last = f", last heard {task.doing}" if task.phase != "import" else ""
@@ -277,7 +277,7 @@ class Watchdog:
         for task in self._tasks():
             if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
                 task.state = self._state_of(task.task)
-                return task.task, silence(task, now_s)
+                return task.task, _silence(task, now_s)
         return None
 
     def _tasks(self) -> list[Watched]:
@@ -367,7 +367,7 @@ class Watchdog:
         silent = [task for task in tasks if self._is_silent(task, now_s)]
         if not silent and any(task.has_spoken and task.heard_s < noticed_s for task in tasks):
             return None  # one of them may have stopped just now: its next beat tells
-        found = find(
+        found = _culprit(
             silent=silent,
             owing=self._owing(now_s, early_s=LATE_S),  # the chief may have been late first
             resting=self._resting(now_s),
