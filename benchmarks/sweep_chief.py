@@ -21,9 +21,8 @@ from pathlib import Path
 import harness
 import row
 
-from tfdist.rendezvous.channel import Channel
-from tfdist.rendezvous.link import Link
-from tfdist.rendezvous.token import VARIABLE
+from tfdist.launch.multihost.connection import Channel, Link
+from tfdist.launch.multihost.token import VARIABLE
 from tfdist.tuning import messages, train_jobs
 from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.results import Completed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
-from tfdist.launch import flags as launcher
+from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
 from tfdist.schedulers import asked, tools
 from tfdist.schedulers.flags import Given, check_scheduler, help_text, split

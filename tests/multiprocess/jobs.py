@@ -25,7 +25,7 @@ LAUNCH = (sys.executable, "-m", "tfdist.launch")
 FORK = (
     sys.executable,
     "-c",
-    "import sys, tfdist.launch.forking as f; f.IMPORTS = ('json',);"
+    "import sys, tfdist.launch.fork_server as f; f.IMPORTS = ('json',);"
     "from tfdist.launch.__main__ import main; sys.exit(main())",
     "--start=fork",
 )

@@ -209,7 +209,7 @@ def test_a_job_that_is_asked_to_stop_while_it_is_stopped_is_not_started_again(la
 def test_ctrl_c_between_two_attempts_is_heard(launch, start):
     command = patched(
         """
-        import os, tfdist.launch.forking as forking, tfdist.launch.processes as processes
+        import os, tfdist.launch.fork_server as forking, tfdist.launch.processes as processes
         forking.IMPORTS = ("json",)
         finish = processes.JobProcesses.finish
         processes.JobProcesses.finish = lambda self: (finish(self), os.kill(os.getpid(), 2))
@@ -228,7 +228,7 @@ def test_no_process_outlives_a_launcher_that_is_killed_during_a_restart(launch, 
     starter = {"exec": "process.ExecStarter", "fork": "forking.ForkStarter"}[start]
     command = patched(
         f"""
-        import os, tfdist.launch.forking as forking, tfdist.launch.process as process
+        import os, tfdist.launch.fork_server as forking, tfdist.launch.process as process
         forking.IMPORTS = ("json",)
         start, left = {starter}.start, [0] * 5
         def counted(self, *args, **options):

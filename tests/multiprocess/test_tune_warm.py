@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.test_tune import ROOT, Trial, _logs, until  # noqa: F401  # shows the logs
-from tfdist.launch.warm import WarmServer
+from tfdist.launch.fork_server import WarmServer
 from tfdist.tuning.lock import is_held
 from tfdist.tuning.results import Completed, Killed
 

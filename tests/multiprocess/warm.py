@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tfdist.launch.warm import WarmServer
+from tfdist.launch.fork_server import WarmServer
 
 IMPORTS = ("tensorflow", "keras", "tfdist.app.run")
 Started = tuple[tuple[str, ...], tuple[int, ...]]

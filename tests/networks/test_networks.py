@@ -90,7 +90,10 @@ def test_a_firewall_before_the_rendezvous_ends_in_a_line_with_host_and_port(on, 
 
 
 def test_a_host_finds_itself_by_its_address(network):
-    program = "import sys, tfdist.launch.hosts as h; print(h.rank_of(sys.argv[1:], node_rank=None))"
+    program = (
+        "import sys; from tfdist.launch.multihost.hosts import rank_of;"
+        "print(rank_of(sys.argv[1:], node_rank=None))"
+    )
     for rank, host in enumerate(ADDRESSES):
         line = [*network.inside(host), sys.executable, "-c", program, *ADDRESSES.values()]
         done = subprocess.run(line, capture_output=True, text=True, timeout=120)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.unit.test_tune_chief import BEGUN, Crash, CrashingJournal, FakeRunner, FakeSearch, Nobody
 from tfdist.errors import UsageError
-from tfdist.rendezvous.hub import Heard, Joined
+from tfdist.launch.multihost.hub import Heard, Joined
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.guard import Guard
 from tfdist.tuning.hosts import Meeting

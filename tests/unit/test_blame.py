@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.blame import SETTLE_S, Blame, is_lost_peer
+from tfdist.launch.diagnosis import SETTLE_S, Blame, is_lost_peer
 from tfdist.launch.events import Ended, Raised
 
 W0, W1 = Task("worker", 0), Task("worker", 1)

@@ -19,7 +19,7 @@ from tfdist import __main__ as programs
 from tfdist import ledger, replay, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
-from tfdist.launch import flags
+from tfdist.launch import options
 from tfdist.lint import __main__ as lint
 from tfdist.preflight import command_line as doctor
 from tfdist.schedulers.flags import FLAGS as SUBMIT_FLAGS
@@ -28,9 +28,9 @@ _COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
 
 
 def _launch(words: Sequence[str]) -> None:
-    options = flags.parse(words)
-    if options is not None and options.program.target == "tfdist.train":
-        command_line.parse(options.program.args)
+    asked = options.parse(words)
+    if asked is not None and asked.program.target == "tfdist.train":
+        command_line.parse(asked.program.args)
 
 
 def _submit(words: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ def test_every_program_is_in_the_index() -> None:
 
 def _flags_by_page() -> Iterator[tuple[str, str]]:
     pages = {
-        "launch.md": [flag.name for flag in flags.FLAGS],
+        "launch.md": [flag.name for flag in options.FLAGS],
         "submit.md": [flag.name for flag in SUBMIT_FLAGS],
         "tuning.md": [a.option_strings[-1][2:] for a in tfdist.tuning.options._parser()._actions],
         "doctor.md": [*doctor._VALUES, *doctor._SWITCHES],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.launch.evidence import KillEvidence
+from tfdist.launch.diagnosis import KillEvidence
 
 V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 V2 = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task, read_environment
-from tfdist.cluster.hosts import node_plan, parse_hosts, ranks_of
+from tfdist.cluster.placement import node_plan, parse_hosts, ranks_of
 from tfdist.cluster.wishes import Wishes
 from tfdist.errors import UsageError
 

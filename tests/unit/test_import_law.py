@@ -15,15 +15,14 @@ MAY_IMPORT = {
     "errors": set[str](),
     "argument_parser": {"errors"},
     "cluster": {"errors"},
-    "rendezvous": {"errors", "cluster"},
-    "launch": {"errors", "argument_parser", "cluster", "configs", "rendezvous"},
+    "launch": {"errors", "argument_parser", "cluster", "configs"},
     "schedulers": {"errors", "cluster"},
     "configs": {"errors", "argument_parser"},
     "lint": {"errors", "argument_parser", "cluster", "configs", "launch"},
-    "preflight": {"errors", "argument_parser", "cluster", "rendezvous", "launch", "lint"},
+    "preflight": {"errors", "argument_parser", "cluster", "launch", "lint"},
     "tuning": {
-        *("errors", "configs", "outputs", "cluster", "rendezvous", "launch", "strategy"),
-        *("checkpoint", "training", "argument_parser"),
+        *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
+        *("training", "argument_parser"),
     },
     "outputs": {"errors"},
     "strategy": {"errors", "cluster"},
@@ -41,8 +40,8 @@ MAY_IMPORT = {
 # Inside functions alone, in a job of strategy ps or with a ledger; and for types.
 WHERE_ASKED_FOR = {"strategy": {"ps"}, "training": {"ps", "audit"}, "app": {"ps", "audit"}}
 WITHOUT_TENSORFLOW = (
-    *("errors", "cluster", "rendezvous", "launch", "preflight"),
-    *("schedulers", "configs", "outputs", "lint"),
+    *("errors", "cluster", "launch", "preflight", "schedulers"),
+    *("configs", "outputs", "lint"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

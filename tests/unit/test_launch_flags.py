@@ -15,9 +15,8 @@ import pytest
 import tfdist
 from tfdist.errors import UsageError
 from tfdist.launch import job
-from tfdist.launch.command import run
-from tfdist.launch.flags import FLAGS, help_text, parse
-from tfdist.launch.options import OF_OTHERS, Program
+from tfdist.launch.__main__ import main
+from tfdist.launch.options import FLAGS, OF_OTHERS, Program, help_text, parse
 from tfdist.launch.target import check_program, imports_tensorflow
 
 
@@ -277,7 +276,7 @@ def test_a_module_in_a_namespace_inside_another_one_is_there(tmp_path):
 
 def test_the_launcher_loads_no_tensorflow_keras_or_numpy():
     code = (
-        "import sys, tfdist.launch.job, tfdist.launch.zygote, tfdist.launch.__main__ as m;"
+        "import sys, tfdist.launch.job, tfdist.launch.fork_server, tfdist.launch.__main__ as m;"
         "m.main(['--help']);"
         "heavy = {'tensorflow', 'keras', 'numpy', 'absl', 'psutil'} & set(sys.modules);"
         "sys.exit(' '.join(heavy) or 0)"
@@ -342,7 +341,7 @@ def test_a_limit_of_the_system_is_one_line(monkeypatch, capsys, number, said):
         raise OSError(number, os.strerror(number), *(["/x"] * (number == errno.EMFILE)))
 
     monkeypatch.setattr(job, "run_job", run_job)
-    assert run(["train.py"]) == 1
+    assert main(["train.py"]) == 1
     text = capsys.readouterr().err
     assert said in text
     assert text.count("\n") == 1
@@ -354,7 +353,7 @@ def test_an_error_that_is_no_limit_is_no_users_mistake(monkeypatch):
 
     monkeypatch.setattr(job, "run_job", run_job)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        run(["train.py"])
+        main(["train.py"])
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
-from tfdist.launch.flags import parse
-from tfdist.launch.hosts import Group, decided_group, environment_of_tasks, terms
+from tfdist.launch.job import ports_of_tasks, with_variables
 from tfdist.launch.machine import Machine
+from tfdist.launch.multihost.agreement import fingerprint
+from tfdist.launch.multihost.hosts import Group, decided_group, environment_of_tasks, terms
+from tfdist.launch.options import parse
 from tfdist.launch.plan import decided_strategy
-from tfdist.launch.port_choice import ports_of_tasks, with_variables
-from tfdist.rendezvous.terms import fingerprint
 
 TOKEN = "a secret that nobody must see"
 WITH_TOKEN = {"TFDIST_RENDEZVOUS_TOKEN": TOKEN}
@@ -68,7 +68,9 @@ def test_a_host_finds_itself_by_its_name(monkeypatch):
 
 def test_a_host_finds_itself_by_its_address(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "b.example.org")
-    monkeypatch.setattr("tfdist.launch.hosts.is_own_address", ["10.0.0.2", "[fd00::2]"].count)
+    monkeypatch.setattr(
+        "tfdist.launch.multihost.hosts.is_own_address", ["10.0.0.2", "[fd00::2]"].count
+    )
     assert decided("--hosts 10.0.0.1,10.0.0.2")[1].rank == 1
     assert decided("--hosts [fd00::2],[fd00::1]")[1].rank == 0
     assert decided("--hosts 10.0.0.1,10.0.0.2 --node_rank 0")[1].rank == 0

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started
-from tfdist.launch.messages import NO_SENSE, heard, task_of, told
+from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started, task_of
+from tfdist.launch.multihost.messages import NO_SENSE, heard, told
 
 W1 = Task("worker", 1)
 EVENTS = [

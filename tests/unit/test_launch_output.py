@@ -11,7 +11,6 @@ import pytest
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
 from tfdist.launch.options import Program
-from tfdist.launch.output import MAX_LINE_BYTES, LineSplitter, TaskOutput
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import (
     Attempt,
@@ -21,7 +20,7 @@ from tfdist.launch.report import (
     earlier_attempts,
     write_report,
 )
-from tfdist.launch.screen import JobScreen
+from tfdist.launch.screen import MAX_LINE_BYTES, JobScreen, LineSplitter, TaskOutput
 
 W0, W1 = Task("worker", 0), Task("worker", 1)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task, decode
+from tfdist.cluster.ports import replace_taken
 from tfdist.errors import UsageError
-from tfdist.launch.flags import parse
 from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
+from tfdist.launch.options import parse
 from tfdist.launch.plan import (
     Place,
     decided_strategy,
@@ -26,7 +27,6 @@ from tfdist.launch.plan import (
     start_method,
     tasks_with_address,
 )
-from tfdist.launch.port_choice import replace_taken
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch import forking
 from tfdist.launch.console import Console
 from tfdist.launch.events import Asked, Awaited, Beat, Ended, Raised, Started
-from tfdist.launch.forking import ForkStarter
+from tfdist.launch.fork_server import ForkStarter
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
@@ -195,7 +194,7 @@ def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
 
 
 def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(forking, "IMPORTS", ("json",))
+    monkeypatch.setattr("tfdist.launch.fork_server.IMPORTS", ("json",))
     starter = ForkStarter(
         environ=dict(os.environ),
         log_path=tmp_path / "log",

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from tfdist.launch.program import run_program
-from tfdist.launch.task import note_to
+from tfdist.launch.task import note_to, run_program
 
 
 def cause_of(tmp_path, source):

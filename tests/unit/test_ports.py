@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports, is_port_free, ports
-from tfdist.cluster.port_range import as_text, parse_ports
+from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import UsageError
 
 DEADLINE_S = 60

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
+from tfdist.launch.multihost.connection import MAX_FRAME_BYTES
 from tfdist.preflight import door, meeting
 from tfdist.preflight.door import Door
 from tfdist.preflight.facts import Host
@@ -19,7 +20,6 @@ from tfdist.preflight.job import Job
 from tfdist.preflight.meeting import Meeting, NoMeeting, attend, join_meeting
 from tfdist.preflight.probing import connected
 from tfdist.preflight.wire import Conversation, Violation
-from tfdist.rendezvous.link import MAX_FRAME_BYTES
 
 SOON_S = 0.3
 LONG_S = 60.0

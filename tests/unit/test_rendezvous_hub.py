@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.rendezvous.channel import Channel
-from tfdist.rendezvous.hub import Differs, Heard, Hub, Joined, Lost, listen
-from tfdist.rendezvous.link import Link
-from tfdist.rendezvous.member import Joining, Member
+from tfdist.launch.multihost.connection import Channel, Link
+from tfdist.launch.multihost.hub import Differs, Heard, Hub, Joined, Lost, listen
+from tfdist.launch.multihost.member import Joining, Member
 
 TOKEN = b"correct horse battery staple"
 TERMS = {"python": "3.11"}

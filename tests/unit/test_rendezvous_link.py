@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.rendezvous.link import MAX_FRAME_BYTES, Link, Message, Violation, WrongToken
+from tfdist.launch.multihost.connection import MAX_FRAME_BYTES, Link, Message, Violation, WrongToken
 
 TOKEN = b"correct horse battery staple"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.rendezvous.hub import listen
-from tfdist.rendezvous.interface import is_own_address, own_address, resolve
-from tfdist.rendezvous.terms import differences, summary, without_secrets
-from tfdist.rendezvous.token import VARIABLE, read_token
+from tfdist.launch.multihost.agreement import differences, summary, without_secrets
+from tfdist.launch.multihost.connection import is_own_address, own_address, resolve
+from tfdist.launch.multihost.hub import listen
+from tfdist.launch.multihost.token import VARIABLE, read_token
 
 SECRET = "a secret that nobody must see"
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tfdist.launch.rest import Rest
+from tfdist.launch.heartbeat import Rest
 
 DEADLINE_S = 30.0
 HEAD = "import os, subprocess, sys, threading, time\ndef ready(): print('ready', flush=True)\n"
@@ -186,9 +186,9 @@ class Threads:
 
 @pytest.fixture
 def threads(tmp_path, monkeypatch):
-    monkeypatch.setattr("tfdist.launch.rest._FUTEX", b"202")
-    monkeypatch.setattr("tfdist.launch.rest._SLEEP", b"230")
-    monkeypatch.setattr("tfdist.launch.rest._EPOLL", (b"232",))
+    monkeypatch.setattr("tfdist.launch.heartbeat._FUTEX", b"202")
+    monkeypatch.setattr("tfdist.launch.heartbeat._SLEEP", b"230")
+    monkeypatch.setattr("tfdist.launch.heartbeat._EPOLL", (b"232",))
     return Threads(tmp_path)
 
 

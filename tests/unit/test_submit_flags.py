@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tfdist.launch.flags import FLAGS as LAUNCHER
+from tfdist.launch.options import FLAGS as LAUNCHER
 from tfdist.schedulers import asked, units
 from tfdist.submit import _NOT_HERE, main
 

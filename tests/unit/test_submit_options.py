@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tfdist.cluster.environment import read_environment
-from tfdist.cluster.options import JobOptions
+from tfdist.cluster.job import JobOptions
 from tfdist.submit import main
 
 FLAGS = "--run_dir /runs/x --startup_timeout_s 90 --devices_per_worker 2 --min_workers 1 "

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.blame import SETTLE_S
+from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.restarts import RestartPolicy
 from tfdist.launch.supervisor import (
     RESTART_GRACE_S,
     SERVER_GRACE_S,
     STACKS_S,
     STRAGGLER_GRACES,
+    RestartPolicy,
     Supervisor,
 )
 from tfdist.launch.watchdog import Hang
@@ -894,12 +894,17 @@ def test_an_evaluator_that_is_done_before_the_chief_is_no_failure(history):
     assert history.sent(PS) == [(30, signal.SIGTERM)]
 
 
-def test_an_evaluator_that_takes_too_long_after_the_chief_is_done_without(history):
+@pytest.mark.parametrize("is_ps", [True, False])
+def test_an_evaluator_that_takes_too_long_after_the_chief_is_done_without(history, is_ps):
+    tasks = WITH_EVALUATOR if is_ps else (W0, W1, EVALUATOR)
     history.deaf[EVALUATOR] = {signal.SIGTERM}
-    history.ends(CHIEF, 30)
-    attempt = history.run(WITH_EVALUATOR, is_ps=True)
+    history.ends(tasks[0], 30)
+    history.ends(W1, 30)
+    attempt = history.run(tasks, is_ps=is_ps)
     assert attempt.exit_code == 0
-    assert [lost.cause for lost in attempt.lost] == ["still running 60 s after chief-0 was done"]
+    assert [lost.cause for lost in attempt.lost] == [
+        f"still running 60 s after {tasks[0]} was done"
+    ]
     limit_s = 30 + STRAGGLER_GRACES * GRACE_S
     assert history.sent(EVALUATOR) == [
         (limit_s, signal.SIGTERM),

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_PEER_MISSING
 from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
+from tfdist.launch.multihost.hub import Heard, Lost
+from tfdist.launch.multihost.leader import TeamProcesses
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.team_processes import TeamProcesses
-from tfdist.rendezvous.hub import Heard, Lost
 
 W0, W1, W2 = (Task("worker", index) for index in range(3))
 NOW_S = 100.0

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.launch.flags import parse
-from tfdist.launch.hosts import decided_group
-from tfdist.launch.team import Team
-from tfdist.rendezvous.hub import Differs, Heard, Joined, News
+from tfdist.launch.multihost.hosts import decided_group
+from tfdist.launch.multihost.hub import Differs, Heard, Joined, News
+from tfdist.launch.multihost.leader import Team
+from tfdist.launch.options import parse
 
 WITH_TOKEN = {"TFDIST_RENDEZVOUS_TOKEN": "a secret that nobody must see"}
 OLD_NUMPY = (

@@ -24,9 +24,8 @@ import pytest
 
 from tests.unit.test_tune_chief import Disk, FakeRunner, FakeSearch, Nobody, flags_of
 from tfdist.errors import UsageError
-from tfdist.rendezvous.channel import Channel
-from tfdist.rendezvous.hub import Heard, Joined, listen
-from tfdist.rendezvous.link import Link
+from tfdist.launch.multihost.connection import Channel, Link
+from tfdist.launch.multihost.hub import Heard, Joined, listen
 from tfdist.tuning import guard, mark, messages
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.contact import Contact

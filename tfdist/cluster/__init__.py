@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tfdist.cluster.environment import read_environment
-from tfdist.cluster.job import addressed_tasks, build_cluster
-from tfdist.cluster.options import STRATEGIES, JobOptions
+from tfdist.cluster.job import STRATEGIES, JobOptions, addressed_tasks, build_cluster
 from tfdist.cluster.ports import HeldPort, hold_ports, is_port_free
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import (

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tfdist.cluster import tf_config
-from tfdist.cluster.options import JobOptions
+from tfdist.cluster.job import JobOptions
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.errors import UsageError, near
@@ -59,9 +59,9 @@ def _read_kubernetes(environ: Mapping[str, str]) -> TaskConfig | None:
 def _read_hosts(environ: Mapping[str, str]) -> TaskConfig | None:
     if "TFDIST_HOSTS" not in environ:
         return None
-    from tfdist.cluster import hosts
+    from tfdist.cluster import placement
 
-    return hosts.from_environ(environ)
+    return placement.from_environ(environ)
 
 
 SOURCES: Mapping[str, Reader] = {
@@ -220,13 +220,13 @@ def _check_agreement(told: TaskConfig, environ: Mapping[str, str]) -> None:
 
 def _check_listed(found: TaskConfig, value: str) -> None:
     """Refuses a list of hosts beside another source that has other tasks, or has them elsewhere."""
-    from tfdist.cluster import hostlist, hosts, placement
+    from tfdist.cluster import hostlist, placement
     from tfdist.cluster.address import shown, split_address
 
     cluster = found.cluster
     unseen = int(found.options.evaluator and not cluster.evaluator)  # by those that train
     here = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
-    listed = hosts.ranks_of(hosts.parse_hosts(value, where="TFDIST_HOSTS"))
+    listed = placement.ranks_of(placement.parse_hosts(value, where="TFDIST_HOSTS"))
     known = set(here)
     strange = [
         host
@@ -262,9 +262,9 @@ def _sizes(environ: Mapping[str, str]) -> list[tuple[str, int]]:
         if size > 1:
             return [("SLURM_STEP_NUM_TASKS", size)]
     if environ.get("TFDIST_HOSTS", "").strip():
-        from tfdist.cluster import hosts
+        from tfdist.cluster import placement
 
-        listed = hosts.parse_hosts(environ["TFDIST_HOSTS"], where="TFDIST_HOSTS")
+        listed = placement.parse_hosts(environ["TFDIST_HOSTS"], where="TFDIST_HOSTS")
         return [("TFDIST_HOSTS", sum(slots for _, slots in listed))]
     return []
 

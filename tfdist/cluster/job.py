@@ -1,13 +1,123 @@
-"""The cluster of a whole job, from how many workers and ps it is to have."""
+"""The cluster of a whole job, from how many workers and ps it is to have, and its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from tfdist.cluster.address import shown
-from tfdist.cluster.options import check_strategy
+from tfdist.cluster.address import shown, shown_json
 from tfdist.cluster.spec import ClusterSpec, Kind, Task
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, near
+
+STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps")
+
+_MAX_INT = 2**31 - 1
+_MAX_TIMEOUT_S = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """Settings of a job that are the same for all its tasks; checked when created."""
+
+    strategy: str = "auto"
+    """One of `STRATEGIES`; ``auto`` lets the cluster and the devices decide."""
+    devices_per_worker: int | None = None
+    """Devices that compute gradients in each task; None takes what the strategy finds."""
+    startup_timeout_s: float = 60.0
+    """How long a task waits for the others before it gives up and names them."""
+    min_workers: int | None = None
+    """With how many workers a job may start when the others do not come; None asks for all."""
+    run_dir: str | None = None
+    """Where the job writes; None writes nothing."""
+    attempt: int = 1
+    """Which start of the job by its supervisor this is, from 1 on."""
+    threads_per_task: int | None = None
+    """CPU threads of each task; None leaves it to the strategy."""
+    evaluator: bool = False
+    """Whether a task beside the training evaluates its checkpoints."""
+    split_bytes: int | None = None
+    """Above how many bytes a trainable variable is divided over the ps; None divides none."""
+    profile_ps: bool = False
+    """Whether a ps job measures what its steps cost; see docs/placement.md."""
+    terminal: bool = False
+    """Whether what a task prints is shown on a terminal, where a line may be written over."""
+
+    def __post_init__(self) -> None:
+        check_strategy(self.strategy, where="tfdist.strategy")
+        _check_count("devices_per_worker", self.devices_per_worker, optional=True)
+        _check_count("threads_per_task", self.threads_per_task, optional=True)
+        _check_count("min_workers", self.min_workers, optional=True)
+        _check_count("split_bytes", self.split_bytes, optional=True)
+        _check_count("attempt", self.attempt, optional=False)
+        _check_seconds("startup_timeout_s", self.startup_timeout_s)
+        object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
+        _check_directory("run_dir", self.run_dir)
+        _check_switch("evaluator", self.evaluator)
+        _check_switch("profile_ps", self.profile_ps)
+        _check_switch("terminal", self.terminal)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
+        """Returns the options of ``{name: value}``; `UsageError` for a name it does not have."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                fix = f"correct the name or take it out{near(name, names)}"
+                expected = "one of " + ", ".join(names)
+                raise UsageError(
+                    "tfdist", received=shown_json(name), expected=expected, fix=fix, code="TFC018"
+                )
+        return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
+
+    def as_dict(self) -> dict[str, str | int | float | None]:
+        """Returns ``{name: value}`` of every option."""
+        return dataclasses.asdict(self)
+
+
+def check_strategy(strategy: object, *, where: str) -> None:
+    """Raises `UsageError`, with the name that was probably meant, unless it is known."""
+    if isinstance(strategy, str) and strategy in STRATEGIES:
+        return
+    hint = near(strategy.strip().lower(), STRATEGIES) if isinstance(strategy, str) else ""
+    expected = "one of " + ", ".join(STRATEGIES)
+    fix = f"use one of these names{hint}"
+    code = "TFC019" if where == "tfdist.strategy" else ""
+    raise UsageError(where, received=shown_json(strategy), expected=expected, fix=fix, code=code)
+
+
+def _check_count(name: str, value: object, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_INT:
+        return
+    fix = "give an integer, without quotes" + (", or null for the default" * optional)
+    raise _wrong(name, value, f"an integer from 1 to {_MAX_INT}", fix)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and 0 < value <= _MAX_TIMEOUT_S:  # type: ignore[operator]
+        return
+    fix = "give a number such as 60, without quotes"
+    raise _wrong(name, value, "a positive number of seconds, at most 1e9", fix)
+
+
+def _check_directory(name: str, value: object) -> None:
+    if value is None or (isinstance(value, str) and value.strip() and "\0" not in value):
+        return
+    fix = "give a path as a string, or null for none"
+    raise _wrong(name, value, "the path of a directory", fix)
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false", "give one")
+
+
+def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
+    where = f"tfdist.{name}"
+    return UsageError(where, received=shown_json(value), expected=expected, fix=fix, code="TFC019")
 
 
 def addressed_tasks(
@@ -57,8 +167,8 @@ def build_cluster(
 
 def _kind(strategy: str, *, workers: int, ps: int, chief: bool) -> Kind:
     check_strategy(strategy, where="strategy")
-    _check_count("workers", workers, at_least=1)
-    _check_count("ps", ps, at_least=0)
+    _check_number("workers", workers, at_least=1)
+    _check_number("ps", ps, at_least=0)
     if strategy == "ps" and not ps:
         fix = "ask for at least one ps (--ps 1), or for strategy multiworker"
         raise UsageError("ps", received="0 with strategy ps", expected="1 or more", fix=fix)
@@ -76,7 +186,7 @@ def _kind(strategy: str, *, workers: int, ps: int, chief: bool) -> Kind:
     return "single"
 
 
-def _check_count(name: str, value: object, *, at_least: int) -> None:
+def _check_number(name: str, value: object, *, at_least: int) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
         return
     expected = f"an integer from {at_least} on"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import hosts, placement, wishes
+from tfdist.cluster import placement, wishes
 from tfdist.cluster.address import shown
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.cluster.wishes import HOSTS, text
@@ -43,15 +43,15 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     if not is_pod(environ):
         return None
     if text(environ, wishes.NODE_RANK):
-        return hosts.from_environ(environ)
+        return placement.from_environ(environ)
     wished = wishes.from_environ(environ)
-    listed = hosts.parse_hosts(text(environ, HOSTS), where=HOSTS)
+    listed = placement.parse_hosts(text(environ, HOSTS), where=HOSTS)
     if any(slots > 1 for _, slots in listed):
         fix = "write a pod for each task"
         received = shown(text(environ, HOSTS))
         raise UsageError(HOSTS, received=received, expected="one task a pod", fix=fix)
     pods = [host for host, _ in listed]
-    return hosts.one_of(pods, rank=_rank(environ, pods), wished=wished)
+    return placement.one_of(pods, rank=_rank(environ, pods), wished=wished)
 
 
 def _rank(environ: Mapping[str, str], pods: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import hostlist, hosts, placement, slurm, wishes
+from tfdist.cluster import hostlist, placement, slurm, wishes
 from tfdist.cluster.address import shown
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.cluster.wishes import HOSTS, integer, needed, text
@@ -90,7 +90,7 @@ def _world(environ: Mapping[str, str]) -> _World | None:
         if not value:
             expected = "the hosts of the job, as PMIx does not tell a rank how many there are"
             raise wishes.missing(HOSTS, expected)
-        size = len(hosts.ranks_of(hosts.parse_hosts(value, where=HOSTS)))
+        size = len(placement.ranks_of(placement.parse_hosts(value, where=HOSTS)))
         rank = needed(environ, _PMIX_RANK, most=size - 1)
         names = (HOSTS, _PMIX_RANK)
         return _World(
@@ -144,7 +144,7 @@ def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
     """Returns the variable that says where the ranks are, and the host of each."""
     value = text(environ, HOSTS)
     if value:
-        ranks = hosts.ranks_of(hosts.parse_hosts(value, where=HOSTS))
+        ranks = placement.ranks_of(placement.parse_hosts(value, where=HOSTS))
         if len(ranks) < world.size:
             raise UsageError(
                 HOSTS,

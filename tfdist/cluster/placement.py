@@ -3,19 +3,24 @@
 Whatever started the tasks, they are numbered by rank, and each rank is on a host. Everything
 else, who is chief and which port is whose, follows by rules here: each task applies them by
 itself, and all come to the same cluster.
+
+Without a scheduler, for pods, and for MPI on several hosts, a list ``host:slots,...`` is all there
+is: as flags of the launcher, or in the variable TFDIST_HOSTS.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from tfdist.cluster import wishes as names
-from tfdist.cluster.port_range import as_text
+from tfdist.cluster import hostlist, wishes
+from tfdist.cluster.address import check_address, shown
+from tfdist.cluster.ports import as_text
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.cluster.wishes import Wishes
+from tfdist.cluster.wishes import HOSTS, LOCAL_RANK, NODE_RANK, Wishes, text
 from tfdist.errors import UsageError
 
 FIRST_PORT = 20_000
@@ -67,10 +72,10 @@ def task_types(count: int, *, wished: Wishes) -> list[str]:
     """
     if wished.groups:
         raise UsageError(
-            names.GROUPS,
+            wishes.GROUPS,
             received=",".join(wished.groups),
             expected="a heterogeneous job of Slurm",
-            fix=f"unset it, and say how many tasks are ps by {names.PS}",
+            fix=f"unset it, and say how many tasks are ps by {wishes.PS}",
         )
     if wished.evaluator:
         return [*_with_evaluator(count, wished), "evaluator"]
@@ -78,15 +83,15 @@ def task_types(count: int, *, wished: Wishes) -> list[str]:
     if not ps:
         if wished.strategy in ("single", "mirrored") and count > 1:
             raise UsageError(
-                names.STRATEGY,
+                wishes.STRATEGY,
                 received=f"{wished.strategy} in a job of {count} tasks",
                 expected="one task",
-                fix=f"start one task, or set {names.CLUSTER}=none for {count} separate processes",
+                fix=f"start one task, or set {wishes.CLUSTER}=none for {count} separate processes",
             )
         return ["worker"] * count
     if count < ps + 2:
         raise UsageError(
-            names.PS,
+            wishes.PS,
             received=f"{ps} ps in a job of {count} tasks",
             expected=f"{ps + 2} tasks or more: the chief, a worker and {ps} ps",
             fix="start more tasks, or fewer ps",
@@ -99,10 +104,10 @@ def _with_evaluator(count: int, wished: Wishes) -> list[str]:
     if count > 1 and wished.strategy not in ("single", "mirrored"):
         return task_types(count - 1, wished=replace(wished, evaluator=False))
     raise UsageError(
-        names.EVALUATOR,
+        wishes.EVALUATOR,
         received=f"it in a job of {count} task{'s' * (count > 1)} with strategy {wished.strategy}",
         expected="a multiworker or ps job, and a task more",
-        fix=f"start one more task, or unset {names.EVALUATOR}",
+        fix=f"start one more task, or unset {wishes.EVALUATOR}",
     )
 
 
@@ -178,17 +183,17 @@ def _check_last_port(last_port: int, *, first_port: int, among: range | None = N
     count = last_port - first_port + 1
     if among is not None and count > len(among):
         raise UsageError(
-            names.PORTS,
+            wishes.PORTS,
             received=f"{as_text(among)}, {len(among)} ports, for {count} tasks on a host",
             expected="a port for each task of a host",
-            fix=f"set {names.PORTS} to a larger range",
+            fix=f"set {wishes.PORTS} to a larger range",
         )
     if last_port > 65_535:
         raise UsageError(
-            names.PORT,
+            wishes.PORT,
             received=f"{first_port} for the first of {count} ports in a row",
             expected="ports up to 65535",
-            fix=f"set {names.PORT} to a lower one",
+            fix=f"set {wishes.PORT} to a lower one",
         )
 
 
@@ -197,16 +202,124 @@ def _ps_count(wished: Wishes) -> int:
         return int(wished.strategy == "ps")
     if wished.strategy not in ("auto", "ps") and wished.ps:
         raise UsageError(
-            names.PS,
-            received=f"{wished.ps} with {names.STRATEGY}={wished.strategy}",
+            wishes.PS,
+            received=f"{wished.ps} with {wishes.STRATEGY}={wished.strategy}",
             expected="0, or strategy ps",
-            fix=f"unset {names.PS}, or set {names.STRATEGY}=ps",
+            fix=f"unset {wishes.PS}, or set {wishes.STRATEGY}=ps",
         )
     if wished.strategy == "ps" and not wished.ps:
         raise UsageError(
-            names.PS,
-            received=f"0 with {names.STRATEGY}=ps",
+            wishes.PS,
+            received=f"0 with {wishes.STRATEGY}=ps",
             expected="1 or more",
-            fix=f"set {names.PS}=1, or another strategy",
+            fix=f"set {wishes.PS}=1, or another strategy",
         )
     return wished.ps
+
+
+DEFAULT_PORT = 2222
+"""Of the first task of each host; what TensorFlow's own examples and TFJob have."""
+
+_MAX_SLOTS = 1024  # more is a port that was written in its place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlan:
+    """What one node of a job of several starts: the whole cluster, and its own tasks in it."""
+
+    cluster: ClusterSpec
+    tasks: tuple[Task, ...]
+
+
+def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
+    """Returns the hosts and slots of ``host:slots,host,n[1-3]:slots``; one slot if not said.
+
+    Hosts in brackets are a node list (`hostlist.expand`), IPv6 addresses stay in theirs. A host
+    may be repeated: its slots come at both places.
+    """
+    made: list[tuple[str, int]] = []
+    for part in hostlist.split(value.strip(), where=where):
+        names, slots = _slots(part, where)
+        is_ipv6 = names.startswith("[") and ":" in names
+        hosts = [names] if is_ipv6 else hostlist.expand(names, where=where)
+        for host in hosts:
+            check_address(f"{host}:1", where=where)
+        made += [(host, slots) for host in hosts]
+    return made
+
+
+def ranks_of(listed: Sequence[tuple[str, int]]) -> list[str]:
+    """Returns the host of each rank: host after host, as many ranks as it has slots."""
+    return [host for host, slots in listed for _ in range(slots)]
+
+
+def node_plan(value: str, *, node_rank: int, wished: Wishes, where: str = "--hosts") -> NodePlan:
+    """Returns the cluster of a job on `value` and the tasks that node `node_rank` starts.
+
+    Every node that is given the same list comes to the same cluster. Tasks are numbered host
+    after host: under ps the chief is on the first host and the ps are on the last.
+    """
+    listed = parse_hosts(value, where=where)
+    _check_node_rank(node_rank, listed, where="--node_rank")
+    hosts = ranks_of(listed)
+    first = sum(slots for _, slots in listed[:node_rank])
+    configs = [
+        place(hosts, rank=rank, wished=wished, first_port=DEFAULT_PORT)
+        for rank in range(first, first + listed[node_rank][1])
+    ]
+    return NodePlan(cluster=configs[0].cluster, tasks=tuple(config.task for config in configs))
+
+
+def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
+    """Returns this task's part of the job on TFDIST_HOSTS, or None where that is not set.
+
+    TFDIST_NODE_RANK says which entry of the list this host is, and TFDIST_LOCAL_RANK, where
+    the entry has several slots, which of them this process is.
+    """
+    value, wished = text(environ, HOSTS), wishes.from_environ(environ)
+    if not value:
+        return None
+    listed = parse_hosts(value, where=HOSTS)
+    node_rank = wishes.needed(environ, NODE_RANK)
+    _check_node_rank(node_rank, listed, where=NODE_RANK)
+    slots = listed[node_rank][1]
+    local = wishes.integer(environ, LOCAL_RANK, most=slots - 1)
+    if local is None and slots > 1:
+        expected = f"a number from 0 to {slots - 1}: {listed[node_rank][0]} has {slots} slots"
+        raise wishes.missing(LOCAL_RANK, expected)
+    rank = sum(count for _, count in listed[:node_rank]) + (local or 0)
+    return one_of(ranks_of(listed), rank=rank, wished=wished)
+
+
+def one_of(hosts: Sequence[str], *, rank: int, wished: Wishes) -> TaskConfig | None:
+    """Returns what the task of `rank` is told, or None in a job of one task that asks nothing."""
+    if len(hosts) == 1 and not wished.ps and wished.strategy not in ("multiworker", "ps"):
+        return None
+    return place(hosts, rank=rank, wished=wished, first_port=DEFAULT_PORT)
+
+
+def _slots(part: str, where: str) -> tuple[str, int]:
+    """Splits ``names:slots``, where an IPv6 address in its brackets has colons of its own."""
+    names, colon, number = part.strip().rpartition(":")
+    if not colon or number.endswith("]"):
+        names, number = part.strip(), "1"
+    if ":" in names and not names.startswith("["):
+        fix = "write host:slots, and an IPv6 address in brackets, as in [fd00::1]:2"
+        expected = "host or host:slots, separated by commas"
+        raise UsageError(where, received=shown(part), expected=expected, fix=fix)
+    count = int(number) if re.fullmatch("[0-9]{1,6}", number) else 0
+    if not names or not 1 <= count <= _MAX_SLOTS:
+        fix = "give the number of the host's tasks there; ports are not part of the list"
+        expected = f"a host with 1 to {_MAX_SLOTS} slots, as in host:2"
+        raise UsageError(where, received=shown(part), expected=expected, fix=fix)
+    return names, count
+
+
+def _check_node_rank(node_rank: int, listed: Sequence[tuple[str, int]], *, where: str) -> None:
+    if not 0 <= node_rank < len(listed):
+        raise UsageError(
+            where,
+            received=str(node_rank),
+            expected=f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
+            fix="give each host its position in the list, from 0 on",
+        )

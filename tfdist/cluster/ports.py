@@ -24,13 +24,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tfdist.cluster.address import check_address, split_address
+from tfdist.cluster.address import check_address, shown, split_address
 from tfdist.errors import UsageError
+
+_FORM = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+
+
+def parse_ports(value: str, *, where: str) -> range:
+    """Returns the ports of ``first-last``, both of them included.
+
+    Raises:
+        UsageError: no such range; the message begins with `where`.
+    """
+    found = _FORM.fullmatch(value.strip())
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if 1 <= first <= last <= 65_535:
+        return range(first, last + 1)
+    expected, fix = "first-last, ports from 1 to 65535", "write 20000-20100, for example"
+    raise UsageError(where, received=shown(value), expected=expected, fix=fix)
+
+
+def as_text(ports: range) -> str:
+    """Returns a range as `parse_ports` reads it."""
+    return f"{ports.start}-{ports.stop - 1}"
+
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOW_BAND = range(20_000, 30_000)  # past most services, below the node ports of Kubernetes
@@ -187,3 +210,22 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
         expected="as many as the system lets one process hold",
         fix="raise the limit of open files (ulimit -n)" if files else "start fewer tasks",
     )
+
+
+def replace_taken(
+    ports: Sequence[HeldPort],
+    *,
+    stack: contextlib.ExitStack,
+    hold: Callable[[int], Sequence[HeldPort]] = hold_ports,
+    is_free: Callable[[str], bool] = is_port_free,
+) -> list[HeldPort]:
+    """Returns `ports` with others, released with `stack`, for those that have been taken.
+
+    Holding a port keeps away everyone who asks for any port, but not a server that insists
+    on just this one.
+    """
+    result = list(ports)
+    for index in range(len(result)):
+        while not is_free(result[index].address):
+            result[index] = stack.enter_context(hold(1)[0])  # the taken ones stay held as well
+    return result

@@ -8,13 +8,14 @@ https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from tfdist.cluster import placement, wishes
+from tfdist.cluster import hostlist, placement, wishes
 from tfdist.cluster.address import shown
-from tfdist.cluster.slurm_nodes import check_self, hosts_of_ranks, node_of_each_rank, step_nodes
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.cluster.wishes import Wishes, needed, text
+from tfdist.cluster.wishes import Wishes, missing, needed, text
 from tfdist.errors import UsageError
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
@@ -126,3 +127,154 @@ def _types(groups: Sequence[int], wished: Wishes, *, components: int) -> list[st
             fix="correct the types, or the tasks of the components",
         )
     return types
+
+
+_GROUPS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  # today's, older
+_ALIAS = re.compile(r"([^:,]+):(\[[^\]]*\]|[^:,]*)(?::[^,]*)?")
+
+
+class Node(NamedTuple):
+    """A node of the step, the number of its tasks, and the component of the job it is in."""
+
+    name: str
+    tasks: int
+    group: int
+
+
+def step_nodes(environ: Mapping[str, str], *, count: int) -> list[Node]:
+    """Returns the nodes of the step, component by component, in order of SLURM_NODEID."""
+    names = _expanded(environ, "SLURM_STEP_NODELIST")
+    variable = "SLURM_STEP_TASKS_PER_NODE"
+    value = text(environ, variable)
+    if not value:
+        raise missing(variable, "how many tasks each node has, as in 2(x3),1")
+    tasks = hostlist.expand_counts(value, where=variable)
+    if len(tasks) != len(names) or sum(tasks) != count:
+        raise UsageError(
+            variable,
+            received=f"{shown(value)}: {sum(tasks)} tasks on {len(tasks)} nodes",
+            expected=f"SLURM_STEP_NUM_TASKS={count} tasks on the {len(names)} nodes of "
+            f"SLURM_STEP_NODELIST={shown(environ['SLURM_STEP_NODELIST'])}",
+            fix="pass Slurm's variables on to the task as they are",
+        )
+    groups = _group_of_each(environ, names)
+    nodes = [Node(name, n, groups[name]) for name, n in zip(names, tasks, strict=True)]
+    if groups and max(groups.values()):
+        order = {name: at for at, name in enumerate(groups)}
+        nodes.sort(key=lambda node: order[node.name])
+    return nodes
+
+
+def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
+    """Returns the component of each node, in the order in which the step counts nodes."""
+    size = wishes.integer(environ, "SLURM_HET_SIZE") or 0
+    if size < 2:
+        return dict.fromkeys(names, 0)
+    wanted, groups = set(names), dict[str, int]()
+    for group in range(size):
+        variable = next((p for p in _GROUPS if f"{p}{group}" in environ), _GROUPS[0])
+        for name in _expanded(environ, f"{variable}{group}"):
+            if name in wanted and name in groups:
+                raise UsageError(
+                    f"{variable}{group}",
+                    received=f"the node {shown(name)}, which component {groups[name]} has too",
+                    expected="nodes of its own for each component",
+                    fix="give the components different nodes (sbatch --exclusive)",
+                )
+            if name in wanted:
+                groups[name] = group
+    if len(groups) < len(wanted):
+        odd = next(name for name in names if name not in groups)
+        raise _not_in_list("SLURM_STEP_NODELIST", odd, f"a node of {_GROUPS[0]}0 to {size - 1}")
+    return groups
+
+
+def node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[Node]) -> list[int]:
+    """Returns the index of the node of each rank, by the step's distribution.
+
+    https://slurm.schedmd.com/srun.html#OPT_distribution: ``block`` fills node after node,
+    ``cyclic`` deals the tasks out one by one, and ``plane`` some at a time. Components of a
+    heterogeneous job have a distribution each, of which a task knows its own only; one with a
+    task a node is the same in all.
+    """
+    tasks = [node.tasks for node in nodes]
+    asked = text(environ, "SLURM_DISTRIBUTION").lower()
+    kind = re.split("[:,]", asked)[0]
+    if kind == "arbitrary":
+        raise UsageError(
+            "SLURM_DISTRIBUTION",
+            received=shown(asked),
+            expected="block, cyclic or plane: no task is told where an arbitrary one puts the rest",
+            fix="run srun with --distribution=block",
+        )
+    het = len({node.group for node in nodes}) > 1
+    if kind == "cyclic" and not het:
+        return _dealt(tasks, 1)
+    if kind == "plane" and not het:
+        return _dealt(tasks, needed(environ, "SLURM_DIST_PLANESIZE", least=1))
+    return [index for index, count in enumerate(tasks) for _ in range(count)]
+
+
+def _dealt(tasks: Sequence[int], at_a_time: int) -> list[int]:
+    left, made = list(tasks), list[int]()
+    remaining = [index for index, count in enumerate(left) if count]
+    while remaining:
+        for index in remaining:
+            given = min(at_a_time, left[index])
+            made += [index] * given
+            left[index] -= given
+        remaining = [index for index in remaining if left[index]]
+    return made
+
+
+def check_self(
+    environ: Mapping[str, str], nodes: Sequence[Node], *, where: Sequence[int], rank: int
+) -> None:
+    """Compares what follows for this task with what it is told of itself."""
+    name = text(environ, "SLURMD_NODENAME")
+    if name and name not in {node.name for node in nodes}:
+        listed = shown(text(environ, "SLURM_STEP_NODELIST"))
+        raise _not_in_list("SLURMD_NODENAME", name, f"a node of SLURM_STEP_NODELIST={listed}")
+    node = nodes[where[rank]]
+    if name and node.name != name:
+        raise _not_there("SLURMD_NODENAME", shown(name), f"{node.name} for SLURM_PROCID={rank}")
+    told = text(environ, "SLURM_GTIDS")
+    if not told:
+        return
+    here = [other for other, index in enumerate(where) if index == where[rank]]
+    if told != ",".join(map(str, here)):
+        expected = f"{shown(','.join(map(str, here)))}, which are the tasks of {node.name}"
+        raise _not_there("SLURM_GTIDS", shown(told), expected)
+
+
+def _not_there(where: str, received: str, expected: str) -> UsageError:
+    fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
+    return UsageError(where, received=received, expected=expected, fix=fix)
+
+
+def _not_in_list(where: str, name: str, expected: str) -> UsageError:
+    fix = "pass Slurm's variables on to the task as they are"
+    return UsageError(where, received=shown(name), expected=expected, fix=fix)
+
+
+def hosts_of_ranks(
+    environ: Mapping[str, str], nodes: Sequence[Node], *, where: Sequence[int]
+) -> list[str]:
+    """Returns the host of each rank: the node's name, or the address of a node in a cloud."""
+    aliases = text(environ, "SLURM_NODE_ALIASES")
+    known: dict[str, str] = {}
+    if aliases and aliases != "(null)":
+        known = {match[1]: match[2].strip("[]") for match in _ALIAS.finditer(aliases)}
+    hosts = [known.get(node.name) or node.name for node in nodes]
+    return [hosts[index] for index in where]
+
+
+def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:
+    value = text(environ, variable)
+    if not value:
+        raise missing(variable, "a node list, as in n[1-4]")
+    names = hostlist.expand(value, where=variable)
+    if len(set(names)) < len(names):
+        fix = "pass Slurm's variables on to the task as they are"
+        raise UsageError(variable, received=shown(value), expected="each node once", fix=fix)
+    return names

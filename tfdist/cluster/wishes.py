@@ -7,12 +7,13 @@ variables say the rest. They must have the same values in all tasks of the job.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfdist.cluster.address import shown
-from tfdist.cluster.options import JobOptions, check_strategy
-from tfdist.cluster.port_range import parse_ports
+from tfdist.cluster.job import JobOptions, check_strategy
+from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.spec import TASK_TYPES
 from tfdist.errors import UsageError, near
 
@@ -213,3 +214,15 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
             raise UsageError(
                 name, received="a value", expected=f"the name {ours}", fix=fix, code="ENV002"
             )
+
+
+_SECRET = re.compile(
+    r"((^|[_.-])(token|secret|credentials?|(api|access|private|secret)[_-]?key)"
+    r"|password|passwd|passphrase)$",
+    re.IGNORECASE,
+)
+
+
+def names_a_secret(name: str) -> bool:
+    """Returns whether a name is that of a secret, as HF_TOKEN, ``--api_key`` and PGPASSWORD are."""
+    return bool(_SECRET.search(name))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tfdist.cluster import Task
 
@@ -78,3 +81,48 @@ class Asked:
 
 
 Event = Started | Raised | Beat | Ended | Asked
+
+
+_TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")
+
+
+def task_of(name: object) -> Task:
+    """Returns the task that `str` gives as ``worker-1``; raises ValueError if it is none."""
+    match = _TASK.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError("no task's name")
+    return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
+
+
+def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
+    """Returns what a task has told.
+
+    Raises KeyError for a task that is not running or a note that lacks something, ValueError and
+    TypeError for one that makes no sense.
+    """
+    task, at_s = tasks[note["task"]], note["at"]
+    if beat := note.get("beat"):
+        return Beat(
+            task=task,
+            phase=beat["phase"],
+            step=beat["step"],
+            since_s=beat["since"],
+            first_step_s=beat["first_step"],
+            at_s=at_s,
+            awaited=_awaited(beat["awaited"]),
+            rest_s=beat["rest"],
+        )
+    return Raised(
+        task=task,
+        exit_code=note["exit_code"],
+        cause=note["cause"],
+        at_s=at_s,
+        step=note.get("step"),
+    )
+
+
+def _awaited(told: dict[str, Any] | None) -> Awaited | None:
+    if told is None:
+        return None
+    # It may be on another host.
+    return Awaited(task=task_of(told["task"]), since_s=told["since"], is_first=told["first"])

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from tfdist.cluster import HeldPort, hold_ports, tf_config, wishes
-from tfdist.errors import UsageError
-from tfdist.launch.across import run_across
-from tfdist.launch.attempts import Job, JobRun
+from tfdist.cluster import HeldPort, hold_ports, placement, tf_config, wishes
+from tfdist.cluster.ports import as_text, parse_ports, replace_taken
+from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
-from tfdist.launch.hosts import Group, decided_group, environment_of_tasks, terms
 from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
+from tfdist.launch.multihost.connection import own_address
+from tfdist.launch.multihost.follower import Node
+from tfdist.launch.multihost.hosts import Group, decided_group, environment_of_tasks, terms
+from tfdist.launch.multihost.hub import Hub, listen
+from tfdist.launch.multihost.leader import Team, TeamProcesses, TeamScreen
+from tfdist.launch.multihost.member import Joining
 from tfdist.launch.options import LaunchOptions, Program
-from tfdist.launch.plan import ProcessSpec, decided_strategy, render, start_method
-from tfdist.launch.port_choice import ports_of_tasks, with_variables
+from tfdist.launch.plan import (
+    Job,
+    ProcessSpec,
+    decided_strategy,
+    render,
+    start_method,
+    tasks_with_address,
+)
 from tfdist.launch.process import raise_file_limit
-from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
-from tfdist.launch.screen import shows_in_place, standard_screen
-from tfdist.launch.signals import SignalPipe
+from tfdist.launch.processes import JobProcesses, Workshop
+from tfdist.launch.report import (
+    Attempt,
+    attempt_entry,
+    earlier_attempts,
+    reserve_room,
+    restart_seconds,
+    signal_name,
+    write_report,
+)
+from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt, not_writable
+from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
+from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.supervisor import RestartPolicy, Screen, Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
+from tfdist.launch.watchdog import Watchdog
 
 _FILES_PER_TASK = 5  # port, pipe, log, and two more while it is started
 _OTHER_FILES = 128
@@ -94,6 +123,14 @@ def _working_directory() -> str:
         ) from None
 
 
+def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
+    """Returns the options with the ports of TFDIST_PORTS, where the flags have none."""
+    told = wishes.text(environ, wishes.PORTS)
+    if options.ports is not None or not told:
+        return options
+    return dataclasses.replace(options, ports=as_text(parse_ports(told, where=wishes.PORTS)))
+
+
 def _job(
     options: LaunchOptions,
     group: Group | None,
@@ -116,6 +153,35 @@ def _job(
             imports_tensorflow=imports_tensorflow(options.program, search=search),
         ),
         is_terminal=shows_in_place(1, environ),
+    )
+
+
+def ports_of_tasks(
+    options: LaunchOptions, group: Group | None, *, strategy: str
+) -> Sequence[int] | None:
+    """Returns the ports that tasks may have on any host of the job; None for all.
+
+    That of the rendezvous is none of them.
+
+    Raises:
+        UsageError: they are fewer than the tasks of some host.
+    """
+    ports = options.port_range
+    if ports is None:
+        return None
+    needed, meets_at = len(tasks_with_address(options, strategy)), 0
+    if group is not None:
+        meets_at = group.port
+        needed = max(group.num_tasks(rank) for rank in range(len(group.hosts)))
+    left = [port for port in ports if port != meets_at]
+    if len(left) >= needed:
+        return left
+    also = ", and one for the rendezvous of the launchers" * (len(left) < len(ports))
+    raise UsageError(
+        "--ports",
+        received=f"{as_text(ports)}, {len(ports)} ports",
+        expected=f"{needed} or more for the tasks of a host{also}",
+        fix="give a larger range: a port that is taken by something else is left out as well",
     )
 
 
@@ -168,3 +234,358 @@ def _run(
         outcome = run.run()
     screen.last_words(is_hurried=outcome.was_asked)
     return outcome.exit_code
+
+
+def run_across(
+    job: Job, group: Group, *, terms: Mapping[str, str], open_files: tuple[int, int]
+) -> int:
+    """Runs this host's part of a job and returns the exit code of the whole.
+
+    `terms` must be the same on all hosts.
+
+    Raises:
+        TfdistError: the hosts do not come together, or not alike; no task has been started.
+    """
+    screen = standard_screen(job.environ)
+    other = group.hosts[1] if not group.rank else group.hosts[0]
+    own = own_address(group.hosts[group.rank], other=other)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(SignalPipe())
+        held = hold_ports(group.num_tasks(group.rank), host=own, among=job.ports)
+        ports = [stack.enter_context(port) for port in held]
+        part = _Part(
+            job=job, group=group, terms=terms, own=own, ports=ports, screen=screen, signals=signals
+        )
+        run = part.follow if group.rank else part.lead
+        code = run(stack, open_files=open_files)
+    screen.last_words(is_hurried=code != 0)
+    return code
+
+
+class _Part:
+    """One host's part of a job."""
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        group: Group,
+        terms: Mapping[str, str],
+        own: str,
+        ports: Sequence[HeldPort],
+        screen: JobScreen,
+        signals: SignalPipe,
+    ) -> None:
+        self._job = job
+        self._group = group
+        self._terms = terms
+        self._own = own
+        self._ports = ports
+        self._screen = screen
+        self._signals = signals
+
+    def lead(self, stack: contextlib.ExitStack, *, open_files: tuple[int, int]) -> int:
+        """Runs the job, as host 0."""
+        job, group = self._job, self._group
+        hub = self._hub()
+        team = Team(
+            group,
+            hub,
+            options=job.options,
+            strategy=job.strategy,
+            screen=self._screen,
+            signals=self._signals,
+        )
+        code, why = EXIT_FAILED, "the launcher of host 0 has failed"
+        try:
+            asked = team.gather()
+            why = ""
+            if asked is not None:
+                code = exit_code_for(asked)
+                return code
+            self._screen.announce(team.roll_call(own=self._own, terms=self._terms))
+            code = self._run(team, open_files=open_files)
+        except TfdistError as error:
+            code, why = error.exit_code, str(error)
+            raise
+        finally:
+            team.end(code, why=why)
+        return code
+
+    def follow(self, stack: contextlib.ExitStack, *, open_files: tuple[int, int]) -> int:
+        """Does what host 0 says, as any other host."""
+        job, group = self._job, self._group
+        workshop = Workshop(
+            environ=job.environ,
+            start=job.start,
+            fork_server=job.options.fork_server,
+            screen=self._screen,
+            signals=self._signals,
+            open_files=open_files,
+        )
+        joining = Joining(
+            group.hosts[0],
+            group.port,
+            source=self._own,
+            token=group.token,
+            rank=group.rank,
+            terms=self._terms,
+            timeout_s=job.options.host_timeout_s,
+            clock=time.monotonic,
+        )
+        with workshop:
+            return Node(
+                job,
+                group,
+                joining,
+                ports=self._ports,
+                workshop=workshop,
+                screen=self._screen,
+                signals=self._signals,
+                stack=stack,
+            ).run()
+
+    def _hub(self) -> Hub:
+        group = self._group
+        try:
+            listener = listen(self._own, group.port, num_hosts=len(group.hosts))
+        except OSError as error:
+            raise UsageError(
+                "--rendezvous_port",
+                received=f"{placement.join(self._own, group.port)} ({error.strerror})",
+                expected="a port of this host that is free",
+                fix="end what listens there, or give all hosts another port",
+            ) from None
+        return Hub(
+            listener,
+            token=group.token,
+            terms=self._terms,
+            num_ranks=len(group.hosts),
+            timeout_s=self._job.options.host_timeout_s,
+            clock=time.monotonic,
+        )
+
+    def _run(self, team: Team, *, open_files: tuple[int, int]) -> int:
+        job = self._job
+        with (
+            RunDir(job.run_dir) as run_dir,
+            JobRun(
+                job,
+                ports=self._ports,
+                run_dir=run_dir,
+                screen=self._screen,
+                signals=self._signals,
+                open_files=open_files,
+                team=team,
+            ) as run,
+        ):
+            self._screen.announce(f"run directory {job.run_dir}")
+            return run.run().exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a job has ended: its exit code, and whether it was told to."""
+
+    exit_code: int
+    was_asked: bool
+
+
+class JobRun:
+    """Runs a job as often as it is worth it; a context manager that leaves no process behind.
+
+    The guardian, the fork server and the ports live from the first attempt to the last.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        ports: Sequence[HeldPort],
+        run_dir: RunDir,
+        screen: JobScreen,
+        signals: SignalPipe,
+        open_files: tuple[int, int],
+        team: Team | None = None,
+    ) -> None:
+        self._job = job
+        self._team = team
+        self._ports = list(ports)
+        self._run_dir = run_dir
+        self._screen = screen
+        self._signals = signals
+        self._hold = partial(hold_ports, among=job.ports)
+        if ports:
+            self._hold = partial(self._hold, host=ports[0].host)
+        self._stack = contextlib.ExitStack()
+        self._workshop = Workshop(
+            environ=job.environ,
+            start=job.start,
+            fork_server=job.options.fork_server,
+            screen=screen,
+            signals=signals,
+            open_files=open_files,
+        )
+        self._epoch_s = time.time() - time.monotonic()
+        self._entries = earlier_attempts(job.run_dir)
+        self._policy = RestartPolicy(
+            max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
+        )
+
+    def __enter__(self) -> JobRun:
+        self._stack.enter_context(self._workshop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self) -> Outcome:
+        """Runs the attempts; the report is written after each.
+
+        Raises:
+            UsageError: the run directory cannot be written to; nothing has been started.
+        """
+        logs = self._run_dir.start_attempt()
+        try:
+            self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
+            write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+        except OSError as error:
+            raise not_writable(self._job.run_dir, error) from None
+        try:
+            return self._run_from(logs)
+        except (OSError, TfdistError) as error:  # of the launcher's own
+            self._write(getattr(error, "exit_code", EXIT_FAILED))
+            raise
+
+    def _run_from(self, logs: Path) -> Outcome:
+        before: Attempt | None = None
+        while True:
+            attempt = self._run_attempt(logs, is_first=before is None)
+            self._report(attempt, before=before)
+            ended = self._hindrance() if attempt.restart else None
+            next_logs = self._next_logs(attempt) if ended is None else None
+            if next_logs is None:
+                was_asked = attempt.exit_code > 0 and attempt.first_failure is None
+                code = attempt.exit_code if ended is None else ended
+                self._write(code)
+                return Outcome(exit_code=code, was_asked=was_asked or ended is not None)
+            self._write(None)
+            logs, before = next_logs, attempt
+
+    def _run_attempt(self, logs: Path, *, is_first: bool) -> Attempt:
+        self._workshop.check()
+        self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
+        specs = self._specs()
+        if is_first:
+            self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
+        options, chief = self._job.options, specs[0].task
+        is_ps = self._job.strategy == "ps"
+        processes, screen = self._processes(specs, logs=logs)
+        watchdog = Watchdog(
+            hang_timeout_s=options.hang_timeout_s or math.inf,
+            startup_timeout_s=options.startup_timeout_s,
+            is_ps=is_ps,
+            chief=chief,
+            state_of=processes.state_of,
+            can_speak=processes.can_speak,
+            is_held_up=lambda: self._screen.out.is_full,
+        )
+        supervisor = Supervisor(
+            specs,
+            chief=chief,
+            is_ps=is_ps,
+            grace_s=options.grace_s,
+            min_workers=options.min_workers,
+            policy=self._policy,
+            watchdog=watchdog,
+            processes=processes,
+            screen=screen,
+            clock=time.monotonic,
+        )
+        try:
+            return supervisor.run()
+        finally:
+            processes.finish()
+
+    def _specs(self) -> tuple[ProcessSpec, ...]:
+        attempt = self._run_dir.attempt
+        if self._team is None:
+            return self._job.specs(self._ports, attempt=attempt)
+        return self._team.specs(
+            partial(self._job.specs_here, attempt=attempt),
+            ports=self._ports,
+            attempt=attempt,
+            run_dir=self._job.run_dir,
+        )
+
+    def _processes(
+        self, specs: Sequence[ProcessSpec], *, logs: Path
+    ) -> tuple[JobProcesses | TeamProcesses, Screen]:
+        team = self._team
+        here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
+        local = self._workshop.processes(
+            here, chief=specs[0].task, fork_log=logs / "fork-server.log"
+        )
+        if team is None:
+            return local, self._screen
+        processes = TeamProcesses(local, team, screen=self._screen)
+        return processes, TeamScreen(self._screen, processes)
+
+    def _hindrance(self) -> int | None:
+        """Returns what the job ends with if something is in the way of another attempt."""
+        asked = self._asked()
+        try:
+            if asked is None and self._team is not None:
+                asked = self._team.gather()
+        except TfdistError as error:
+            self._screen.say(f"not started again: {error}")
+            return error.exit_code
+        return None if asked is None else exit_code_for(asked)
+
+    def _asked(self) -> int | None:
+        """Returns the signal by which somebody asked the job to stop between two attempts."""
+        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
+        if not came:
+            return None
+        self._screen.say(f"{signal_name(came[0])}: not started again")
+        return came[0]
+
+    def _next_logs(self, attempt: Attempt) -> Path | None:
+        """Returns where the next attempt writes; None if there is to be none."""
+        failure = attempt.first_failure
+        if not attempt.restart or failure is None:
+            return None
+        try:
+            logs = self._run_dir.next_attempt()
+        except UsageError as error:
+            self._screen.say(f"not started again: {error}")
+            return None
+        self._policy.restarted(failure)
+        self._screen.say(f"started again as attempt {self._run_dir.attempt} ({attempt.restart})")
+        return logs
+
+    def _report(self, attempt: Attempt, *, before: Attempt | None) -> None:
+        if before is not None:
+            self._entries[-1]["restart_s"] = restart_seconds(before, attempt)
+        entry = attempt_entry(
+            attempt,
+            number=self._run_dir.attempt,
+            epoch_s=self._epoch_s,
+            hosts=self._screen.hosts,
+        )
+        self._entries.append(entry)
+
+    def _write(self, exit_code: int | None) -> None:
+        if exit_code is not None:  # the last one, for which the disk may have become too full
+            self._room.close()
+        try:
+            write_report(self._job.run_dir, exit_code=exit_code, attempts=self._entries)
+        except OSError as error:
+            path = self._job.run_dir / "report.json"
+            self._screen.say(f"{path}: cannot be written: {error.strerror}")
+
+
+def _counted(specs: Sequence[ProcessSpec]) -> str:
+    counts = Counter(spec.task.type for spec in specs)
+    plural = {"worker": "workers"}
+    return ", ".join(f"{n} {plural.get(t, t) if n > 1 else t}" for t, n in counts.items())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.cluster import (
     ClusterSpec,
+    HeldPort,
     JobOptions,
     Task,
     TaskConfig,
@@ -21,8 +23,8 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
+from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
-from tfdist.rendezvous.terms import without_secrets
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
@@ -54,6 +56,53 @@ class Place:
     attempt: int = 1
     is_terminal: bool = False
     """Whether what the tasks print is shown on a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A job that has been decided on, but for its ports."""
+
+    options: LaunchOptions
+    strategy: str
+    machine: Machine
+    environ: Mapping[str, str]
+    run_dir: Path
+    start: StartMethod = "exec"
+    """How the tasks are started."""
+    is_terminal: bool = False
+    """Whether what the tasks print is shown on a terminal."""
+    ports: Sequence[int] | None = None
+    """Those that its tasks may have; None for any."""
+
+    @property
+    def num_ports(self) -> int:
+        """Returns how many of its tasks need a port."""
+        return len(tasks_with_address(self.options, self.strategy))
+
+    def specs(self, ports: Sequence[HeldPort], *, attempt: int) -> tuple[ProcessSpec, ...]:
+        """Returns its processes; the first is the chief's. `UsageError` if it cannot be run."""
+        addresses = [port.address for port in ports]
+        place = self._place(attempt)
+        return plan(self.options, strategy=self.strategy, place=place, addresses=addresses)
+
+    def specs_here(
+        self, cluster: ClusterSpec, here: Sequence[Task], *, attempt: int
+    ) -> tuple[ProcessSpec, ...]:
+        """Returns the processes of the tasks that are on this host, of a job on several."""
+        place = self._place(attempt)
+        return plan_here(
+            self.options, strategy=self.strategy, place=place, cluster=cluster, here=here
+        )
+
+    def _place(self, attempt: int) -> Place:
+        return Place(
+            machine=self.machine,
+            environ=self.environ,
+            python=sys.executable,
+            run_dir=self.run_dir,
+            attempt=attempt,
+            is_terminal=self.is_terminal,
+        )
 
 
 def decided_strategy(options: LaunchOptions, machine: Machine) -> str:

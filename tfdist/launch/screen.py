@@ -4,12 +4,157 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.output import TaskOutput
 from tfdist.launch.plan import ProcessSpec
+
+MAX_LINE_BYTES = 1 << 16
+"""A line longer than this is shown in pieces, so that no task can fill the memory."""
+
+# What TensorFlow's C++ says of itself while it loads, before its log level counts: the processor's
+# features and that there is no GPU, twice a task. It is in the log, and not on the screen.
+_CHATTER = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I0000 .*\.cc:\d+\] ")
+_LAST_LINES = 20
+_MAX_LAST_CHARS = 1000
+
+
+class LineWriter(Protocol):
+    """Where lines are shown; `Console` is one."""
+
+    @property
+    def num_lines(self) -> int: ...
+    def say(self, text: str) -> None: ...
+    def line(self, name: str, text: bytes, *, hue: int = 0) -> None: ...
+    def progress(self, name: str, text: bytes, *, hue: int = 0) -> None: ...
+    def drop_progress(self) -> None: ...
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into lines, as a terminal would leave them on its screen.
+
+    A carriage return begins a line again: only the last text of a line is left of it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.progress: bytes | None = None
+        """What a terminal would show of the unfinished line, if it has been begun again."""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Returns the lines that `data` completes."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [piece for line in whole for piece in _pieces(_visible(line))]
+        if b"\r" in self._rest:
+            self.progress = _visible(self._rest)
+            # Whatever comes next replaces it, unless it is the end of the line.
+            ended = self._rest.endswith(b"\r")
+            self._rest = self.progress[:MAX_LINE_BYTES] + b"\r" * ended
+            if not ended:
+                self._rest = b"\r" + self._rest
+        else:
+            self.progress = None
+            *full, self._rest = _pieces(self._rest)
+            lines += full
+        return lines
+
+    def end(self) -> list[bytes]:
+        """Returns what is left when the stream has ended without a newline."""
+        rest, self._rest, self.progress = _visible(self._rest), b"", None
+        return _pieces(rest) if rest else []
+
+
+class TaskOutput:
+    """One task's output: a log file, lines for the console, and the last lines for the report."""
+
+    def __init__(
+        self, name: str, *, log_path: Path, writer: LineWriter, hue: int = 0, is_chief: bool = False
+    ) -> None:
+        self.name = name
+        self.muted = False
+        self.last: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self._writer = writer
+        self._shown_at: deque[int] = deque(maxlen=_LAST_LINES)
+        self._hue = hue
+        self._is_chief = is_chief
+        self._splitter = LineSplitter()
+        self._log_path = log_path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._log_fd = os.open(log_path, flags, 0o644)
+
+    def feed(self, data: bytes) -> None:
+        """Takes what the task has written."""
+        self._log(data)
+        self._show([line for line in self._splitter.feed(data) if not _CHATTER.match(line)])
+        progress = self._splitter.progress
+        if progress is not None and self._is_chief and not self.muted:
+            self._writer.progress(self.name, progress, hue=self._hue)
+
+    def settle(self) -> None:
+        """Shows the line that the task left unfinished when it ended."""
+        self._show(self._splitter.end())
+
+    def close(self) -> None:
+        """Ends the log."""
+        self.settle()
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
+
+    def last_lines(self) -> tuple[str, ...]:
+        """Returns the last lines as text, bytes that are not UTF-8 escaped."""
+        return tuple(line.decode(errors="backslashreplace")[:_MAX_LAST_CHARS] for line in self.last)
+
+    def is_last_on_screen(self) -> bool:
+        """Returns whether `last_lines` are, in one piece, the last thing that was shown."""
+        shown, lines = self._shown_at, self._writer.num_lines
+        return len(shown) == len(self.last) and list(shown) == [
+            *range(lines - len(shown) + 1, lines + 1)
+        ]
+
+    def _show(self, lines: list[bytes]) -> None:
+        if lines and self._is_chief:
+            self._writer.drop_progress()
+        self.last.extend(lines)
+        if not self.muted:
+            for line in lines:
+                self._writer.line(self.name, line, hue=self._hue)
+                self._shown_at.append(self._writer.num_lines)
+
+    def _log(self, data: bytes) -> None:
+        try:
+            while data and self._log_fd >= 0:
+                data = data[os.write(self._log_fd, data) :]
+        except OSError as error:
+            self._writer.say(f"{self._log_path}: cannot be written: {error.strerror}; going on")
+            with contextlib.suppress(OSError):
+                os.close(self._log_fd)
+            self._log_fd = -1
+
+
+def _visible(line: bytes) -> bytes:
+    """Returns what is left of a line after its carriage returns: its last text."""
+    if b"\r" not in line:
+        return line
+    return next((text for text in reversed(line.split(b"\r")) if text), b"")
+
+
+def _pieces(line: bytes) -> list[bytes]:
+    """Cuts an overlong line, never inside a UTF-8 character."""
+    pieces = []
+    while len(line) > MAX_LINE_BYTES:
+        cut = MAX_LINE_BYTES
+        while cut > MAX_LINE_BYTES - 4 and line[cut] & 0xC0 == 0x80:
+            cut -= 1
+        pieces.append(line[:cut])
+        line = line[cut:]
+    return [*pieces, line]
+
 
 _LAST_WORDS_S = 1.0
 

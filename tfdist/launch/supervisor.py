@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import signal
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from tfdist.cluster import Task
-from tfdist.launch.alone import EVALUATOR, Alone
-from tfdist.launch.blame import Blame
-from tfdist.launch.ending import Ending
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
+from tfdist.launch.diagnosis import Blame, Progress, Watcher
 from tfdist.launch.events import Asked, Beat, Ended, Event, Raised, Started
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.progress import Progress, Watcher
-from tfdist.launch.records import Records
-from tfdist.launch.report import Attempt, Failure, signal_name
-from tfdist.launch.restarts import RestartPolicy, Verdict
-from tfdist.launch.servers import Servers
+from tfdist.launch.report import Attempt, Failure, TaskRecord, signal_name
+from tfdist.launch.rundir import restart_log
 from tfdist.launch.signals import exit_code_for
-from tfdist.launch.supervised import Processes, Screen, named
+
+EVALUATOR = Task("evaluator", 0)
 
 SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
@@ -37,9 +37,213 @@ STRAGGLER_GRACES = 6
 STACKS_S = 0.5
 """How long the stacks of a task that stands still may take to come into its log."""
 
+_GIVE_UP_S = 10.0  # after SIGKILL, for a process that not even that ends
+_MAX_NAMES = 8
+
+# What differs between two runs of the same mistake: addresses in memory, ports, process ids, ages.
+_ACCIDENTAL = re.compile(
+    r"0x[0-9a-fA-F]+|(?<=:)\d{4,5}\b|(?<=pid )\d+|(?<=process )\d+|(?<=for )\d+(?= s\b)"
+    r"|(?<=after )\d+(?= s\b)"
+)
+
+
+class Processes(Protocol):
+    """The processes of a job, as far as the supervisor deals with them."""
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Starts a task; its `Started` comes as an event. Raises OSError if it cannot."""
+
+    def signal(self, task: Task, signum: int) -> None:
+        """Sends a signal to a task's whole process group: the job is about to end."""
+
+    def ask_for_stacks(self, task: Task) -> None:
+        """Has a task print its Python stacks; it goes on."""
+
+    def kill_alone(self, task: Task) -> None:
+        """Ends one task, and what it has left behind, while the job goes on."""
+
+    def can_start(self, task: Task) -> bool:
+        """Returns whether a task can be started now: its host is there."""
+
+    def wait(self, timeout_s: float | None) -> Sequence[Event]:
+        """Returns what has happened, after `timeout_s` at the latest."""
+
+
+class Screen(Protocol):
+    """What a person sees of the job."""
+
+    def say(self, text: str) -> None:
+        """Shows lines of the launcher's own."""
+
+    def show_failure(self, task: Task, cause: str) -> None:
+        """Shows what failed first and its last lines; from now on nothing of other tasks."""
+
+    def last_lines(self, task: Task) -> tuple[str, ...]:
+        """Returns the last lines of a task's output."""
+
+
+def named(tasks: Iterable[Task]) -> str:
+    """Returns the tasks as a list for a person, the first ones only where there are many."""
+    names = [str(task) for task in tasks]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Whether to start again, and what to say about it; nothing where nobody asked for it."""
+
+    restart: bool = False
+    reason: str = ""
+
+
+class RestartPolicy:
+    """Counts the restarts of a job, those of single tasks too, and decides on the next one.
+
+    A restart repeats what failed only if it got no further: a failure of the same kind of task,
+    for the same cause and at the same step as the failure before it is not tried again. Where
+    no step is known, both within `window_s` count as the same place: before the first step.
+    """
+
+    def __init__(self, *, max_restarts: int, window_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
+        self._restarted: list[Failure] = []
+
+    def verdict(self, failure: Failure, *, alone: bool = False) -> Verdict:
+        """Returns whether to start again after `failure`, the task `alone` or the whole job.
+
+        Changes nothing. Of tasks that are started again alone each has its own last failure:
+        several of them may well be killed at the same step.
+        """
+        if not self._max_restarts:
+            return Verdict()
+        if failure.exit_code == EXIT_USAGE:
+            return Verdict(reason=f"exit code {EXIT_USAGE} is a mistake that would be made again")
+        if failure.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+            return Verdict(reason=f"exit code {failure.exit_code} is that of a task told to stop")
+        if self._is_repeated(failure, alone=alone):
+            return Verdict(reason=f"the same failure {_place(failure)} twice in a row")
+        used = sum(failure.at_s - past.at_s <= self._window_s for past in self._restarted)
+        within = f"within {self._window_s:g} s"
+        if used >= self._max_restarts:
+            restarts = f"all {used} restarts" if used > 1 else "the one restart"
+            return Verdict(reason=f"{restarts} {within} used up")
+        return Verdict(restart=True, reason=f"restart {used + 1} of {self._max_restarts} {within}")
+
+    def restarted(self, failure: Failure) -> None:
+        """Counts a restart after `failure`."""
+        self._restarted.append(failure)
+
+    def _is_repeated(self, failure: Failure, *, alone: bool) -> bool:
+        comparable = [past for past in self._restarted if not alone or past.task == failure.task]
+        if not comparable or _kind(comparable[-1]) != _kind(failure):
+            return False
+        before = comparable[-1]
+        if failure.step is None and failure.at_s - before.at_s > self._window_s:
+            return False
+        return before.step == failure.step
+
+
+def _kind(failure: Failure) -> tuple[str, str]:
+    kind = failure.kind or f"{failure.exit_code}: {failure.cause}"
+    return failure.task.type, _ACCIDENTAL.sub("#", kind)
+
+
+def _place(failure: Failure) -> str:
+    return "before the first step" if failure.step is None else f"at step {failure.step}"
+
+
+class Records:
+    """The record of each process, task by task; the last one of a task is kept up to date."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._records = {task: [TaskRecord(task=task)] for task in tasks}
+
+    def started(self, event: Started) -> None:
+        """Takes down that a task has a process."""
+        self._update(event.task, pid=event.pid, started_at_s=event.at_s)
+
+    def ended(self, event: Ended) -> None:
+        """Takes down that a task's process has ended."""
+        self._update(event.task, status=event.status, ended_at_s=event.at_s)
+
+    def stopped(self, task: Task) -> None:
+        """Takes down that the launcher has asked a task to end."""
+        self._update(task, stopped=True)
+
+    def restarted(self, task: Task) -> int:
+        """Begins the record of a task's next process; returns which restart of it this is."""
+        restart = len(self._records[task])
+        self._records[task].append(TaskRecord(task=task, restart=restart))
+        return restart
+
+    def all(self) -> tuple[TaskRecord, ...]:
+        """Returns the records of all processes."""
+        return tuple(record for records in self._records.values() for record in records)
+
+    def _update(self, task: Task, **changes: Any) -> None:
+        self._records[task][-1] = dataclasses.replace(self._records[task][-1], **changes)
+
+
+class Ending:
+    """Signals the tasks in `running`, which the supervisor keeps up to date."""
+
+    def __init__(
+        self,
+        running: Mapping[Task, None],
+        *,
+        processes: Processes,
+        records: Records,
+        clock: Callable[[], float],
+    ) -> None:
+        self._running = running
+        self._processes = processes
+        self._records = records
+        self._clock = clock
+        self._killed = False
+        self.has_begun = False
+        self.deadline_s = math.inf
+        """When the patience with the tasks ends."""
+
+    @property
+    def is_overdue(self) -> bool:
+        """Returns whether tasks that were told to end in time have not."""
+        is_late = self.has_begun and self._clock() >= self.deadline_s
+        return is_late and bool(self._running) and not self._killed
+
+    @property
+    def has_failed(self) -> bool:
+        """Returns whether not even SIGKILL ends what is still running."""
+        return self._killed and self._clock() >= self.deadline_s and bool(self._running)
+
+    def stop(self, signum: int, *, within_s: float, but: Container[Task] = ()) -> None:
+        """Tells all tasks to end by themselves, except those that are ending already."""
+        self.has_begun = True
+        self.deadline_s = min(self.deadline_s, self._clock() + within_s)
+        self._signal(signum, but=but)
+
+    def kill(self) -> None:
+        """Ends all tasks at once."""
+        if self._killed:
+            return
+        self._killed = True
+        self.deadline_s = self._clock() + _GIVE_UP_S
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: int, *, but: Container[Task] = ()) -> None:
+        for task in self._running:
+            if task not in but:
+                self._records.stopped(task)
+                self._processes.signal(task, signum)
+
 
 class Supervisor:
-    """Runs one attempt and says how it went. `chief` is the task whose end ends a ps job."""
+    """Runs one attempt and says how it went. `chief` is the task whose end ends a ps job.
+
+    A worker of a ps job, and an evaluator, may fail alone: it is started again, or the others go on
+    without it. Before the first step a ps job needs `min_workers`, None for all, and then one.
+    """
 
     def __init__(
         self,
@@ -73,25 +277,12 @@ class Supervisor:
         self._ending = Ending(
             self._running, processes=processes, records=self._records, clock=clock
         )
-        self._servers = Servers(
-            self._running,
-            is_ps=is_ps,
-            ending=self._ending,
-            grace_s=min(grace_s, SERVER_GRACE_S),
-        )
-        self._alone = Alone(
-            self._specs,
-            is_ps=is_ps,
-            min_workers=min_workers,
-            policy=policy,
-            blame=self._blame,
-            progress=self._progress,
-            running=self._running,
-            processes=processes,
-            records=self._records,
-            screen=screen,
-            start=self._start,
-        )
+        self._min_workers = min_workers or sum(task.type == "worker" for task in self._specs)
+        self._policy = policy
+        self._leaving: dict[Task, Failure] = {}  # failed alone, to be dealt with once ended
+        self._restarts: list[Failure] = []  # after which a task was started again alone
+        self._lost: list[Failure] = []  # after which the others went on without the task
+        self._is_done = self._are_servers_told = False
         self._straggler_deadline_s = self._stacks_deadline_s = math.inf
         self._started_s = self._woken_s = clock()
 
@@ -106,7 +297,7 @@ class Supervisor:
             for event in events:
                 self._handle(event, since_s=since_s)
             self._judge()
-            self._servers.end()
+            self._end_servers()
             if not self._running:  # the last ones could not even print their stacks
                 self._end_hang()
             self._keep_deadlines()
@@ -147,13 +338,13 @@ class Supervisor:
         task = ended.task
         if task == self._chief and (self._ending.has_begun or not ended.status):
             self._straggler_deadline_s = self._clock() + STRAGGLER_GRACES * self._grace_s
-            self._servers.is_over = True
-            self._servers.end()
-            for served in filter(self._servers.serve_nobody, self._blame.tasks):
+            self._is_done = True
+            self._end_servers()
+            for served in filter(self._serves_nobody, self._blame.tasks):
                 self._blame.forget(served)  # they have seen it before
         if self._ending.has_begun:
             return
-        if self._alone.has_left(task) or self._servers.serve_nobody(task):
+        if self._has_left(task) or self._serves_nobody(task):
             return
         if not ended.status:
             self._blame.forget(task)
@@ -198,17 +389,17 @@ class Supervisor:
                 self._find_hang(now_s)
                 return
             failure = self._progress.dated(self._progress.behind(failure), now_s=now_s)
-            if not self._alone.take(failure):
+            if not self._go_on(failure):
                 # Its process may still have a traceback to print.
                 self._fail(failure, but=(failure.task,))
 
     def _find_hang(self, now_s: float) -> None:
-        serving = [task for task in self._running if not self._servers.serve_nobody(task)]
-        self._hang = self._progress.hang(now_s, among=set(serving) - self._alone.leaving)
+        serving = [task for task in self._running if not self._serves_nobody(task)]
+        self._hang = self._progress.hang(now_s, among=set(serving) - self._leaving.keys())
         if self._hang is None:
             return
         failure, stuck = self._hang
-        if self._alone.can_take(failure):  # the others go on, and are not disturbed
+        if self._can_go_on(failure):  # the others go on, and are not disturbed
             stuck = tuple(task for task in stuck if task == failure.task)
         self._hang = failure, stuck
         self._stacks_deadline_s = now_s + (STACKS_S if stuck else 0.0)
@@ -225,12 +416,12 @@ class Supervisor:
         self._hang, self._stacks_deadline_s = None, math.inf
         stacks = tuple((task, self._screen.last_lines(task)) for task in stuck)
         failure = dataclasses.replace(failure, stacks=stacks)
-        if not self._alone.take(failure):
+        if not self._go_on(failure):
             self._fail(failure)
 
     def _fail(self, failure: Failure, *, but: Container[Task] = ()) -> None:
-        self._verdict = self._alone.verdict_on(failure)
-        self._failure = first = self._alone.first(failure)
+        self._verdict = self._verdict_on(failure)
+        self._failure = first = self._first(failure)
         if first is not failure:
             self._screen.say(f"{failure.task} failed: {failure.cause}; no worker is left")
         self._screen.show_failure(first.task, first.cause)
@@ -240,6 +431,111 @@ class Supervisor:
         elif self._verdict.reason:
             self._screen.say(f"not started again: {self._verdict.reason}")
         self._ending.stop(signal.SIGTERM, within_s=within_s, but=but)
+
+    def _verdict_on(self, failure: Failure) -> Verdict:
+        """Returns whether the failed task alone, where that can be, or the job starts again."""
+        return self._policy.verdict(failure, alone=self._is_alone(failure.task))
+
+    def _can_go_on(self, failure: Failure) -> bool:
+        """Returns whether the others can go on: only an evaluator or workers of a ps job failed."""
+        failed = {failure.task, *self._blame.tasks}
+        if not all(map(self._is_alone, failed)):
+            return False
+        return self._may_start(failure) or self._is_dispensable(failure, failed=failed)
+
+    def _go_on(self, failure: Failure) -> bool:
+        """Has the others go on, with the failed task or without; returns whether they can."""
+        if not self._can_go_on(failure):
+            return False
+        self._blame.forget(failure.task)
+        if failure.task in self._running:
+            self._leaving[failure.task] = failure
+            self._processes.kill_alone(failure.task)
+        else:
+            self._settle(failure)
+        return True
+
+    def _first(self, failure: Failure) -> Failure:
+        """Returns the first of the failures that have left a job without workers."""
+        lost = [past for past in self._lost if self._is_worker(past.task)]
+        is_last = self._is_worker(failure.task) and not self._others({failure.task})
+        is_mistake = failure.exit_code == EXIT_USAGE
+        return lost[0] if lost and is_last and not is_mistake else failure
+
+    def _has_left(self, task: Task) -> bool:
+        """Deals with the end of a task; returns whether it was one that had failed alone."""
+        failure = self._leaving.pop(task, None)
+        if failure is None:
+            return False
+        self._blame.forget(task)
+        self._settle(failure)
+        return True
+
+    def _lose(self, failure: Failure) -> None:
+        """Goes on without the failed task."""
+        task, verdict = failure.task, self._verdict_on(failure)
+        lines = self._screen.last_lines(task)
+        self._lost.append(dataclasses.replace(failure, last_lines=lines))
+        others = "without it" if task == EVALUATOR else f"with {named(self._others({task}))}"
+        reason = "" if verdict.restart else verdict.reason
+        why = f" (not started again: {reason})" if reason else ""
+        self._screen.say(f"{task} failed: {failure.cause}; going on {others}{why}")
+
+    def _may_start(self, failure: Failure) -> bool:
+        """Whether the failed task can be started again alone: its host is still there."""
+        return self._verdict_on(failure).restart and self._processes.can_start(failure.task)
+
+    def _is_alone(self, task: Task) -> bool:
+        return task == EVALUATOR or self._is_worker(task)
+
+    def _is_worker(self, task: Task) -> bool:
+        return self._is_ps and task.type == "worker"
+
+    def _others(self, failed: Container[Task]) -> list[Task]:
+        """Returns the workers that go on."""
+        workers = filter(self._is_worker, self._running)
+        return [task for task in workers if task not in failed and task not in self._leaving]
+
+    def _is_dispensable(self, failure: Failure, *, failed: Container[Task]) -> bool:
+        """Whether enough workers are left. A mistake in the program would be made by all."""
+        has_begun = self._progress.step is not None
+        if failure.exit_code == EXIT_USAGE:
+            return False
+        if failure.task == EVALUATOR:
+            return has_begun
+        return len(self._others(failed)) >= (1 if has_begun else self._min_workers)
+
+    def _settle(self, failure: Failure) -> None:
+        self._processes.kill_alone(failure.task)  # what it has left behind
+        if self._may_start(failure):
+            self._start_again(failure)
+        else:
+            self._lose(failure)
+
+    def _start_again(self, failure: Failure) -> None:
+        task = failure.task
+        reason = self._verdict_on(failure).reason
+        self._policy.restarted(failure)
+        self._restarts.append(failure)
+        spec = self._specs[task]
+        log = restart_log(spec.log_path, self._records.restarted(task))
+        self._screen.say(f"{task} failed: {failure.cause}; started again alone, {reason}: {log}")
+        self._start(dataclasses.replace(spec, log_path=log))
+
+    def _serves_nobody(self, task: Task) -> bool:
+        """Whether a task is a worker or ps of a ps job whose chief has ended as it should."""
+        return self._is_ps and self._is_done and task != EVALUATOR
+
+    def _end_servers(self) -> None:
+        """Tells workers and ps to end, once, when the chief is done and its evaluator too."""
+        is_evaluated = self._ending.has_begun or EVALUATOR not in self._running
+        if self._is_ps and self._is_done and is_evaluated and not self._are_servers_told:
+            self._end_served()
+
+    def _end_served(self) -> None:
+        """Tells what is left to end: it holds nothing to save, and nobody waits for it."""
+        self._are_servers_told = True
+        self._ending.stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
 
     def _keep_deadlines(self) -> None:
         now_s = self._clock()
@@ -256,15 +552,15 @@ class Supervisor:
 
     def _end_stragglers(self, now_s: float) -> None:
         waited_s = STRAGGLER_GRACES * self._grace_s
-        late = [t for t in self._running if t != EVALUATOR and not self._servers.serve_nobody(t)]
+        late = [t for t in self._running if t != EVALUATOR and not self._serves_nobody(t)]
         cause = f"still running {waited_s:g} s after {self._chief} was done"
         failure = Failure(task=EVALUATOR, cause=cause, exit_code=1, at_s=now_s, detect_s=waited_s)
         if late:
             cause += f": {named(late)}"
             self._fail(dataclasses.replace(failure, task=late[0], cause=cause))
         else:
-            self._alone.lose(failure)
-            self._servers.end_all()
+            self._lose(failure)
+            self._end_served()
 
     def _timeout_s(self) -> float | None:
         if self._ending.has_begun:
@@ -284,15 +580,15 @@ class Supervisor:
             code = failure.exit_code
         if self._asked is not None:
             code = exit_code_for(self._asked)
-        if not code and self._alone.lost:
-            self._screen.say(f"done without {named(lost.task for lost in self._alone.lost)}")
+        if not code and self._lost:
+            self._screen.say(f"done without {named(lost.task for lost in self._lost)}")
         is_worth_it = self._verdict.restart and self._asked is None and not self._running
         return Attempt(
             exit_code=code,
             tasks=self._records.all(),
             first_failure=failure,
-            restarts=tuple(self._alone.restarts),
-            lost=tuple(self._alone.lost),
+            restarts=tuple(self._restarts),
+            lost=tuple(self._lost),
             restart=self._verdict.reason if is_worth_it else "",
             started_at_s=self._started_s,
             first_step_at_s=self._progress.first_step_s,

@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from tfdist.cluster import environment, hosts, placement, wishes
+from tfdist.cluster import environment, placement, wishes
 from tfdist.cluster.address import check_address, shown, shown_json, split_address
-from tfdist.cluster.config_text import parse_object
-from tfdist.cluster.options import JobOptions
-from tfdist.cluster.secret_names import names_a_secret
+from tfdist.cluster.job import JobOptions
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
-from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode
+from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode, parse_object
+from tfdist.cluster.wishes import names_a_secret
 from tfdist.errors import UsageError, near
 from tfdist.lint.findings import Finding, Place, of_error
 from tfdist.lint.rules import RULES, Severity
@@ -111,7 +110,7 @@ def _one(name: str, value: str, place: Place) -> Iterator[Finding]:
         return
     if name == wishes.HOSTS and value.strip():
         try:
-            hosts.parse_hosts(value, where=name)
+            placement.parse_hosts(value, where=name)
         except UsageError as error:
             yield of_error("ENV003", place, error)
 

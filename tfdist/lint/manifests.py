@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tfdist.cluster import hosts, wishes
-from tfdist.cluster.port_range import parse_ports
+from tfdist.cluster import placement, wishes
+from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
 from tfdist.lint.findings import Finding, Place
@@ -110,8 +110,8 @@ class Workload:
         """Return the first TFDIST_HOSTS that can be read, and the container that has it."""
         for container in self.containers:
             try:
-                listed = hosts.parse_hosts(container.values.get(wishes.HOSTS, ""))
-                return container, hosts.ranks_of(listed)
+                listed = placement.parse_hosts(container.values.get(wishes.HOSTS, ""))
+                return container, placement.ranks_of(listed)
             except UsageError:
                 continue  # the check of the variables says it
         return None
@@ -304,7 +304,7 @@ def _ports(job: Workload, part: Part, container: Container) -> Iterator[Finding]
     if not named or wishes.HOSTS not in container.values:
         return
     try:
-        port = wishes.integer(container.values, wishes.PORT) or hosts.DEFAULT_PORT
+        port = wishes.integer(container.values, wishes.PORT) or placement.DEFAULT_PORT
         text = wishes.text(container.values, wishes.PORTS)
         listens = parse_ports(text, where=wishes.PORTS) if text else range(port, port + 1)
     except UsageError:

@@ -43,7 +43,7 @@ def check_command(
         return
     strategy = "auto"
     if program == LAUNCH:
-        from tfdist.launch.flags import parse
+        from tfdist.launch.options import parse
 
         try:
             options = parse(arguments)
@@ -68,7 +68,7 @@ def grace_s(words: Sequence[str]) -> float | None:
     program, arguments = _split(words)
     if program != LAUNCH:
         return None
-    from tfdist.launch.flags import parse
+    from tfdist.launch.options import parse
 
     try:
         options = parse(arguments)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from tfdist.cluster import ClusterSpec, Task, read_environment, wishes
 from tfdist.cluster.address import split_address
-from tfdist.cluster.hosts import node_plan, parse_hosts
-from tfdist.cluster.port_range import as_text, parse_ports
+from tfdist.cluster.placement import node_plan, parse_hosts
+from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import UsageError
-from tfdist.launch.hosts import rank_of
+from tfdist.launch.multihost.hosts import rank_of
+from tfdist.launch.multihost.token import read_token
 from tfdist.preflight.facts import Host
-from tfdist.rendezvous.token import read_token
 
 _ALONE = Task("worker", 0)
 _TRIED = 64  # of the ports of a range

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from tfdist.rendezvous.link import Link, Message, Violation, WrongToken
+from tfdist.launch.multihost.connection import Link, Message, Violation, WrongToken
 
 __all__ = ["Conversation", "Message", "Violation", "WrongToken", "take"]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfdist.cluster.port_range import parse_ports
+from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.wishes import FLAGS, RUN_DIR
 from tfdist.errors import UsageError, near
 from tfdist.schedulers import kubernetes, pod_flags, secrets, slurm, units

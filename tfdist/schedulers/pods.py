@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfdist.cluster.hosts import DEFAULT_PORT
+from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.errors import EXIT_PEER_MISSING
 from tfdist.schedulers.pod_script import literal, script
 from tfdist.schedulers.request import JobRequest, Volume

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster.secret_names import names_a_secret
+from tfdist.cluster.wishes import names_a_secret
 from tfdist.errors import UsageError
 
 _KNOWN = re.compile(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK
+from tfdist.launch.fork_server import WarmServer
 from tfdist.launch.machine import Machine
-from tfdist.launch.warm import WarmServer
 from tfdist.tuning import directory, mark, retrain
 from tfdist.tuning.board import HParamsBoard
 from tfdist.tuning.chief import Chief, Plan

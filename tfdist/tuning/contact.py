@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tfdist.cluster.address import split_address
 from tfdist.errors import UsageError
-from tfdist.rendezvous.link import Violation, WrongToken
-from tfdist.rendezvous.member import Joining, Member
+from tfdist.launch.multihost.connection import Violation, WrongToken
+from tfdist.launch.multihost.member import Joining, Member
 from tfdist.tuning import guard, mark
 from tfdist.tuning.hosts import Meeting
 from tfdist.tuning.leases import LEASE_S

@@ -15,8 +15,8 @@ import keras_tuner
 import numpy as np
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, UsageError
-from tfdist.launch.hosts import environment_of_tasks
 from tfdist.launch.machine import this_machine
+from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.launch.target import imports_tensorflow
 from tfdist.tuning import directory, journal, own_tuner, retrain
 from tfdist.tuning.assigning import Asked, best_of, plan_of

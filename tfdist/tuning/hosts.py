@@ -12,11 +12,11 @@ from typing import TypeVar
 from tfdist.cluster import tf_config
 from tfdist.cluster.address import split_address
 from tfdist.errors import UsageError
-from tfdist.launch import alike
-from tfdist.rendezvous import token as tokens
-from tfdist.rendezvous.hub import listen
-from tfdist.rendezvous.interface import resolve
-from tfdist.rendezvous.terms import without_secrets
+from tfdist.launch.multihost import agreement
+from tfdist.launch.multihost import token as tokens
+from tfdist.launch.multihost.agreement import without_secrets
+from tfdist.launch.multihost.connection import resolve
+from tfdist.launch.multihost.hub import listen
 from tfdist.tuning.options import RunOptions
 
 _Options = TypeVar("_Options", bound=RunOptions)
@@ -54,13 +54,13 @@ def meeting_of(
     alike_flags = ("strategy", "workers", "ps", "devices_per_worker", "trial_timeout_s")
     shown = without_secrets(args, key=token)
     terms = {
-        **alike.versions(),
+        **agreement.versions(),
         "sweep directory": str(options.sweep_dir.absolute()),
         **{f"--{name}": str(getattr(options, name)) for name in alike_flags},
         "program": program,
-        "its text": alike.digest(program_file),
+        "its text": agreement.digest(program_file),
         **{f"argument {number}": arg for number, arg in enumerate(shown, 1)},
-        **alike.variables(environ),
+        **agreement.variables(environ),
     }
     return Meeting(address=address, token=token, terms=terms)
 

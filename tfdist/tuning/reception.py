@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tfdist.rendezvous.hub import Differs, Heard, Hub, Joined, Lost
+from tfdist.launch.multihost.hub import Differs, Heard, Hub, Joined, Lost
 from tfdist.tuning.leases import LEASE_S
 from tfdist.tuning.messages import ALIVE, Message
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.launch.warm import WarmServer
+from tfdist.launch.fork_server import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
 from tfdist.tuning.place import Place

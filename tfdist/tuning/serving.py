@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tfdist.rendezvous.hub import Differs, Heard, Joined
+from tfdist.launch.multihost.hub import Differs, Heard, Joined
 from tfdist.tuning import messages
 from tfdist.tuning.leases import LEASE_S, Leases
 from tfdist.tuning.mark import Mark

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist.launch.hosts import environment_of_tasks
 from tfdist.launch.machine import Machine
+from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.tuning import hosts
 from tfdist.tuning.conduct import launch_flags, warm_server
 from tfdist.tuning.hosts import Meeting

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
-from tfdist.launch.hosts import environment_of_tasks
+from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.tuning import conduct
 from tfdist.tuning.asking import RUNNING, STOPPED, Answer
 from tfdist.tuning.assignment import Assignment

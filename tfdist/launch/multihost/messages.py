@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from tfdist.cluster import Task
-from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started
+from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started, task_of
 
 TaskEvent = Started | Raised | Beat | Ended
 Message = dict[str, Any]
 
 NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
 """What the functions here raise for a message that makes no sense."""
-
-_TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")
 
 
 def told(event: TaskEvent, *, now_s: float) -> Message:
@@ -74,14 +70,6 @@ def heard(message: Message, *, now_s: float) -> TaskEvent:
                 rest_s=_moment_s(message["rest_age_s"], now_s=now_s),
             )
     raise ValueError(f"no event: {message['event']!r}")
-
-
-def task_of(name: object) -> Task:
-    """Returns the task that `str` gives as ``worker-1``; raises ValueError if it is none."""
-    match = _TASK.fullmatch(name) if isinstance(name, str) else None
-    if match is None:
-        raise ValueError("no task's name")
-    return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
 
 
 def _told_awaited(awaited: Awaited, *, now_s: float) -> Message:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tfdist.cluster.placement import join
-from tfdist.rendezvous.channel import Channel
-from tfdist.rendezvous.link import Link, Message, Violation, WrongToken
-from tfdist.rendezvous.terms import differences
+from tfdist.launch.multihost.agreement import differences
+from tfdist.launch.multihost.connection import Channel, Link, Message, Violation, WrongToken
 
 CHECK_EVERY_S = 0.5
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, slurm, wishes
-from tfdist.cluster.hosts import DEFAULT_PORT, parse_hosts
+from tfdist.cluster.placement import DEFAULT_PORT, parse_hosts
 from tfdist.cluster.wishes import Wishes
 from tfdist.errors import UsageError
-from tfdist.launch import alike
+from tfdist.launch.multihost import agreement
+from tfdist.launch.multihost import token as tokens
+from tfdist.launch.multihost.agreement import without_secrets
+from tfdist.launch.multihost.connection import is_own_address
 from tfdist.launch.options import LaunchOptions
-from tfdist.rendezvous import token as tokens
-from tfdist.rendezvous.interface import is_own_address
-from tfdist.rendezvous.terms import without_secrets
 
 _OWN_FLAGS = (
     *("node_rank", "rendezvous_token_file", "start", "fork_server", "dry_run", "program"),
@@ -147,14 +147,14 @@ def terms(
     program = options.program
     args = without_secrets(program.args, key=group.token)
     return {
-        **alike.versions(),
+        **agreement.versions(),
         "hosts": ",".join(f"{h}:{n}" for h, n in zip(group.hosts, group.slots, strict=True)),
         **flags,
         "program": program.target,
-        "its text": alike.digest(program_file),
-        **{f"the text of {path}": alike.digest(path) for path in _config_files(program.args)},
+        "its text": agreement.digest(program_file),
+        **{f"the text of {path}": agreement.digest(path) for path in _config_files(program.args)},
         **{f"argument {number}": arg for number, arg in enumerate(args, 1)},
-        **alike.variables(environ),
+        **agreement.variables(environ),
     }
 
 

@@ -8,10 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.cluster.placement import join
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.rendezvous.channel import Channel
-from tfdist.rendezvous.interface import resolve
-from tfdist.rendezvous.link import Link, Message, Violation, WrongToken
-from tfdist.rendezvous.token import FLAG, VARIABLE
+from tfdist.launch.multihost.connection import (
+    Channel,
+    Link,
+    Message,
+    Violation,
+    WrongToken,
+    resolve,
+)
+from tfdist.launch.multihost.token import FLAG, VARIABLE
 
 _RETRY_S = 0.05  # then twice as long, up to the next
 _MAX_RETRY_S = 0.5

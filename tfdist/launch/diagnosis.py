@@ -1,0 +1,365 @@
+"""What has failed in an attempt: which task first, at which step, and why the kernel killed it.
+
+`Blame` and `Progress` are pure: they are told what has happened, and asked with the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import signal
+from collections.abc import Container
+from pathlib import Path
+from typing import Protocol
+
+from tfdist.cluster import Task
+from tfdist.errors import EXIT_PEER_MISSING
+from tfdist.launch.events import Beat, Ended, Raised, Started
+from tfdist.launch.report import Failure, exit_code_of, signal_name
+from tfdist.launch.watchdog import Hang
+
+SETTLE_S = 0.5
+"""How long a task that looks like a victim waits for its culprit before it is blamed itself."""
+
+_OWN, _ABORTED, _LOST_PEER = range(3)  # how likely a task is to have failed by itself
+
+# What TensorFlow and gRPC raise in a task whose peer has gone. The text often begins with
+# "Graph execution error" and tells the rest in lines that follow, which a note does not have.
+_SAID = (
+    "connection reset|connection refused|broken pipe|socket closed|failed to connect|goaway|"
+    "collective|peer|heartbeat|coordination|unhealthy|recvmsg|rendezvous|graph execution error"
+)
+_LOST = re.compile(
+    r"\b(PeerLost|UnavailableError|AbortedError|ConnectionError|ConnectionResetError)\b|"
+    r"\bBrokenPipeError\b|"
+    rf"\b(InternalError|CancelledError|DeadlineExceededError)\b.*({_SAID})",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class Blame:
+    """Collects failures and names the first.
+
+    A program that has failed may take its process up to `patience_s` to end. Until a process
+    has ended, or has taken longer, nobody is named.
+    """
+
+    def __init__(self, *, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._raised: dict[Task, Raised] = {}
+        self._ended: dict[Task, Ended] = {}
+        self._moments: dict[Task, float] = {}
+        self._first_seen_s = math.inf
+
+    def raised(self, event: Raised) -> None:
+        """Takes down that a program has failed."""
+        self._raised.setdefault(event.task, event)
+        self._moments.setdefault(event.task, event.at_s)
+
+    def ended(self, event: Ended, *, since_s: float, now_s: float) -> None:
+        """Takes down an end that should not have been.
+
+        It is seen when the launcher wakes up, so a task that was killed since it last did, at
+        `since_s`, may have died before the moment at which its victim says it failed.
+        """
+        self._ended[event.task] = event
+        self._moments.setdefault(event.task, since_s if _was_killed(event) else event.at_s)
+        self._first_seen_s = min(self._first_seen_s, now_s)
+
+    def forget(self, task: Task) -> None:
+        """Takes back all about a task: it has ended well after all, or has been started again."""
+        for known in (self._raised, self._ended, self._moments):
+            known.pop(task, None)
+        if not self._ended:
+            self._first_seen_s = math.inf
+
+    @property
+    def tasks(self) -> set[Task]:
+        """Returns the tasks that have failed so far."""
+        return set(self._moments)
+
+    def suspect(self, now_s: float, *, is_complete: bool) -> Failure | None:
+        """Returns who failed first, or None while that is not to be said yet.
+
+        `is_complete` says that no task is left of which a failure could still come.
+        """
+        if not self._ended and not self._overdue(now_s):
+            return None
+        first = min(self._moments, key=lambda task: (self._rank(task), self._moments[task]))
+        is_settled = now_s >= self._first_seen_s + SETTLE_S or self._overdue(now_s)
+        if self._rank(first) != _OWN and not is_settled and not is_complete:
+            return None
+        return self._failure(first, is_overdue=self._overdue(now_s))
+
+    def next_s(self) -> float:
+        """Returns when `suspect` may answer without another event."""
+        patience_s = min(
+            (e.at_s + self._patience_s for e in self._raised.values()), default=math.inf
+        )
+        return min(patience_s, self._first_seen_s + SETTLE_S)
+
+    def _overdue(self, now_s: float) -> bool:
+        """Whether a task whose program has failed does not end: nothing else would tell."""
+        return any(now_s >= event.at_s + self._patience_s for event in self._raised.values())
+
+    def _rank(self, task: Task) -> int:
+        raised, ended = self._raised.get(task), self._ended.get(task)
+        if raised is not None:
+            is_victim = is_lost_peer(raised.cause) or raised.exit_code == EXIT_PEER_MISSING
+            return _LOST_PEER if is_victim else _OWN
+        return _ABORTED if ended and ended.status == -signal.SIGABRT else _OWN
+
+    def _failure(self, task: Task, *, is_overdue: bool) -> Failure:
+        raised, ended = self._raised.get(task), self._ended.get(task)
+        code = raised.exit_code if raised else 1
+        if ended is not None and ended.status:
+            code = exit_code_of(ended.status)
+        cause = _cause(raised, ended)
+        if ended is None and is_overdue:
+            cause += ", and its process does not end"
+        at_s = raised.at_s if raised else ended.at_s if ended else self._moments[task]
+        kind = f"{raised.exit_code}: {raised.cause}" if raised else ""
+        return Failure(task=task, cause=cause, exit_code=code, at_s=at_s, kind=kind)
+
+
+def is_lost_peer(cause: str) -> bool:
+    """Returns whether an error says that its task has lost another one."""
+    return bool(_LOST.search(cause))
+
+
+def _was_killed(ended: Ended) -> bool:
+    return ended.status < 0 and ended.status != -signal.SIGABRT
+
+
+def _cause(raised: Raised | None, ended: Ended | None) -> str:
+    if ended is None:
+        return raised.cause if raised else "failed"
+    if ended.cause:
+        return ended.cause
+    end = f"exit code {ended.status}"
+    if ended.status < 0:
+        end = f"killed by {signal_name(-ended.status)}"
+        end += ", not by the launcher" * (ended.status == -signal.SIGKILL)
+    return f"{raised.cause} ({end})" if raised and raised.cause != end else end
+
+
+_SILENT_S = 3.0  # a task that has said nothing for so long does not speak any more
+
+
+class Watcher(Protocol):
+    """Finds tasks that stand still, from what it is told of them; `Watchdog` is one."""
+
+    def started(self, task: Task, *, at_s: float) -> None: ...
+    def ended(self, task: Task) -> None: ...
+    def beat(self, beat: Beat) -> None: ...
+    def next_check_s(self) -> float: ...
+    def verdict(self, now_s: float) -> Hang | None: ...
+    def stopped(self) -> Task | None: ...
+    def absent(self, now_s: float) -> tuple[Task, str] | None: ...
+
+
+class Progress:
+    """The last word of each task of an attempt."""
+
+    def __init__(self, watchdog: Watcher) -> None:
+        self._watchdog = watchdog
+        self._beats: dict[Task, Beat] = {}
+        self._started_s: dict[Task, float] = {}
+        self._step: int | None = None
+        self._first_step_s: float | None = None
+
+    @property
+    def first_step_s(self) -> float | None:
+        """Returns when the first step of this attempt was done, None if that is not known."""
+        return self._first_step_s
+
+    @property
+    def step(self) -> int | None:
+        """Returns the last step that any task has told; None before the training."""
+        return self._step
+
+    def asked_for(self, task: Task, *, at_s: float) -> None:
+        """Takes down that a task is to start: that it never does is a hang, too."""
+        self._watchdog.started(task, at_s=at_s)
+
+    def started(self, event: Started) -> None:
+        """Takes down that a task has a process, which has said nothing yet."""
+        self._beats.pop(event.task, None)
+        self._started_s[event.task] = event.at_s
+        self._watchdog.started(event.task, at_s=event.at_s)
+
+    def ended(self, task: Task) -> None:
+        """Takes down that a task is not expected to get on any more."""
+        self._watchdog.ended(task)
+
+    def beat(self, beat: Beat) -> None:
+        """Takes down what a task says."""
+        self._beats[beat.task] = beat
+        self.reached(beat.step)
+        known_s, first_s = self._first_step_s, beat.first_step_s
+        if first_s is not None:
+            self._first_step_s = first_s if known_s is None else min(known_s, first_s)
+        self._watchdog.beat(beat)
+
+    def reached(self, step: int | None) -> None:
+        """Takes down a step that a task has reached."""
+        if step is not None:
+            self._step = step if self._step is None else max(self._step, step)
+
+    def next_check_s(self) -> float:
+        """Returns when `hang` may answer without another event."""
+        return self._watchdog.next_check_s()
+
+    def hang(
+        self, now_s: float, *, among: Container[Task]
+    ) -> tuple[Failure, tuple[Task, ...]] | None:
+        """Returns the failure of one of the tasks `among` that stands still, and who is stuck."""
+        if now_s < self._watchdog.next_check_s():
+            return None
+        hang = self._watchdog.verdict(now_s)
+        if hang is None or hang.task not in among:
+            return None
+        sign_s = self._last_sign_s(hang.task, now_s=now_s)
+        failure = Failure(task=hang.task, cause=hang.cause, exit_code=1, at_s=sign_s)
+        return self.dated(failure, now_s=now_s), hang.stuck
+
+    def behind(self, failure: Failure) -> Failure:
+        """Returns that of another task where `failure` is of one that has lost or missed a peer.
+
+        TensorFlow gives up a peer that is stopped and does not answer, and the tasks wait for one
+        that does not come, which both may be over before it counts as hanging.
+        """
+        has_missed = failure.exit_code == EXIT_PEER_MISSING
+        if not has_missed and not is_lost_peer(failure.cause):
+            return failure
+        if stopped := self._watchdog.stopped():
+            cause = f"stopped (SIGSTOP), and {failure.task} lost it: {failure.cause}"
+            return dataclasses.replace(failure, task=stopped, cause=cause, kind="stopped")
+        absent = self._watchdog.absent(failure.at_s) if has_missed else None
+        if absent is None:
+            return failure
+        task, looks = absent
+        cause = f"{looks}, and {failure.task} gave up: {failure.cause}"
+        return dataclasses.replace(failure, task=task, cause=cause, kind="absent")
+
+    def dated(self, failure: Failure, *, now_s: float) -> Failure:
+        """Returns `failure` with the step it happened at and how long it took to be seen."""
+        return dataclasses.replace(failure, step=self._step, detect_s=now_s - failure.at_s)
+
+    def _last_sign_s(self, task: Task, *, now_s: float) -> float:
+        """Returns when a task last got on: its last word, or what that says of its phase."""
+        beat = self._beats.get(task)
+        if beat is None:
+            return self._started_s.get(task, now_s)
+        return beat.at_s if now_s - beat.at_s > _SILENT_S else beat.since_s
+
+
+_V1_ROOT = Path("/sys/fs/cgroup/memory")
+_V2_ROOT = Path("/sys/fs/cgroup")
+_KILLED = re.compile(rb"Killed process (\d+) ")
+_MAX_RECORDS = 10_000
+
+
+class KillEvidence:
+    """Tells why the kernel killed a task, as far as this user may read it.
+
+    The counters of a control group say that some process of it was killed, the kernel's own log
+    says which one; inside a container its numbers may be others than ours, and it is often not
+    readable.
+    """
+
+    def __init__(
+        self,
+        *,
+        proc: Path = Path("/proc"),
+        v1_root: Path = _V1_ROOT,
+        v2_root: Path = _V2_ROOT,
+        kernel_log: Path = Path("/dev/kmsg"),
+    ) -> None:
+        self._proc = proc
+        self._roots = (v1_root, v2_root)
+        self._counters: dict[Path, int] = {}
+        self._files: dict[int, Path] = {}
+        self._log_fd = -1
+        with contextlib.suppress(OSError):
+            self._log_fd = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._log_fd, 0, os.SEEK_END)
+        self._killed: set[int] = set()
+
+    def started(self, pid: int) -> None:
+        """Remembers where a task's memory is counted, and how many were killed there so far."""
+        path = self._counter_file(pid)
+        if path is not None:
+            self._files[pid] = path
+            self._counters.setdefault(path, _oom_kills(path) or 0)
+
+    def of_kill(self, pid: int) -> str:
+        """Returns why the kernel killed the task whose process was `pid`; "" if it is not known.
+
+        A rise of a counter explains one death only.
+        """
+        path = self._files.pop(pid, None)
+        risen = False
+        if path is not None:
+            now, before = _oom_kills(path) or 0, self._counters[path]
+            risen = now > before
+            self._counters[path] = min(now, before + 1)
+        logged = self._is_logged(pid)
+        if not (risen or logged):
+            return ""
+        where = f"oom_kill rose in {path}" if risen else f"{pid} is in the kernel's log"
+        return f"killed by the kernel's out-of-memory killer ({where})"
+
+    def close(self) -> None:
+        """Lets go of the kernel's log."""
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
+
+    def _counter_file(self, pid: int) -> Path | None:
+        try:
+            groups = (self._proc / str(pid) / "cgroup").read_text()
+        except OSError:
+            return None
+        v1_root, v2_root = self._roots
+        for line in groups.splitlines():
+            _, controllers, group = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                root, name = v1_root, "memory.oom_control"
+            elif not controllers:
+                root, name = v2_root, "memory.events"
+            else:
+                continue
+            # Inside a container the group's own path may not be there: its root is mounted.
+            for path in (root / group.lstrip("/") / name, root / name):
+                if _oom_kills(path) is not None:
+                    return path
+        return None
+
+    def _is_logged(self, pid: int) -> bool:
+        for _ in range(_MAX_RECORDS if self._log_fd >= 0 else 0):
+            try:
+                record = os.read(self._log_fd, 8192)
+            except BrokenPipeError:  # records were lost: go on with the next one there is
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            self._killed |= {int(found) for found in _KILLED.findall(record)}
+        return pid in self._killed
+
+
+def _oom_kills(path: Path) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    counts = dict(line.split(" ", 1) for line in lines if " " in line)
+    try:
+        return int(counts["oom_kill"])
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,529 @@
+"""The fork server: a process that imports TensorFlow once and forks a task for each request.
+
+It reads requests from a socket and answers with starts and ends, as it is the parent of the
+tasks. It must not run an operation or ask for a device itself: TensorFlow's threads and
+devices are made on first use, and do not live through a fork. So there is one thread when it
+forks, given that the libraries below NumPy are told to make none (`ONE_THREAD`).
+
+`ForkStarter` is the launcher's side. Who runs many jobs one after the other, such as a sweep, keeps
+a `WarmServer`: one process imports once, and each job gets a fork server that is a fork of it, and
+needs no import: ``tfdist.launch --fork_server FD``. The tasks are forked from that one as from any
+fork server, and end with it; what a job has allocated is gone with its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tfdist.cluster import Task
+from tfdist.cluster.tf_config import VARIABLE
+from tfdist.launch import heartbeat
+from tfdist.launch.events import Ended, Started
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.process import bootstrap_command, die_with, spawn
+from tfdist.launch.task import note_to, run_program, set_title
+
+MAX_MESSAGE_BYTES = 1 << 17
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Environment of the server: NumPy's libraries make their threads when they are loaded, and
+TensorFlow's, of which it has its own, when it is first used."""
+
+_FDS_PER_REQUEST = 2
+_FOR_TASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What a service manager or a scheduler that ends a job sends to each of its processes. The tasks
+save then, and would end with the server: it waits for its launcher's end."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serves until the launcher is gone: socket descriptor, then the modules to import.
+
+    With ``--``, and more modules, it is the process of a `WarmServer`.
+    """
+    if "--" in argv:
+        _keep_warm(argv)
+        return
+    control = socket.socket(fileno=int(argv[0]))
+    os.set_inheritable(control.fileno(), False)
+    import_once(argv[1:])
+    serve(control)
+
+
+def import_once(modules: Sequence[str]) -> None:
+    """Imports what all tasks share, and leaves it as it is to be shared."""
+    # Not ignored: what is sent to a task while it is being made waits until it is one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_TASKS)
+    set_title("tfdist fork server")
+    gc.disable()  # what is imported stays: to look for what does not only takes time
+    for name in modules:
+        importlib.import_module(name)
+    threads = count_threads()
+    if threads > 1:  # only the one that forks lives on in a task, whatever the others held
+        print(f"fork server: {threads} threads after the imports, where 1 was expected")
+    # So that a task's collector does not touch, and so copy, what all share. There is no collection
+    # before: it takes a while, and frees places in pages that each task would fill, and so copy.
+    gc.freeze()
+    gc.enable()
+
+
+def count_threads() -> int:
+    """Returns how many threads this process has."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def serve(control: socket.socket) -> None:
+    """Forks a task for each request, until the launcher is gone; returns in tasks as well."""
+    request = _Server(control).serve()
+    if request is not None:  # in a task: nothing of the server is left on its stack
+        _run(request)
+
+
+class _Server:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._tasks: dict[int, str] = {}
+        self._wake_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Returns in the server when the launcher is gone, and in each task with its request."""
+        signal.signal(signal.SIGCHLD, _nothing)
+        signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
+        self._tell({"ready": True})
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._wake_fd:
+                    os.read(self._wake_fd, 4096)
+                    self._reap()
+                    continue
+                data, fds, _, _ = socket.recv_fds(
+                    self._control, MAX_MESSAGE_BYTES, _FDS_PER_REQUEST
+                )
+                if not data:
+                    return None
+                request = json.loads(data)
+                if self._fork(request, fds):
+                    return dict(request)
+
+    def _fork(self, request: dict[str, Any], fds: Sequence[int]) -> bool:
+        """Returns True in the task, False in the server."""
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            cause = f"cannot be forked: {error.strerror}"
+            self._tell({"ended": request["task"], "status": 1, "cause": cause, "at": _now()})
+            pid = -1
+        if pid == 0:
+            self._become_task(request, server=server, output_fd=fds[0], notes_fd=fds[1])
+            return True
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            self._tasks[pid] = request["task"]
+            self._tell({"started": request["task"], "pid": pid, "at": _now()})
+        return False
+
+    def _become_task(
+        self, request: dict[str, Any], *, server: int, output_fd: int, notes_fd: int
+    ) -> None:
+        os.setsid()
+        die_with(server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_TASKS)
+        os.close(self._wake_fd)
+        os.close(self._wake_write_fd)
+        self._control.close()
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
+        os.close(output_fd)
+        os.set_inheritable(notes_fd, False)
+        request["notes_fd"] = notes_fd
+        for name in request["unset"]:
+            os.environ.pop(name, None)
+        os.environ.update(request["set"])
+        _reseed()
+
+    def _reap(self) -> None:
+        while self._tasks:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            task = self._tasks.pop(pid, None)
+            if task is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self._tell({"ended": task, "status": code, "at": _now()})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._control.send(json.dumps(message).encode())
+
+
+def _run(request: dict[str, Any]) -> None:
+    set_title(request["title"])
+    failed = note_to(request["notes_fd"], task=request["task"])
+    heartbeat.print_stacks_when_asked()
+    heartbeat.start(request["notes_fd"], task=request["task"])
+    run_program(request["target"], request["args"], is_module=request["is_module"], failed=failed)
+
+
+def _reseed() -> None:
+    """Gives the task random numbers of its own; TensorFlow draws its seeds when first used."""
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _nothing(signum: int, frame: FrameType | None) -> None:
+    """A handler only so that SIGCHLD is caught and wakes the server up."""
+
+
+_END_TIMEOUT_S = 2.0
+
+
+class WarmServer:
+    """The process that imports once; it ends with the one that made it.
+
+    It is started by `start` or on first use, and again when it has been killed.
+
+    Args:
+      modules: what to import.
+      more: what else, where it can be: a module that fails is left to the tasks, and all of these
+        are where one has started a thread, which would not live through a fork.
+      environ: of the imports; each task gets the environment of its job.
+      log_path: for what the imports say.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[str],
+        *,
+        more: Sequence[str] = (),
+        environ: Mapping[str, str],
+        log_path: Path,
+    ) -> None:
+        self._more = tuple(more)
+        self._modules = tuple(modules)
+        self._environ = {**environ, **ONE_THREAD}
+        self._log_path = log_path
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_used = False
+
+    @property
+    def pid(self) -> int | None:
+        """Returns its process id; None before its first use."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Begins to import; its owner may do other things until it needs the first fork server."""
+        self._ready_socket()
+
+    def connect(self) -> socket.socket:
+        """Returns a socket to a fork server of its own, which is forked after the imports."""
+        control = self._ready_socket()
+        self._is_used = True
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.suppress(OSError):  # it is gone: who reads `ours` sees that
+            socket.send_fds(control, [b"+"], [theirs.fileno()])
+        return ours
+
+    def close(self) -> None:
+        """Ends it; the fork servers of jobs that go on end with these."""
+        process, self._process = self._process, None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if process is None:
+            return
+        try:
+            process.wait(_END_TIMEOUT_S if self._is_used else 0)
+        except subprocess.TimeoutExpired:  # in an import
+            process.kill()
+            process.wait()
+
+    def _ready_socket(self) -> socket.socket:
+        if self._socket is not None and self._process and self._process.poll() is None:
+            return self._socket
+        self.close()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                _warm_command(theirs.fileno(), self._modules, self._more),
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return self._socket
+
+
+def _keep_warm(argv: Sequence[str]) -> None:
+    """Serves until its owner is gone: socket descriptor, modules to import, ``--``, and more."""
+    control = socket.socket(fileno=int(argv[0]))
+    modules, more = argv[1 : argv.index("--")], argv[argv.index("--") + 1 :]
+    gc.disable()  # as `import_once` has it
+    for name in more:
+        _import_if_it_can_be(name)
+    if more and count_threads() > 1:
+        print(f"fork server: threads after importing {', '.join(more)}: begun anew without")
+        sys.stdout.flush()
+        command = _warm_command(control.fileno(), modules)
+        os.execv(command[0], command)
+    os.set_inheritable(control.fileno(), False)
+    import_once(modules)
+    server = _forked(control)
+    if server is None:  # its owner waits for the end, and Python need not be taken apart for it
+        sys.stdout.flush()
+        os._exit(0)
+    serve(server)
+
+
+def _warm_command(fd: int, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    return bootstrap_command("fork_server", str(fd), *modules, "--", *more)
+
+
+def _import_if_it_can_be(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(f"fork server: {name} is left to the tasks: {type(error).__name__}: {error}")
+
+
+def _forked(control: socket.socket) -> socket.socket | None:
+    """Returns None when the owner is gone, and in each fork the socket to its launcher."""
+    signal.signal(signal.SIGCHLD, _reap_forks)
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return None
+        if os.fork() == 0:
+            os.setsid()
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return socket.socket(fileno=fds[0])
+        os.close(fds[0])
+
+
+def _reap_forks(signum: int, frame: FrameType | None) -> None:
+    """Takes those that have ended, so that what they have used is counted as their owner's."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+IMPORTS = ("tensorflow", "keras")
+"""What the server imports before it forks: what every program needs that takes long."""
+
+
+class ForkStarter:
+    """Starts each task as a fork of one process that has TensorFlow imported.
+
+    The process serves all attempts of a job: it never imports the job's own program, and each
+    fork gets the environment of its attempt.
+
+    Args:
+      cause_of_kill: why the kernel killed a process; "" where that is not known.
+      server: a socket to a server that is there already; see `WarmServer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        environ: Mapping[str, str],
+        log_path: Path,
+        open_files: tuple[int, int],
+        clock: Callable[[], float],
+        cause_of_kill: Callable[[int], str],
+        server: socket.socket | None = None,
+    ) -> None:
+        # Of a server that another process has started it is only known what it must have.
+        self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
+        self._log_path = log_path
+        self._clock = clock
+        self._cause_of_kill = cause_of_kill
+        self._is_ready = self._is_over = False
+        self._waiting: deque[tuple[Task, bytes, tuple[int, int]]] = deque()
+        self._tasks: dict[str, Task] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        if server is not None:
+            self._socket = server
+            return
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(log_path, "ab") as log:
+            self._server = spawn(
+                bootstrap_command("fork_server", str(theirs.fileno()), *IMPORTS),
+                env=self._environ,
+                output_fd=log.fileno(),
+                keep_fds=(theirs.fileno(),),
+                open_files=open_files,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """Returns the id of the server that it has started, which is its session's too."""
+        return self._server.pid if self._server else None
+
+    @property
+    def sessions(self) -> frozenset[int]:
+        """Returns the server's session."""
+        return frozenset({self._server.pid} if self._server else ())
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the server has ended, so that another one is needed."""
+        return self._is_over or (self._server is not None and self._server.poll() is not None)
+
+    def start(
+        self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
+    ) -> None:
+        """Asks for a task. It is forked once the server has imported everything."""
+        program = spec.program
+        request = {
+            "task": str(spec.task),
+            "title": spec.title,
+            "target": program.target,
+            "is_module": program.is_module,
+            "args": program.args,
+            "set": {k: v for k, v in env.items() if self._environ.get(k) != v},
+            "unset": [name for name in self._environ if name not in env],
+        }
+        message = json.dumps(request).encode()
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise OSError(f"its flags are too long for --start fork: {len(message)} bytes")
+        self._tasks[str(spec.task)] = spec.task
+        self._waiting.append((spec.task, message, (os.dup(output_fd), os.dup(notes_fd))))
+        self._send_waiting()
+
+    def withdraw(self, task: Task) -> bool:
+        """Takes back a start that has not been begun; returns whether it could."""
+        for request in self._waiting:
+            if request[0] == task:
+                self._waiting.remove(request)
+                self._tasks.pop(str(task), None)
+                self._forget(request)
+                return True
+        return False
+
+    def give_up(self) -> None:
+        """Ends a server that does not tell what has started or ended; another takes its place."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # so that `collect` sees its end, even so
+        if self._server is not None:
+            self._server.kill()
+
+    def fileno(self) -> int | None:
+        """Returns the socket on which the server answers."""
+        return self._socket.fileno()
+
+    def collect(self) -> list[Started | Ended]:
+        """Returns which tasks have started or ended since the last call."""
+        events: list[Started | Ended] = []
+        while self._socket.fileno() >= 0:
+            try:
+                data = self._socket.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            if not data:
+                return events + self._all_ended()
+            events += self._event(json.loads(data))
+        return events
+
+    def close(self) -> None:
+        """Ends the server."""
+        for request in self._waiting:
+            self._forget(request)
+        self._waiting.clear()
+        self._socket.close()
+        if self._server is None:
+            return
+        if self._is_ready:  # it reads, and so sees that nobody asks any more
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(_END_TIMEOUT_S)
+        if self._server.returncode is None:
+            self._server.kill()
+            self._server.wait()
+
+    def _event(self, answer: dict[str, Any]) -> list[Started | Ended]:
+        self._is_ready = True
+        self._send_waiting()
+        if "started" in answer:
+            task = self._tasks[answer["started"]]
+            return [Started(task=task, pid=answer["pid"], at_s=answer["at"])]
+        if "ended" in answer:
+            task = self._tasks.pop(answer["ended"])
+            status, cause = answer["status"], answer.get("cause", "")
+            return [Ended(task=task, status=status, at_s=answer["at"], cause=cause)]
+        return []
+
+    def _send_waiting(self) -> None:
+        """Sends what the server takes at once: while it does not read, it may wait for `collect`.
+
+        Each of its answers brings us back here.
+        """
+        while self._is_ready and self._waiting:
+            _, message, fds = request = self._waiting[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
+            try:
+                self._socket.sendmsg([message], rights, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone: `collect` sees that
+                pass
+            self._waiting.popleft()
+            self._forget(request)
+
+    def _all_ended(self) -> list[Started | Ended]:
+        """Every task has ended with the server, which was their parent."""
+        self._is_over = True
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        why = self._cause_of_kill(self.pid) if self.pid else ""
+        cause = f"the fork server has ended{', ' * bool(why)}{why}: see {self._log_path}"
+        now_s = self._clock()
+        status = -signal.SIGKILL
+        return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]
+
+    def _forget(self, request: tuple[Task, bytes, tuple[int, int]]) -> None:
+        for fd in request[2]:
+            os.close(fd)
+
+
+def shared_environment(specs: Sequence[ProcessSpec]) -> dict[str, str]:
+    """Returns what the environments of all tasks agree on, for the server to import with."""
+    first, *others = (spec.env for spec in specs)
+    return {
+        name: value
+        for name, value in first.items()
+        if name != VARIABLE and all(env.get(name) == value for env in others)
+    }
