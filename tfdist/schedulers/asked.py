@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster.port_range import parse_ports
+from tfdist.cluster.secret_names import names_a_secret
 from tfdist.cluster.wishes import FLAGS, RUN_DIR
 from tfdist.errors import UsageError, near
-from tfdist.schedulers import kubernetes, pod_flags, secrets, slurm, units
+from tfdist.schedulers import flags, kubernetes, slurm
 from tfdist.schedulers.flags import Given
-from tfdist.schedulers.pods import PodOptions
+from tfdist.schedulers.kubernetes import text_of
+from tfdist.schedulers.pods import PodOptions, pod_options, volumes
 from tfdist.schedulers.request import JobRequest, Resources
-from tfdist.schedulers.yaml_text import text_of
 
 _FORMS = {
     "slurm": (slurm.SECRET_FORM, slurm.SECRET_PATTERN),
@@ -71,7 +72,7 @@ def render(given: Given, *, to: str, job: Job) -> Rendered:
             features=given.all("node_selector"),
         )
         return Rendered(name=request.name, text=slurm.render(request, options))
-    pods = pod_flags.pod_options(given)
+    pods = pod_options(given)
     made = kubernetes.render(request, pods, kind=kind(given))
     text = text_of(made, comments=kubernetes.comments(request, pods, kind=kind(given)))
     return Rendered(name=request.name, text=text, notes=_notes(request, pods))
@@ -81,8 +82,8 @@ def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
     """Returns the job, whatever its scheduler."""
     form, pattern = _FORMS[to]
     env = given.pairs("env")
-    secrets.refuse_values(job.program, env=env, form=form)
-    references = (secrets.reference(t, pattern=pattern, form=form) for t in given.all("secret"))
+    refuse_values(job.program, env=env, form=form)
+    references = (reference(t, pattern=pattern, form=form) for t in given.all("secret"))
     name = given.one("name") or _name_of(job)
     time, memory = given.one("time"), given.one("memory")
     return JobRequest(
@@ -96,12 +97,12 @@ def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
         python=given.one("python") or "python",
         resources=Resources(
             cpus=_count(given, "cpus"),
-            memory_mib=units.mebibytes(memory) if memory else None,
+            memory_mib=flags.mebibytes(memory) if memory else None,
             gpus=_count(given, "gpus", least=0) or 0,
         ),
         env=env,
         secrets=dict(references),
-        time_s=units.seconds(time) if time else None,
+        time_s=flags.seconds(time) if time else None,
         grace_s=math.ceil(job.grace_s),
         max_restarts=job.max_restarts,
         hang_timeout_s=math.ceil(job.hang_timeout_s),
@@ -157,7 +158,7 @@ def _name_of(job: Job) -> str:
 
 def _run_dir(given: Given, name: str) -> str:
     """Returns a directory with a name of its own, by which a job that is started again goes on."""
-    writable = [volume for volume in pod_flags.volumes(given) if not volume.read_only]
+    writable = [volume for volume in volumes(given) if not volume.read_only]
     return f"{writable[0].mount.rstrip('/')}/{name}" if writable else f"runs/{name}"
 
 
@@ -177,4 +178,54 @@ def _notes(request: JobRequest, pods: PodOptions) -> tuple[str, ...]:
 
 def _count(given: Given, flag: str, *, least: int = 1) -> int | None:
     text = given.one(flag)
-    return None if text is None else units.count(text, flag=flag, least=least, most=100_000)
+    return None if text is None else flags.count(text, flag=flag, least=least, most=100_000)
+
+
+# Secrets: a job names where they are. Their values are in no flag, script or manifest.
+
+_KNOWN = re.compile(
+    r"\b(ghp_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@"
+)
+_FIX = "put the value where the scheduler keeps it, and name that: --secret NAME={form}"
+
+
+def refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str) -> None:
+    """Refuses what looks like a secret's value in --env or among the program's arguments.
+
+    The message has the name of the flag or variable, and not the value.
+    """
+    for name, value in env.items():
+        if is_secret(name, value):
+            raise _refused(f"--env {name}", form)
+    for i, argument in enumerate(program):
+        name, equals, value = argument.partition("=")
+        after = program[i + 1] if i + 1 < len(program) else ""
+        if name.startswith("-") and not equals:
+            name, value = name, "" if after.startswith("-") else after
+        elif not name.startswith("-"):
+            name, value = "", argument
+        if is_secret(name.lstrip("-"), value) or _KNOWN.search(argument):
+            raise _refused(name if name.startswith("--") else "the program's arguments", form)
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Returns whether `value`, given for `name`, looks like a secret itself."""
+    return bool(value) and bool(names_a_secret(name) or _KNOWN.search(value))
+
+
+def reference(text: str, *, pattern: str, form: str) -> tuple[str, str]:
+    """Splits ``NAME=reference``; the message of the `UsageError` shows the name at most."""
+    name, equals, where = text.partition("=")
+    if equals and re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and re.fullmatch(pattern, where):
+        return name, where
+    shown = f"{name}=... (not shown)" if equals else "no NAME=reference"
+    expected = f"a variable and where its value is: NAME={form}"
+    raise UsageError("--secret", received=shown, expected=expected, fix=_FIX.format(form=form))
+
+
+def _refused(where: str, form: str) -> UsageError:
+    received = "what looks like a secret's value (not shown)"
+    expected = "no secret in a command line, a script or a manifest"
+    return UsageError(where, received=received, expected=expected, fix=_FIX.format(form=form))

@@ -6,13 +6,15 @@ unless one is asked for, and `admission` lets the job's own pods in and nobody e
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tfdist.cluster.hosts import DEFAULT_PORT
-from tfdist.errors import EXIT_PEER_MISSING
-from tfdist.schedulers.pod_script import literal, script
+from tfdist.errors import EXIT_PEER_MISSING, UsageError, near
+from tfdist.schedulers.flags import Given
 from tfdist.schedulers.request import JobRequest, Volume
 
 Manifest = dict[str, Any]
@@ -258,3 +260,156 @@ def _volume(number: int, volume: Volume) -> Manifest:
         return {"name": f"volume-{number}", "hostPath": {"path": volume.source}}
     claim = {"claimName": volume.source, **({"readOnly": True} if volume.read_only else {})}
     return {"name": f"volume-{number}", "persistentVolumeClaim": claim}
+
+
+# What the shell of a pod runs around a task.
+
+# The shell is process 1, to which alone Kubernetes sends SIGTERM. As process 1 it would be deaf to
+# it without a trap, and so would be a task in its place that has no handler yet, while it imports
+# TensorFlow or waits for its peers.
+_TFDIST = """\
+trap 'exit 143' TERM
+if ! "$1" -c 'import tfdist' 2>/dev/null; then
+  echo {message}
+  exit 2
+fi
+"""
+# The wait that a trap ends is begun again until the task has ended.
+_TASK = """\
+"$@" &
+trap 'again=yes; kill -TERM "$!"' TERM
+code=
+again=yes
+while [ "$again" ]; do
+  again=
+  wait "$!"
+  now=$?
+  case "$now" in
+    127 | -1) code=${code:-$now} ;;
+    *) code=$now ;;
+  esac
+done
+"""
+
+
+def script(*, image: str, python: str, codes: Mapping[int, int], from_index: int | None) -> str:
+    """Returns what the pod's shell runs, with the program and its arguments as ``$@``.
+
+    A task that ends with a code in `codes` ends its pod with the other one; `from_index` as in
+    `Role.codes_from_index`.
+    """
+    message = shlex.quote(
+        f"image {image}: received no tfdist for {python}; expected it installed. "
+        "Fix: build it into the image, or name the Python that has it with --python"
+    )
+    when = f'[ "$JOB_COMPLETION_INDEX" -ge {from_index} ] && ' if from_index is not None else ""
+    changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in codes.items()]
+    return "".join([_TFDIST.format(message=message), _TASK, *changes, 'exit "$code"\n'])
+
+
+def literal(text: str) -> str:
+    """Returns what Kubernetes turns into `text`: it replaces $(NAME), and $$ by one dollar."""
+    return text.replace("$", "$$") if "$(" in text or "$$" in text else text
+
+
+# The flags that only pods have: from their texts to `PodOptions`.
+
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_MAX_ID = 2**31 - 1
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
+_SOURCE = re.compile(r"/[^\0:]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_KEY = r"[A-Za-z0-9](?:[A-Za-z0-9_./-]*[A-Za-z0-9])?"
+_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_TAINT = re.compile(rf"({_KEY})(?:=({_VALUE})?)?(?::(\w+))?")
+_USER = re.compile("([0-9]{1,10})(?::([0-9]{1,10}))?")
+
+
+def pod_options(given: Given) -> PodOptions:
+    """Returns what the flags of pods say.
+
+    Raises:
+        UsageError: there is no image, or a value that Kubernetes would not take.
+    """
+    return PodOptions(
+        image=_read_image(given.one("image")),
+        namespace=_read_name(given, "namespace"),
+        node_selector=_read_labels(given, "node_selector", example="disk=ssd"),
+        volumes=volumes(given),
+        service_account=_read_name(given, "service_account"),
+        image_pull_secret=_read_name(given, "image_pull_secret"),
+        tolerations=tuple(_read_toleration(text) for text in given.all("toleration")),
+        priority_class=_read_name(given, "priority_class"),
+        user=_read_user(given.one("run_as_user")),
+        labels=_read_labels(given, "label", example="team=vision", without=OWN_LABELS),
+    )
+
+
+def volumes(given: Given) -> tuple[Volume, ...]:
+    """Returns every --volume."""
+    return tuple(_read_volume(text) for text in given.all("volume"))
+
+
+def _read_image(image: str | None) -> str:
+    if not image or not _IMAGE.fullmatch(image):
+        fix = "write --image registry/name:tag"
+        expected = "the image of the pods, with tfdist in it"
+        received = repr(image) if image else "nothing"
+        raise UsageError("--image", received=received, expected=expected, fix=fix)
+    return image
+
+
+def _read_name(given: Given, flag: str) -> str | None:
+    name = given.one(flag)
+    if name is not None and not _NAME.fullmatch(name):
+        fix, expected = "correct it", "the name of an object of Kubernetes"
+        raise UsageError(f"--{flag}", received=repr(name), expected=expected, fix=fix)
+    return name
+
+
+def _read_labels(
+    given: Given, flag: str, *, example: str, without: tuple[str, ...] = ()
+) -> Mapping[str, str]:
+    labels = given.pairs(flag)
+    for key, value in labels.items():
+        if re.fullmatch(_KEY, key) and re.fullmatch(f"({_VALUE})?", value) and key not in without:
+            continue
+        others = f", none of {', '.join(without)}" if without else ""
+        fix, expected = f"write --{flag} {example}", f"a label and its value{others}"
+        raise UsageError(f"--{flag}", received=repr(f"{key}={value}"), expected=expected, fix=fix)
+    return labels
+
+
+def _read_toleration(text: str) -> Toleration:
+    """Returns the taint that ``kubectl taint`` writes so, or its key alone."""
+    taint = _TAINT.fullmatch(text)
+    if taint is None or taint[3] not in (None, *_EFFECTS):
+        effect = text.rpartition(":")[2]
+        fix = f"write --toleration gpu=yes:NoSchedule{near(effect, _EFFECTS)}"
+        expected = f"KEY, KEY:EFFECT or KEY=VALUE:EFFECT, EFFECT being {' or '.join(_EFFECTS)}"
+        raise UsageError("--toleration", received=repr(text), expected=expected, fix=fix)
+    value = (taint[2] or "") if "=" in text else None
+    return Toleration(key=taint[1], value=value, effect=taint[3])
+
+
+def _read_user(text: str | None) -> User | None:
+    if text is None:
+        return None
+    ids = _USER.fullmatch(text)
+    uid, gid = (int(ids[1]), int(ids[2] or 0)) if ids else (-1, -1)
+    if not (0 <= uid <= _MAX_ID and 0 <= gid <= _MAX_ID):
+        fix = "write --run_as_user 1000, or 1000:1000"
+        expected = f"the number of a user, or of a user and a group, up to {_MAX_ID}"
+        raise UsageError("--run_as_user", received=repr(text), expected=expected, fix=fix)
+    return User(uid=uid, gid=gid if ":" in text else None)
+
+
+def _read_volume(text: str) -> Volume:
+    source, _, rest = text.partition("=")
+    mount, _, mode = rest.partition(":")
+    is_right = _SOURCE.fullmatch(source) and re.fullmatch("/[^:]+", mount)
+    if not is_right or mode not in ("", "ro"):
+        fix = "write --volume data=/data, or --volume data=/data:ro"
+        expected = "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only"
+        raise UsageError("--volume", received=repr(text), expected=expected, fix=fix)
+    return Volume(source=source, mount=mount, read_only=mode == "ro")
