@@ -17,9 +17,9 @@ from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
 from tfdist.lint import RULES as LINT_RULES
 from tfdist.lint import Severity
-from tfdist.preflight import door, machine, probing, report
+from tfdist.preflight import door, machine, report
 from tfdist.preflight.checks import RULES, TOPICS, check
-from tfdist.preflight.checks.proxies import excepted
+from tfdist.preflight.checks.network import excepted
 from tfdist.preflight.door import Door
 from tfdist.preflight.examine import Verdict
 from tfdist.preflight.facts import (
@@ -37,10 +37,10 @@ from tfdist.preflight.facts import (
     ReverseFacts,
     Wire,
     as_json,
+    read,
 )
 from tfdist.preflight.job import job_of
-from tfdist.preflight.reading import read
-from tfdist.preflight.serving import Servers
+from tfdist.preflight.servers import Servers
 from tfdist.preflight.storage import Storage
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -417,14 +417,14 @@ def test_the_other_end_says_who_it_is() -> None:
             ("SSH-2.0-OpenSSH", -1),
         ]:
             with Door(line, [held.port]):
-                first, second = probing.reach(hosts, present=[0, 1], index=0, fingerprint="abc")
+                first, second = door.reach(hosts, present=[0, 1], index=0, fingerprint="abc")
             assert (first.error, first.answered) == ("", answered)
             assert second.error == "connection refused"
 
 
 def test_a_plain_connection_is_measured() -> None:
     with hold_ports(1)[0] as held, Door("x", [held.port]):
-        found = probing.measure("127.0.0.1", held.port, host=0)
+        found = door.measure("127.0.0.1", held.port, host=0)
     assert found.error == ""
     assert 0 < found.latency_s < 1
     assert found.bytes_per_s > 1e6
@@ -432,10 +432,10 @@ def test_a_plain_connection_is_measured() -> None:
 
 def test_what_the_door_is_asked_is_bounded() -> None:
     with hold_ports(1)[0] as held, Door("x", [held.port]):
-        with probing.connected("127.0.0.1", held.port) as (sock, _):
+        with door.connected("127.0.0.1", held.port) as (sock, _):
             sock.sendall(b"sink\n" + (door.MAX_PIECE_BYTES + 1).to_bytes(8, "big"))
             assert sock.recv(1) == b""
-        with probing.connected("127.0.0.1", held.port) as (sock, _):
+        with door.connected("127.0.0.1", held.port) as (sock, _):
             sock.sendall(b"what?")
             assert sock.recv(1) == b""
 
@@ -612,7 +612,7 @@ def test_servers_that_come_to_no_result_are_a_finding(
         (directory / "__init__.py").touch()
     (package / "servers.py").write_text(program)
     deadline_s = 8.0 if "no result" in error else 60.0
-    monkeypatch.setattr("tfdist.preflight.serving.DEADLINE_S", deadline_s)
+    monkeypatch.setattr("tfdist.preflight.servers.DEADLINE_S", deadline_s)
     monkeypatch.chdir(tmp_path)
     with Servers(["a:1", "b:1"], environ={"PYTHONPATH": str(tmp_path)}) as servers:
         servers.start(0)

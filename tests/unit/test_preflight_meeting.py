@@ -13,13 +13,11 @@ import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.preflight import door, meeting
-from tfdist.preflight.door import Door
+from tfdist.preflight.door import Conversation, Door, connected
 from tfdist.preflight.facts import Host
 from tfdist.preflight.job import Job
 from tfdist.preflight.meeting import Meeting, NoMeeting, attend, join_meeting
-from tfdist.preflight.probing import connected
-from tfdist.preflight.wire import Conversation, Violation
-from tfdist.rendezvous.link import MAX_FRAME_BYTES
+from tfdist.rendezvous.link import MAX_FRAME_BYTES, Violation
 
 SOON_S = 0.3
 LONG_S = 60.0

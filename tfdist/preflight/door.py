@@ -1,8 +1,4 @@
-"""What answers at the ports of this host's tasks while the hosts are looked at.
-
-It listens on every interface, as TensorFlow's servers will: what is free, or reached, for one is so
-for the other. It says whose port this is, and takes small questions; nothing it is sent is run.
-"""
+"""Plain connections between the hosts: listening, reaching and measuring."""
 
 from __future__ import annotations
 
@@ -12,13 +8,100 @@ import queue
 import re
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 from tfdist.cluster.ports import ephemeral_ports
-from tfdist.preflight.facts import PortFacts
-from tfdist.preflight.wire import Conversation, Message, Violation, WrongToken, take
+from tfdist.preflight.facts import Host, PortFacts, Reach, Wire
+from tfdist.rendezvous.link import Link, Message, Violation, WrongToken
+
+# Messages between two hosts, sealed as the launchers' are, each within a deadline.
+
+_READ_BYTES = 1 << 16
+_LEAST_S = 0.001
+
+
+class Conversation:
+    """One end of a connection. Errors of the network are OSError, what nobody sends `Violation`.
+
+    Args:
+      sock: waits no longer than the deadline of each call.
+      token: what both sides must know; empty where the user gave none.
+      accepts: whether this side was connected to.
+    """
+
+    def __init__(self, sock: socket.socket, *, token: bytes, accepts: bool) -> None:
+        self._socket = sock
+        self._link = Link(token, accepts=accepts)
+        self._messages: deque[Message] = deque()
+
+    def greet(self, *, within_s: float) -> None:
+        """Has both sides show that they know the token; each calls it before anything else."""
+        deadline_s = time.monotonic() + within_s
+        try:
+            while not self._link.is_open:
+                self._flush(deadline_s)
+                self._read(deadline_s)
+        except WrongToken:
+            with contextlib.suppress(OSError):
+                self._flush(deadline_s)  # the other side is told so
+            raise
+        self._flush(deadline_s)
+
+    def send(self, message: Message, *, within_s: float) -> None:
+        """Sends a message; TimeoutError when the other side does not take it."""
+        self._link.send(message)
+        self._flush(time.monotonic() + within_s)
+
+    def receive(self, *, within_s: float) -> Message:
+        """Returns the next message; TimeoutError when it does not come."""
+        deadline_s = time.monotonic() + within_s
+        while not self._messages:
+            self._read(deadline_s)
+        return self._messages.popleft()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._socket.close()
+
+    def _read(self, deadline_s: float) -> None:
+        self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise ConnectionError("the connection was closed")
+        self._messages.extend(self._link.receive(data))
+
+    def _flush(self, deadline_s: float) -> None:
+        if self._link.outgoing:
+            self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
+            self._socket.sendall(self._link.outgoing)
+            self._link.outgoing.clear()
+
+
+def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.monotonic) -> bytes:
+    """Returns exactly `count` bytes; ConnectionError at an early end, TimeoutError when late."""
+    timeout_s = sock.gettimeout()
+    deadline_s = None if timeout_s is None else clock() + timeout_s
+    data = bytearray()
+    while len(data) < count:
+        if deadline_s is not None and clock() > deadline_s:
+            raise TimeoutError("timed out")
+        piece = sock.recv(min(count - len(data), 1 << 20))
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        data += piece
+    return bytes(data)
+
+
+# What answers at the ports of this host's tasks while the hosts are looked at.
+#
+# It listens on every interface, as TensorFlow's servers will: what is free, or reached, for one is
+# so for the other. It says whose port this is, and takes small questions; nothing it is sent is
+# run.
 
 MAX_PIECE_BYTES = 64 << 20
 PING_BYTES = 8
@@ -209,3 +292,129 @@ def host_of(line: str, fingerprint: str) -> int:
     """Returns which host of the job said a line; -1 where none of it did."""
     said = re.fullmatch(r"tfdist doctor 1 (\d{1,6}) (\w+)", line)
     return int(said[1]) if said and said[2] == fingerprint else -1
+
+
+# What comes of connecting to the other hosts: who answers, how soon, and how much goes through.
+
+_CONNECT_S = 2.0
+_TALK_S = 5.0
+_REACH_S = 20.0
+_AT_ONCE = 64
+_MAX_GREETING_BYTES = 80
+_PINGS = 50
+_FIRST_PIECE_BYTES = 64 << 10
+_LONG_ENOUGH_S = 0.1  # for a piece, to be a measure of what goes through
+_MEASURE_S = 1.0
+
+
+def reach(
+    hosts: Sequence[Host], *, present: Sequence[int], index: int, fingerprint: str
+) -> tuple[Reach, ...]:
+    """Returns who answers at each port of each other host that is there.
+
+    Many ports at which nobody answers take long; those that are not tried in time are left out.
+    """
+    deadline_s = time.monotonic() + _REACH_S
+    asked = [(other, port) for other in present if other != index for port in hosts[other].ports]
+
+    def one(place: tuple[int, int]) -> Reach | None:
+        other, port = place
+        if time.monotonic() > deadline_s:
+            return None
+        try:
+            with connected(hosts[other].name, port) as (_, line):
+                answered = host_of(line, fingerprint)
+            return Reach(host=other, port=port, answered=answered)
+        except OSError as error:
+            return Reach(host=other, port=port, error=said(error))
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return tuple(reach for reach in pool.map(one, asked) if reach is not None)
+
+
+def measure(address: str, port: int, *, host: int) -> Wire:
+    """Returns how fast a plain connection to a host is, which has answered before."""
+    try:
+        latency_s = _latency_s(address, port)
+    except OSError as error:
+        return Wire(host=host, error=f"no answer to {PING_BYTES} bytes: {said(error)}")
+    try:
+        speed = _bytes_per_s(address, port)
+    except OSError as error:
+        lost = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through: {said(error)}"
+        return Wire(host=host, latency_s=latency_s, error=lost)
+    return Wire(host=host, latency_s=latency_s, bytes_per_s=speed)
+
+
+@contextlib.contextmanager
+def connected(address: str, port: int) -> Iterator[tuple[socket.socket, str]]:
+    """Connects, and yields the connection and the line with which it was greeted."""
+    bare = address.strip("[]")
+    with socket.create_connection((bare, port), timeout=_CONNECT_S) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield sock, _line(sock)
+
+
+def said(error: OSError) -> str:
+    """Returns what an error says, without its number."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return (error.strerror or str(error)).lower()
+
+
+def _line(sock: socket.socket) -> str:
+    """Returns the first line that comes, or what came of it in time: others need not greet."""
+    data = b""
+    with contextlib.suppress(OSError):
+        while not data.endswith(b"\n") and len(data) < _MAX_GREETING_BYTES:
+            piece = sock.recv(1)
+            if not piece:
+                break
+            data += piece
+    return data.decode(errors="replace").rstrip("\n")
+
+
+def _latency_s(address: str, port: int) -> float:
+    """Returns the shortest time that a few bytes took there and back."""
+    best_s = float("inf")
+    deadline_s = time.monotonic() + _MEASURE_S
+    with connected(address, port) as (sock, _):
+        sock.settimeout(_TALK_S)
+        sock.sendall(b"echo\n")
+        for _ in range(_PINGS):
+            start = time.perf_counter()
+            sock.sendall(bytes(PING_BYTES))
+            take(sock, PING_BYTES)
+            best_s = min(best_s, time.perf_counter() - start)
+            if time.monotonic() > deadline_s:
+                break
+    return best_s
+
+
+def _bytes_per_s(address: str, port: int) -> float:
+    """Returns the better speed of two pieces that take long enough to tell.
+
+    Smaller ones come first, until it is known how large these are. What they say is left out: the
+    first of them may go through a limit that has been idle as if there were none.
+    """
+    size = _FIRST_PIECE_BYTES
+    deadline_s = time.monotonic() + _MEASURE_S
+    with connected(address, port) as (sock, _):
+        sock.settimeout(_TALK_S)
+        sock.sendall(b"sink\n")
+        while True:
+            took_s = _send_piece(sock, size)
+            is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
+            if is_long or size >= MAX_PIECE_BYTES:
+                return size / min(took_s, _send_piece(sock, size))
+            size *= 2
+
+
+def _send_piece(sock: socket.socket, size: int) -> float:
+    """Returns how long it took until the other side had all of it."""
+    data = bytes(size)
+    start = time.perf_counter()
+    sock.sendall(size.to_bytes(8, "big"))
+    sock.sendall(data)
+    take(sock, 8)
+    return time.perf_counter() - start

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from tfdist.errors import EXIT_FAILED
-from tfdist.preflight import probing
-from tfdist.preflight.door import Door, host_of, spare_ports
+from tfdist.preflight import door
+from tfdist.preflight.door import Conversation, Door, host_of, spare_ports
 from tfdist.preflight.facts import Absence
 from tfdist.preflight.job import Job
-from tfdist.preflight.wire import Conversation, Message, Violation, WrongToken
+from tfdist.rendezvous.link import Message, Violation, WrongToken
 
 SILENCE_S = 120.0
 """How long a host waits for the first one's next word; longer than any step takes."""
@@ -134,7 +134,7 @@ class Meeting:
         except TimeoutError:
             self.lose(index, "no answer in time", step=step)
         except OSError as error:
-            self.lose(index, probing.said(error), step=step)
+            self.lose(index, door.said(error), step=step)
         except Violation as error:
             self.lose(index, f"sends {error}", step=step)
         return None
@@ -180,7 +180,7 @@ def join_meeting(job: Job, *, within_s: float) -> Conversation:
             try:
                 return _come(job, port)
             except (OSError, Violation) as error:
-                whys[port] = probing.said(error) if isinstance(error, OSError) else str(error)
+                whys[port] = door.said(error) if isinstance(error, OSError) else str(error)
         if time.monotonic() > deadline_s:
             told = "; ".join(f"port {port}: {whys[port]}" for port in first.ports[:4])
             raise NoMeeting(f"{told}, for {within_s:.0f} s")
@@ -188,7 +188,7 @@ def join_meeting(job: Job, *, within_s: float) -> Conversation:
 
 
 def _come(job: Job, port: int) -> Conversation:
-    with probing.connected(job.hosts[0].name, port) as (sock, line):
+    with door.connected(job.hosts[0].name, port) as (sock, line):
         if host_of(line, job.fingerprint) not in (0, -1):
             raise Violation(f"{job.hosts[host_of(line, job.fingerprint)].name} answers")
         if not line.startswith("tfdist doctor 1 0 "):
@@ -256,6 +256,6 @@ def _losing() -> Iterator[None]:
     except TimeoutError:
         raise NoMeeting("no word in time") from None
     except OSError as error:
-        raise NoMeeting(probing.said(error)) from None
+        raise NoMeeting(door.said(error)) from None
     except Violation as error:
         raise NoMeeting(f"it sends {error}") from None

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from tfdist.preflight.checks import (
-    clocks,
-    directory,
-    exchange,
-    hosts,
-    machines,
-    names,
-    network,
-    ports,
-    proxies,
-    software,
-)
+from tfdist.preflight.checks import directory, exchange, machines, network
 from tfdist.preflight.facts import JobFacts
 from tfdist.preflight.findings import Finding, Rule, Topic
 
 TOPICS: tuple[Topic, ...] = (
-    hosts.TOPIC,
-    names.TOPIC,
-    ports.TOPIC,
-    network.TOPIC,
-    clocks.TOPIC,
-    software.TOPIC,
-    machines.TOPIC,
-    proxies.TOPIC,
+    machines.HOSTS,
+    network.NAMES,
+    network.PORTS,
+    network.NETWORK,
+    machines.CLOCKS,
+    machines.SOFTWARE,
+    machines.MACHINES,
+    network.PROXIES,
     directory.TOPIC,
     exchange.TOPIC,
 )
