@@ -17,10 +17,11 @@ MAY_IMPORT = {
     "cluster": {"errors"},
     "rendezvous": {"errors", "cluster"},
     "launch": {"errors", "cluster", "configs", "rendezvous"},
-    "schedulers": {"errors", "cluster"},
     "configs": {"errors"},
-    "lint": {"errors", "argument_parser", "cluster", "configs", "launch"},
-    "preflight": {"errors", "cluster", "rendezvous", "launch", "lint"},
+    "ops": {"errors"},
+    "ops.lint": {"errors", "cluster", "configs", "launch", "ops"},
+    "ops.doctor": {"errors", "cluster", "rendezvous", "launch", "ops"},
+    "ops.submit": {"errors", "cluster"},
     "tuning": {
         *("errors", "configs", "outputs", "cluster", "rendezvous", "launch", "strategy"),
         *("checkpoint", "training", "argument_parser"),
@@ -32,14 +33,20 @@ MAY_IMPORT = {
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
 }
 WITHOUT_TENSORFLOW = (
-    *("errors", "cluster", "rendezvous", "launch", "preflight"),
-    *("schedulers", "configs", "outputs", "lint"),
+    *("errors", "cluster", "rendezvous", "launch", "configs", "outputs"),
+    *("ops", "ops.lint", "ops.doctor", "ops.submit"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room_named(dotted(path))
+
+
+def room_named(module: str) -> str:
+    """The room of a module; those of `tfdist.ops` are rooms of their own."""
+    _, *parts = [*module.split("."), "", ""]
+    return f"ops.{parts[1]}" if f"ops.{parts[1]}" in MAY_IMPORT else parts[0]
 
 
 def dotted(path: Path) -> str:
@@ -61,7 +68,7 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
             continue
         for name in names:
             if name.partition(".")[0] == "tfdist":
-                yield node.lineno, [*name.split("."), ""][1]
+                yield node.lineno, room_named(name)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
@@ -84,7 +91,7 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
     # `__main__` runs a program, and so is not imported; it is in the law above.
     names = [dotted(p) for p in MODULES if room_of(p) == room and p.name != "__main__.py"]
     heavy = {"tensorflow", "keras"} | (
-        {"numpy"} if room not in ("configs", "outputs", "lint") else set()
+        {"numpy"} if room not in ("configs", "outputs", "ops.lint") else set()
     )
     program = (
         f"import importlib, sys; [importlib.import_module(name) for name in {names}];"

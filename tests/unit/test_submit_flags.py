@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tfdist.launch.flags import FLAGS as LAUNCHER
-from tfdist.schedulers import asked
-from tfdist.schedulers.flags import clock_text, mebibytes, seconds
+from tfdist.ops.submit import asked
+from tfdist.ops.submit.flags import clock_text, mebibytes, seconds
 from tfdist.submit import _NOT_HERE, main
 
 SLURM = "--to slurm --dry_run "

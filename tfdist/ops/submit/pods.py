@@ -14,8 +14,8 @@ from typing import Any
 
 from tfdist.cluster.hosts import DEFAULT_PORT
 from tfdist.errors import EXIT_PEER_MISSING, UsageError, near
-from tfdist.schedulers.flags import Given
-from tfdist.schedulers.request import JobRequest, Volume
+from tfdist.ops.submit.flags import Given
+from tfdist.ops.submit.request import JobRequest, Volume
 
 Manifest = dict[str, Any]
 

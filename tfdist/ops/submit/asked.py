@@ -11,11 +11,11 @@ from tfdist.cluster.port_range import parse_ports
 from tfdist.cluster.secret_names import names_a_secret
 from tfdist.cluster.wishes import FLAGS, RUN_DIR
 from tfdist.errors import UsageError, near
-from tfdist.schedulers import flags, kubernetes, slurm
-from tfdist.schedulers.flags import Given
-from tfdist.schedulers.kubernetes import text_of
-from tfdist.schedulers.pods import PodOptions, pod_options, volumes
-from tfdist.schedulers.request import JobRequest, Resources
+from tfdist.ops.submit import flags, kubernetes, slurm
+from tfdist.ops.submit.flags import Given
+from tfdist.ops.submit.kubernetes import text_of
+from tfdist.ops.submit.pods import PodOptions, pod_options, volumes
+from tfdist.ops.submit.request import JobRequest, Resources
 
 _FORMS = {
     "slurm": (slurm.SECRET_FORM, slurm.SECRET_PATTERN),

@@ -14,7 +14,7 @@ from tfdist.cluster.hosts import node_plan, parse_hosts
 from tfdist.cluster.port_range import as_text, parse_ports
 from tfdist.errors import UsageError
 from tfdist.launch.hosts import rank_of
-from tfdist.preflight.facts import Host
+from tfdist.ops.doctor.facts import Host
 from tfdist.rendezvous.token import read_token
 
 _ALONE = Task("worker", 0)

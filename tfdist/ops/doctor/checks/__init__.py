@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tfdist.preflight.checks import directory, exchange, machines, network
-from tfdist.preflight.facts import JobFacts
-from tfdist.preflight.findings import Finding, Rule, Topic
+from tfdist.ops.doctor.checks import directory, exchange, machines, network
+from tfdist.ops.doctor.facts import JobFacts
+from tfdist.ops.doctor.findings import Finding, Rule, Topic
 
 TOPICS: tuple[Topic, ...] = (
     machines.HOSTS,

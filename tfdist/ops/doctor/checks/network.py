@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from tfdist.cluster.placement import is_name
-from tfdist.lint.rules import error, warning
-from tfdist.preflight.facts import HostFacts, JobFacts, NameFacts, PortFacts, Reach, Wire
-from tfdist.preflight.findings import Finding, Topic
+from tfdist.ops.doctor.facts import HostFacts, JobFacts, NameFacts, PortFacts, Reach, Wire
+from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.rules import error, warning
 
 # Whether the names of the hosts lead to them, there and back.
 

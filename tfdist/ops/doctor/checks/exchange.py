@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tfdist.lint.rules import error, warning
-from tfdist.preflight.checks.network import rate
-from tfdist.preflight.facts import Exchange, JobFacts
-from tfdist.preflight.findings import Finding, Topic
+from tfdist.ops.doctor.checks.network import rate
+from tfdist.ops.doctor.facts import Exchange, JobFacts
+from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.rules import error, warning
 
 # An all-reduce of 16 MB between two processes of one machine took 31 ms: 516 MB/s through each of
 # them, where a plain socket has gigabytes. What is slower than a connection allows is compared

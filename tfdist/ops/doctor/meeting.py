@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from tfdist.errors import EXIT_FAILED
-from tfdist.preflight import door
-from tfdist.preflight.door import Conversation, Door, host_of, spare_ports
-from tfdist.preflight.facts import Absence
-from tfdist.preflight.job import Job
+from tfdist.ops.doctor import door
+from tfdist.ops.doctor.door import Conversation, Door, host_of, spare_ports
+from tfdist.ops.doctor.facts import Absence
+from tfdist.ops.doctor.job import Job
 from tfdist.rendezvous.link import Message, Violation, WrongToken
 
 SILENCE_S = 120.0

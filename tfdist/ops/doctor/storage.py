@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tfdist.preflight.facts import Directory
+from tfdist.ops.doctor.facts import Directory
 
 _PAGE_BYTES = 64 << 10
 _SEEN_WITHIN_S = 2.0

@@ -19,12 +19,12 @@ from typing import Any
 
 from tfdist.configs import FIELDS
 from tfdist.errors import UsageError
-from tfdist.lint.findings import Finding, Place, of_error
+from tfdist.ops.lint.findings import Finding, Place, of_error
 
 LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 
 _TIMEOUT_S = 60.0
-_CHILD = "from tfdist.lint.programs import tell_configuration; tell_configuration()"
+_CHILD = "from tfdist.ops.lint.programs import tell_configuration; tell_configuration()"
 _HEAVY = ("tensorflow", "keras")
 _OF_SEVERAL_FIELDS = ("CFG009", "CFG010", "CFG013")
 _WITHOUT_PS = ("single", "mirrored", "multiworker")

@@ -19,7 +19,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster.wishes import RESTARTS, UNCOUNTED_RESTARTS
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.schedulers.pods import (
+from tfdist.ops.submit.pods import (
     SERVER_CODES,
     Manifest,
     PodOptions,
@@ -30,7 +30,7 @@ from tfdist.schedulers.pods import (
     metadata,
     template,
 )
-from tfdist.schedulers.request import JobRequest
+from tfdist.ops.submit.request import JobRequest
 
 # An indexed Job with its headless Service, and what all Jobs have in common:
 #

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tfdist.lint.rules import error, warning
-from tfdist.preflight.facts import Directory, HostFacts, JobFacts
-from tfdist.preflight.findings import Finding, Topic
+from tfdist.ops.doctor.facts import Directory, HostFacts, JobFacts
+from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.rules import error, warning
 
 _GIB = 1 << 30
 _LEAST_FREE = _GIB

@@ -19,7 +19,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from tfdist.launch.machine import this_machine
-from tfdist.preflight.facts import Machine, NameFacts, Proxy, ReverseFacts
+from tfdist.ops.doctor.facts import Machine, NameFacts, Proxy, ReverseFacts
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _V1_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"

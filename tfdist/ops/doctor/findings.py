@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tfdist.lint.rules import Rule, Severity
-from tfdist.preflight.facts import JobFacts
+from tfdist.ops.doctor.facts import JobFacts
+from tfdist.ops.rules import Rule, Severity
 
 __all__ = ["Finding", "Rule", "Severity", "Topic"]
 

@@ -16,7 +16,7 @@ from tfdist.cluster import hosts, wishes
 from tfdist.cluster.port_range import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.lint.findings import Finding, Place
+from tfdist.ops.lint.findings import Finding, Place
 
 _DEFAULT_GRACE_S = 30
 _MAX_PODS = 1 << 16

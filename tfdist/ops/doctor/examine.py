@@ -11,16 +11,16 @@ from typing import Any
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
-from tfdist.preflight import door, machine
-from tfdist.preflight.checks import RULES, check
-from tfdist.preflight.door import Door
-from tfdist.preflight.facts import Absence, Directory, Exchange, HostFacts, JobFacts, as_json, read
-from tfdist.preflight.findings import Finding, Severity
-from tfdist.preflight.job import Job
-from tfdist.preflight.machine import work_s
-from tfdist.preflight.meeting import Meeting, NoMeeting, attend, join_meeting
-from tfdist.preflight.servers import Servers
-from tfdist.preflight.storage import Storage
+from tfdist.ops.doctor import door, machine
+from tfdist.ops.doctor.checks import RULES, check
+from tfdist.ops.doctor.door import Door
+from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, as_json, read
+from tfdist.ops.doctor.findings import Finding, Severity
+from tfdist.ops.doctor.job import Job
+from tfdist.ops.doctor.machine import work_s
+from tfdist.ops.doctor.meeting import Meeting, NoMeeting, attend, join_meeting
+from tfdist.ops.doctor.servers import Servers
+from tfdist.ops.doctor.storage import Storage
 from tfdist.rendezvous.link import Message
 
 _STEPS = {"look": 15.0, "reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0}

@@ -6,9 +6,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from tfdist.lint.rules import error, warning
-from tfdist.preflight.facts import HostFacts, JobFacts
-from tfdist.preflight.findings import Finding, Topic
+from tfdist.ops.doctor.facts import HostFacts, JobFacts
+from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.rules import error, warning
 
 # Whether all hosts of the job are there, and of the same job.
 

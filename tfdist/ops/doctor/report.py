@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tfdist.lint.rules import count, printable, worst
-from tfdist.preflight.checks import RULES, TOPICS
-from tfdist.preflight.examine import Verdict
-from tfdist.preflight.facts import as_json as facts_as_json
-from tfdist.preflight.findings import Finding, Severity, Topic
+from tfdist.ops.doctor.checks import RULES, TOPICS
+from tfdist.ops.doctor.examine import Verdict
+from tfdist.ops.doctor.facts import as_json as facts_as_json
+from tfdist.ops.doctor.findings import Finding, Severity, Topic
+from tfdist.ops.rules import count, printable, worst
 
 _OK, _NOT_SEEN = "ok", "-"
 

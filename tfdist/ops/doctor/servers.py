@@ -1,4 +1,4 @@
-"""``python -m tfdist.preflight.servers INDEX ADDRESS...``: an all-reduce, a push and a pull.
+"""``python -m tfdist.ops.doctor.servers INDEX ADDRESS...``: an all-reduce, a push and a pull.
 
 A server of TensorFlow on each host; the first has them reduce, push and pull, and prints what came
 of it as JSON. It ends with its standard input, so that it never outlives the doctor.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from tfdist.preflight.facts import Exchange, read
+from tfdist.ops.doctor.facts import Exchange, read
 
 SIZE_BYTES = 4 << 20
 _ROUNDS = 6
@@ -175,7 +175,7 @@ class Servers:
 
     def start(self, index: int) -> None:
         """Starts one of them."""
-        command = [sys.executable, "-m", "tfdist.preflight.servers", str(index), *self._addresses]
+        command = [sys.executable, "-m", "tfdist.ops.doctor.servers", str(index), *self._addresses]
         self._processes.append(
             subprocess.Popen(
                 command,

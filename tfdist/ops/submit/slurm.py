@@ -15,8 +15,8 @@ import shlex
 from dataclasses import dataclass
 
 from tfdist.errors import UsageError
-from tfdist.schedulers.flags import clock_text
-from tfdist.schedulers.request import JobRequest
+from tfdist.ops.submit.flags import clock_text
+from tfdist.ops.submit.request import JobRequest
 
 SECRET_FORM, SECRET_PATTERN = "/path/of/a/file", r"/[^\0\n]+"
 

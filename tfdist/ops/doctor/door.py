@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tfdist.cluster.ports import ephemeral_ports
-from tfdist.preflight.facts import Host, PortFacts, Reach, Wire
+from tfdist.ops.doctor.facts import Host, PortFacts, Reach, Wire
 from tfdist.rendezvous.link import Link, Message, Violation, WrongToken
 
 # Messages between two hosts, sealed as the launchers' are, each within a deadline.

@@ -14,8 +14,9 @@ from tfdist.cluster.secret_names import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode
 from tfdist.errors import UsageError, near
-from tfdist.lint.findings import Finding, Place, of_error
-from tfdist.lint.rules import RULES, Severity
+from tfdist.ops.lint.findings import Finding, Place, of_error
+from tfdist.ops.lint.rules import RULES
+from tfdist.ops.rules import Severity
 
 PlaceOf = Callable[[str], Place]
 """Gives the place where a variable is set."""

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_OK, UsageError, near
-from tfdist.lint.files import KINDS, Source, lint
-from tfdist.lint.findings import Finding
-from tfdist.lint.rules import RULES, Severity, count, printable, rules_as_json, rules_as_text, worst
+from tfdist.ops.lint.files import KINDS, Source, lint
+from tfdist.ops.lint.findings import Finding
+from tfdist.ops.lint.rules import RULES
+from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
 
 _EXIT_SIGPIPE = 141
 _MAX_BYTES = 16 << 20

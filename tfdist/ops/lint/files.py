@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.lint.environment import (
+from tfdist.ops.lint.environment import (
     check_environment,
     check_size,
     check_tf_config,
     check_variables,
     is_ours,
 )
-from tfdist.lint.findings import Finding, Place
-from tfdist.lint.programs import check_command, check_config_file, grace_s
+from tfdist.ops.lint.findings import Finding, Place
+from tfdist.ops.lint.programs import check_command, check_config_file, grace_s
 
 KINDS = ("tf_config", "config", "manifest", "environ")
 """What ``--kind`` may be."""
@@ -103,7 +103,7 @@ def _check(kind: str | None, text: str, name: str, replicas: int | None) -> Iter
 
 
 def _manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    from tfdist.lint.manifests import check_grace, check_workload, read_manifests
+    from tfdist.ops.lint.manifests import check_grace, check_workload, read_manifests
 
     jobs, services, found = read_manifests(texts)
     yield from found
