@@ -23,9 +23,9 @@ import row
 
 from tfdist.launch.multihost.connection import Channel, Link
 from tfdist.launch.multihost.token import VARIABLE
-from tfdist.tuning import messages, train_jobs
+from tfdist.tuning import hosts, sweep
 from tfdist.tuning.options import SweepOptions, parse
-from tfdist.tuning.results import Completed
+from tfdist.tuning.trial_job import Completed
 
 NAME = "sweep_chief"
 RUNNERS = 500
@@ -42,7 +42,7 @@ class Runner:
         self.has_come = self.is_in = self.is_done = False
         self.asked_s = self.served_s = 0.0
         self.trial = ""
-        self._ended: messages.Message = {}
+        self._ended: hosts.Message = {}
 
     def read(self, terms: dict[str, str]) -> None:
         """Takes in what the chief says, and keeps the moment at which it gives a trial."""
@@ -63,7 +63,7 @@ class Runner:
                 self.trial = told["trial"]
                 metrics = {"virtual_epoch": 1, "val_accuracy": 0.5}
                 done = Completed(history=(metrics,), score=0.5, best_virtual_epoch=1)
-                outcome = messages.told_outcome(done)
+                outcome = hosts.told_outcome(done)
                 self._ended = {"lease": [told["trial"], told["lease"]], "outcome": outcome}
 
     def ask(self) -> None:
@@ -124,7 +124,7 @@ def _run(
     """Has all come, then ask at once, then end their trials; returns when the sweep is over."""
     options = parse(flags)
     assert isinstance(options, SweepOptions)
-    meeting = train_jobs.meeting(options, environ)
+    meeting = sweep.sweep_meeting(options, environ)
     assert meeting is not None
     runners = [_come(number, address, meeting.token) for number in range(1, count + 1)]
     with selectors.EpollSelector() as selector:

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from tfdist.lint.rules import rules_as_json, rules_as_text
-from tfdist.preflight import report
-from tfdist.preflight.checks import RULES
-from tfdist.preflight.command_line import HELP, Command, parse
-from tfdist.preflight.examine import Verdict, Wanted, follow, lead
-from tfdist.preflight.job import job_of
+from tfdist.ops.doctor import report
+from tfdist.ops.doctor.checks import RULES
+from tfdist.ops.doctor.command_line import HELP, Command, parse
+from tfdist.ops.doctor.examine import Verdict, Wanted, follow, lead
+from tfdist.ops.doctor.job import job_of
+from tfdist.ops.rules import rules_as_json, rules_as_text
 
 _EXIT_SIGPIPE = 141
 

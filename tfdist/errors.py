@@ -25,7 +25,7 @@ class TfdistError(Exception):
 class UsageError(TfdistError, ValueError):
     """A mistake in what the user wrote; found before anything is started or overwritten.
 
-    `code` is the rule of `tfdist.lint` that it breaks; empty where it is no rule's.
+    `code` is the rule of `tfdist.ops.lint` that it breaks; empty where it is no rule's.
     """
 
     exit_code = EXIT_USAGE

@@ -16,9 +16,9 @@ from typing import Any
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
-from tfdist.schedulers import asked, tools
-from tfdist.schedulers.flags import Given, check_scheduler, help_text, split
-from tfdist.schedulers.pods import INSTANCE
+from tfdist.ops.submit import asked, tools
+from tfdist.ops.submit.flags import Given, check_scheduler, help_text, split
+from tfdist.ops.submit.pods import INSTANCE
 
 # A cluster's tasks come at different times, and a place in it is lost for longer than a moment.
 _DEFAULTS = {"startup_timeout_s": "300", "grace_s": "60", "max_restarts": "3"}

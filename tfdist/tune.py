@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         if isinstance(options, Show):
-            from tfdist.tuning.show import show
+            from tfdist.tuning.screen import show
 
             show(options.sweep_dir)
             return EXIT_OK
@@ -55,7 +55,7 @@ def _sweep(options: SweepOptions) -> int:
 def _join(options: SweepOptions, environ: Mapping[str, str]) -> int:
     """Is a runner of a sweep, which needs no KerasTuner."""
     from tfdist.launch.machine import this_machine
-    from tfdist.tuning.train_jobs import join
+    from tfdist.tuning.sweep import join
 
     return join(options, machine=this_machine(environ), environ=environ)
 

@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from tests.multiprocess.warm import QUIET
-from tfdist.tuning.journal import read
-from tfdist.tuning.state import fold
+from tfdist.tuning.journal import fold, read
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "search.py"
 DEADLINE_S = 250

@@ -21,15 +21,12 @@ from tfdist.launch.machine import Machine
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.conduct import launch_flags
-from tfdist.tuning.journal import Journal, read
-from tfdist.tuning.lock import ChiefLock
+from tfdist.tuning.directory import ChiefLock
+from tfdist.tuning.journal import Journal, Place, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
-from tfdist.tuning.place import Place
-from tfdist.tuning.results import Completed, Failed, Outcome
 from tfdist.tuning.space import SearchSpace
-from tfdist.tuning.state import SweepState, Trial, fold
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.trial_job import Completed, Failed, Outcome, TrialJob
 
 CHECKPOINTS = 9
 MACHINE = Machine(cpus=2, gpus=(), has_gpu_driver=False)
@@ -401,14 +398,12 @@ def test_values_out_of_range_are_refused_before_anything_is_started(tmp_path: Pa
 
 def test_the_chiefs_own_parts_load_no_keras_tuner() -> None:
     names = [
-        "asking",
         "chief",
         "directory",
         "journal",
         "options",
         "plot",
         "screen",
-        "show",
         "sweep",
     ]
     program = (

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from tfdist.tuning.board import HParamsBoard
-from tfdist.tuning.state import SweepState, fold
+from tfdist.tuning.journal import SweepState, fold
 
 SPACE = [{"class_name": "Float", "config": {"name": name}} for name in ("lr", "opt")]
 

@@ -25,16 +25,21 @@ from tests.integration.test_tune import Crash, CrashingJournal, Nobody, result
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
-from tfdist.tuning import directory, exploring, from_python, hypermodel, inside, trial
-from tfdist.tuning.assigning import Asked, plan_of
-from tfdist.tuning.assignment import Assignment, read
+from tfdist.tuning import directory, from_python, inside, trial
+from tfdist.tuning import space as space_module
 from tfdist.tuning.chief import Chief
-from tfdist.tuning.journal import Journal
+from tfdist.tuning.from_python import Asked, plan_of
+from tfdist.tuning.journal import Journal, Place
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.own_program import imports_of, own_program, require_alone
-from tfdist.tuning.place import Place
-from tfdist.tuning.results import Completed, Goal, completed
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.own_tuner import imports_of, own_program, require_alone
+from tfdist.tuning.trial_job import (
+    Assignment,
+    Completed,
+    Goal,
+    TrialJob,
+    completed,
+    read_assignment,
+)
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -107,7 +112,7 @@ def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path: Path) -> 
     path = str(tmp_path / "trial_1" / "x")
     Path(path).parent.mkdir()
     original = types.SimpleNamespace(objective=objective, filepath=path, best_value=-np.inf)
-    saving = hypermodel.SaveBest(original)
+    saving = inside.SaveBest(original)
     assert saving.get_state() == {"trial": "trial_1", "best": "-inf"}
     saving.set_state({"trial": "trial_1", "best": "0.75"})
     saved: list[str] = []
@@ -195,7 +200,7 @@ def assigned(tmp_path: Path, *, trial: str = "0", **values: Any) -> Assignment:
         values=values,
         seed=1,
     )
-    assert read(one.encode()) == one
+    assert read_assignment(one.encode()) == one
     return one
 
 
@@ -397,7 +402,7 @@ def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(
 def test_large_models_that_are_built_for_the_space_are_not_there_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exploring, "_LARGE", 1)
+    monkeypatch.setattr(space_module, "_LARGE", 1)
     models: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -591,7 +596,7 @@ class ByValues:
     def outcome(self, job: TrialJob) -> Any:
         if job.run_dir.name not in self.done:
             return None
-        assignment = read(job.variables)
+        assignment = read_assignment(job.variables)
         assert assignment is not None
         score = 1 / (1 + abs(assignment.values["rate"] - 0.01))
         line = {"virtual_epoch": 1, "val_accuracy": score}
@@ -666,7 +671,7 @@ def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(
     continued = [t for t in chief.state.trials.values() if "tuner/trial_id" in t.values]
     assert continued
     for one in continued:
-        told = read(chief._plan.variables_of(one))
+        told = read_assignment(chief._plan.variables_of(one))
         assert told is not None
         first = one
         while past := first.values.get("tuner/trial_id"):

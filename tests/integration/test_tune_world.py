@@ -11,9 +11,8 @@ import pytest
 
 from tests.integration.test_tune import LINE, MOST, space_of
 from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, Mishaps, World
-from tfdist.tuning.journal import read
+from tfdist.tuning.journal import Trial, fold, read
 from tfdist.tuning.oracle import Search, make_oracle
-from tfdist.tuning.state import Trial, fold
 
 
 def world_of(tuner: str, path: Path, *, seed: int) -> World:

@@ -18,7 +18,7 @@ DEADLINE_S = 250
 DOCTOR = (
     sys.executable,
     "-c",
-    "import sys, tfdist.preflight.serving as s; s.DEADLINE_S = 200;"
+    "import sys, tfdist.ops.doctor.servers as s; s.DEADLINE_S = 200;"
     "from tfdist.doctor import main; sys.exit(main())",
     "--json",
 )

@@ -21,12 +21,10 @@ from tests import forked_python
 from tests.multiprocess import warm
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning.journal import read
-from tfdist.tuning.lock import is_held
-from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
+from tfdist.tuning.directory import is_held
+from tfdist.tuning.journal import SweepState, fold, read
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.state import SweepState, fold
-from tfdist.tuning.trial_job import RunningTrial, TrialJob
+from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, RunningTrial, TrialJob
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
@@ -45,7 +43,7 @@ def finish():
 """
 CHIEF = """
 import os, pathlib, signal, sys
-from tfdist.tuning.results import Goal
+from tfdist.tuning.trial_job import Goal
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.trial_job import TrialJob
 runner = LauncherRunner(program=sys.argv[2:], launch_flags=["--strategy", "single"], gpus=(),

@@ -28,9 +28,8 @@ from tests.multiprocess.test_tune import (
 )
 from tfdist.launch.watchdog import proc_state
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import mark
-from tfdist.tuning.journal import read
-from tfdist.tuning.state import SweepState, fold
+from tfdist.tuning import directory
+from tfdist.tuning.journal import SweepState, fold, read
 
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
 TOKEN = "a secret that nobody must see"
@@ -210,10 +209,10 @@ def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts: Host
     hosts.runner("no-token", token="")
     hosts.runner("other-token", token="another secret of that length")
     hosts.runner("other-program", "--program", "mine.py")
-    found = mark.read(hosts.path)
+    found = directory.read_mark(hosts.path)
     for name in ("no-token", "other-token", "other-program"):
         assert hosts.code_of(name) == 2
-    hosts.path.joinpath(mark.FILE_NAME).write_text('{"sweep": "another", "address": "127.0.0.1:1"}')
+    hosts.path.joinpath(directory.MARK).write_text('{"sweep": "another", "address": "127.0.0.1:1"}')
     hosts.runner("other-directory")
     assert hosts.code_of("other-directory") == 2
     assert found is not None

@@ -13,8 +13,7 @@ import pytest
 from tests.multiprocess.test_tune import until
 from tests.multiprocess.test_tune_hosts import free_address
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning.journal import read
-from tfdist.tuning.state import fold
+from tfdist.tuning.journal import fold, read
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "multiprocess" / "programs" / "tuned.py"

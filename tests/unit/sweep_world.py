@@ -19,19 +19,15 @@ from tests.unit.test_tune_chief import BEGUN, Crash, CrashingJournal, FakeRunner
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.hub import Heard, Joined
 from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.directory import Mark
 from tfdist.tuning.guard import Guard
-from tfdist.tuning.hosts import Meeting
+from tfdist.tuning.hosts import ALIVE, LEASE_S, Meeting, Message
 from tfdist.tuning.joined import JoinedRunner
-from tfdist.tuning.leases import LEASE_S
-from tfdist.tuning.mark import Mark
-from tfdist.tuning.messages import ALIVE, Message
+from tfdist.tuning.journal import Trial
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.reception import Gone, RunnerNews
-from tfdist.tuning.results import Completed, Failed, Killed, Outcome
 from tfdist.tuning.runner import LOG
-from tfdist.tuning.serving import ServingRunner
-from tfdist.tuning.state import Trial
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.serving import Gone, RunnerNews, ServingRunner
+from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
 
 TICK_S = 0.5
 TRIALS = 5

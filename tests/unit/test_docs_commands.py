@@ -16,13 +16,11 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import ledger, replay, submit
+from tfdist import ledger, lint, replay, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
-from tfdist.launch import options
-from tfdist.lint import __main__ as lint
-from tfdist.preflight import command_line as doctor
-from tfdist.schedulers.flags import FLAGS as SUBMIT_FLAGS
+from tfdist.ops.doctor import command_line as doctor
+from tfdist.ops.submit.flags import FLAGS as SUBMIT_FLAGS
 
 _COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
 

@@ -16,10 +16,11 @@ MAY_IMPORT = {
     "argument_parser": {"errors"},
     "cluster": {"errors"},
     "launch": {"errors", "argument_parser", "cluster", "configs"},
-    "schedulers": {"errors", "cluster"},
     "configs": {"errors", "argument_parser"},
-    "lint": {"errors", "argument_parser", "cluster", "configs", "launch"},
-    "preflight": {"errors", "argument_parser", "cluster", "launch", "lint"},
+    "ops": {"errors"},
+    "ops.lint": {"errors", "argument_parser", "cluster", "configs", "launch", "ops"},
+    "ops.doctor": {"errors", "argument_parser", "cluster", "launch", "ops"},
+    "ops.submit": {"errors", "argument_parser", "cluster"},
     "tuning": {
         *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
         *("training", "argument_parser"),
@@ -40,14 +41,20 @@ MAY_IMPORT = {
 # Inside functions alone, in a job of strategy ps or with a ledger; and for types.
 WHERE_ASKED_FOR = {"strategy": {"ps"}, "training": {"ps", "audit"}, "app": {"ps", "audit"}}
 WITHOUT_TENSORFLOW = (
-    *("errors", "cluster", "launch", "preflight", "schedulers"),
-    *("configs", "outputs", "lint"),
+    *("errors", "cluster", "launch", "configs", "outputs"),
+    *("ops", "ops.lint", "ops.doctor", "ops.submit"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room_named(dotted(path))
+
+
+def room_named(module: str) -> str:
+    """The room of a module; those of `tfdist.ops` are rooms of their own."""
+    _, *parts = [*module.split("."), "", ""]
+    return f"ops.{parts[1]}" if f"ops.{parts[1]}" in MAY_IMPORT else parts[0]
 
 
 def dotted(path: Path) -> str:
@@ -75,7 +82,7 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
             continue
         for name in names:
             if name.partition(".")[0] == "tfdist":
-                yield node.lineno, [*name.split("."), ""][1]
+                yield node.lineno, room_named(name)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
@@ -100,7 +107,7 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
     # `__main__` runs a program, and so is not imported; it is in the law above.
     names = [dotted(p) for p in MODULES if room_of(p) == room and p.name != "__main__.py"]
     heavy = {"tensorflow", "keras"} | (
-        {"numpy"} if room not in ("configs", "outputs", "lint") else set()
+        {"numpy"} if room not in ("configs", "outputs", "ops.lint") else set()
     )
     program = (
         f"import importlib, sys; [importlib.import_module(name) for name in {names}];"

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import decode
 from tfdist.errors import UsageError
-from tfdist.lint import RULES, Finding, Severity, Source, lint
-from tfdist.lint.__main__ import main
-from tfdist.lint.files import KINDS, kind_of
+from tfdist.lint import main
+from tfdist.ops.lint import RULES, Finding, Severity, Source, lint
+from tfdist.ops.lint.files import KINDS, kind_of
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "lint"
@@ -202,7 +202,7 @@ def test_a_config_file_comes_from_standard_input_as_well() -> None:
 def test_a_config_file_that_does_not_end_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfdist.lint.programs._TIMEOUT_S", 3.0)
+    monkeypatch.setattr("tfdist.ops.lint.programs._TIMEOUT_S", 3.0)
     (finding,) = findings(config("while True: pass"))
     assert (finding.code, finding.received) == ("CFG024", "no end within 3 s")
 
@@ -380,7 +380,7 @@ def test_the_environment_is_checked(
 
 def test_nothing_heavy_is_loaded() -> None:
     program = (
-        "import sys; from tfdist.lint.__main__ import main; code = main(sys.argv[1:]);"
+        "import sys; from tfdist.lint import main; code = main(sys.argv[1:]);"
         "heavy = {'tensorflow', 'keras', 'numpy'} & set(sys.modules); assert not heavy, heavy;"
         "assert 'yaml' not in sys.modules or len(sys.argv) > 2; sys.exit(code)"
     )

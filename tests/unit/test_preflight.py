@@ -15,14 +15,12 @@ import pytest
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
-from tfdist.lint import RULES as LINT_RULES
-from tfdist.lint import Severity
-from tfdist.preflight import door, machine, probing, report
-from tfdist.preflight.checks import RULES, TOPICS, check
-from tfdist.preflight.checks.proxies import excepted
-from tfdist.preflight.door import Door
-from tfdist.preflight.examine import Verdict
-from tfdist.preflight.facts import (
+from tfdist.ops.doctor import door, machine, report
+from tfdist.ops.doctor.checks import RULES, TOPICS, check
+from tfdist.ops.doctor.checks.network import excepted
+from tfdist.ops.doctor.door import Door
+from tfdist.ops.doctor.examine import Verdict
+from tfdist.ops.doctor.facts import (
     Absence,
     Directory,
     Exchange,
@@ -37,11 +35,13 @@ from tfdist.preflight.facts import (
     ReverseFacts,
     Wire,
     as_json,
+    read,
 )
-from tfdist.preflight.job import job_of
-from tfdist.preflight.reading import read
-from tfdist.preflight.serving import Servers
-from tfdist.preflight.storage import Storage
+from tfdist.ops.doctor.job import job_of
+from tfdist.ops.doctor.servers import Servers
+from tfdist.ops.doctor.storage import Storage
+from tfdist.ops.lint import RULES as LINT_RULES
+from tfdist.ops.lint import Severity
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 GIB = 1 << 30
@@ -417,14 +417,14 @@ def test_the_other_end_says_who_it_is() -> None:
             ("SSH-2.0-OpenSSH", -1),
         ]:
             with Door(line, [held.port]):
-                first, second = probing.reach(hosts, present=[0, 1], index=0, fingerprint="abc")
+                first, second = door.reach(hosts, present=[0, 1], index=0, fingerprint="abc")
             assert (first.error, first.answered) == ("", answered)
             assert second.error == "connection refused"
 
 
 def test_a_plain_connection_is_measured() -> None:
     with hold_ports(1)[0] as held, Door("x", [held.port]):
-        found = probing.measure("127.0.0.1", held.port, host=0)
+        found = door.measure("127.0.0.1", held.port, host=0)
     assert found.error == ""
     assert 0 < found.latency_s < 1
     assert found.bytes_per_s > 1e6
@@ -432,10 +432,10 @@ def test_a_plain_connection_is_measured() -> None:
 
 def test_what_the_door_is_asked_is_bounded() -> None:
     with hold_ports(1)[0] as held, Door("x", [held.port]):
-        with probing.connected("127.0.0.1", held.port) as (sock, _):
+        with door.connected("127.0.0.1", held.port) as (sock, _):
             sock.sendall(b"sink\n" + (door.MAX_PIECE_BYTES + 1).to_bytes(8, "big"))
             assert sock.recv(1) == b""
-        with probing.connected("127.0.0.1", held.port) as (sock, _):
+        with door.connected("127.0.0.1", held.port) as (sock, _):
             sock.sendall(b"what?")
             assert sock.recv(1) == b""
 
@@ -458,7 +458,7 @@ def test_a_file_written_in_place_is_torn(tmp_path: Path, monkeypatch: pytest.Mon
         page.write_bytes(b"")
         page.write_bytes(bytes([number]) * (64 << 10))
 
-    monkeypatch.setattr("tfdist.preflight.storage._turn", in_place)
+    monkeypatch.setattr("tfdist.ops.doctor.storage._turn", in_place)
     storage = Storage(str(tmp_path), mark="m", index=0)
     assert storage.read(storage.write(), present=[0]).torn > 0
     storage.clean()
@@ -467,7 +467,7 @@ def test_a_file_written_in_place_is_torn(tmp_path: Path, monkeypatch: pytest.Mon
 def test_files_of_a_host_that_has_another_directory_are_not_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfdist.preflight.storage._SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr("tfdist.ops.doctor.storage._SEEN_WITHIN_S", 0.0)
     storage = Storage(str(tmp_path), mark="m", index=1)
     assert storage.read(storage.write(), present=[0, 1]).unseen == (0,)
     assert Storage(str(tmp_path / "none"), mark="m", index=1).write().error == "not there"
@@ -611,13 +611,13 @@ def test_a_list_of_rules_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_servers_that_come_to_no_result_are_a_finding(
     program: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "tfdist" / "preflight"
+    package = tmp_path / "tfdist" / "ops" / "doctor"
     package.mkdir(parents=True)
-    for directory in (package.parent, package):
+    for directory in (package.parents[1], package.parent, package):
         (directory / "__init__.py").touch()
     (package / "servers.py").write_text(program)
     deadline_s = 8.0 if "no result" in error else 60.0
-    monkeypatch.setattr("tfdist.preflight.serving.DEADLINE_S", deadline_s)
+    monkeypatch.setattr("tfdist.ops.doctor.servers.DEADLINE_S", deadline_s)
     monkeypatch.chdir(tmp_path)
     with Servers(["a:1", "b:1"], environ={"PYTHONPATH": str(tmp_path)}) as servers:
         servers.start(0)

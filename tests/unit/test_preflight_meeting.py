@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
-from tfdist.launch.multihost.connection import MAX_FRAME_BYTES
-from tfdist.preflight import door, meeting
-from tfdist.preflight.door import Door
-from tfdist.preflight.facts import Host
-from tfdist.preflight.job import Job
-from tfdist.preflight.meeting import Meeting, NoMeeting, attend, join_meeting
-from tfdist.preflight.probing import connected
-from tfdist.preflight.wire import Conversation, Violation
+from tfdist.launch.multihost.connection import MAX_FRAME_BYTES, Violation
+from tfdist.ops.doctor import door, meeting
+from tfdist.ops.doctor.door import Conversation, Door, connected
+from tfdist.ops.doctor.facts import Host
+from tfdist.ops.doctor.job import Job
+from tfdist.ops.doctor.meeting import Meeting, NoMeeting, attend, join_meeting
 
 SOON_S = 0.3
 LONG_S = 60.0
@@ -181,7 +179,7 @@ def test_whoever_has_another_token_is_turned_away_and_counted(held: list[HeldPor
 def test_random_bytes_neither_end_it_nor_keep_others_out(
     held: list[HeldPort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfdist.preflight.door._HELLO_S", SOON_S)
+    monkeypatch.setattr("tfdist.ops.doctor.door._HELLO_S", SOON_S)
     source = random.Random(1)
 
     def second() -> None:

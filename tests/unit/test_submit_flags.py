@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.schedulers import asked, units
+from tfdist.ops.submit import asked
+from tfdist.ops.submit.flags import clock_text, mebibytes, seconds
 from tfdist.submit import _NOT_HERE, main
 
 SLURM = "--to slurm --dry_run "
@@ -244,13 +245,13 @@ def test_the_help_has_the_launchers_flags_too(capsys: pytest.CaptureFixture[str]
     [("90m", 5400), ("2d", 172_800), ("04:00:00", 14_400), ("1-00:30:00", 88_200), ("45s", 45)],
 )
 def test_times(text: str, total_s: int) -> None:
-    assert units.seconds(text) == total_s
-    assert units.seconds(units.clock_text(total_s)) == total_s
+    assert seconds(text) == total_s
+    assert seconds(clock_text(total_s)) == total_s
 
 
 @pytest.mark.parametrize(("text", "mib"), [("16G", 16_384), ("512Mi", 512), ("1TB", 1_048_576)])
 def test_memory(text: str, mib: int) -> None:
-    assert units.mebibytes(text[:-1] if text.endswith("TB") else text) == mib
+    assert mebibytes(text[:-1] if text.endswith("TB") else text) == mib
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.schedulers.pod_script import literal
-from tfdist.schedulers.request import JobRequest
-from tfdist.schedulers.slurm import SlurmOptions, render
-from tfdist.schedulers.yaml_text import text_of
+from tfdist.ops.submit.kubernetes import text_of
+from tfdist.ops.submit.pods import literal
+from tfdist.ops.submit.request import JobRequest
+from tfdist.ops.submit.slurm import SlurmOptions, render
 
 NASTY = (
     "two words",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.schedulers import tools
-from tfdist.schedulers.tools import Answer
+from tfdist.ops.submit import tools
+from tfdist.ops.submit.tools import Answer
 from tfdist.submit import main
 
 

@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Answer
-from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.journal import Journal, read
-from tfdist.tuning.place import Place
-from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
+from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Answer, Chief, Plan
+from tfdist.tuning.journal import Journal, Place, SweepState, Trial, fold, read
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.state import SweepState, Trial, fold
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 GOAL = Goal(objective="val_accuracy", direction="max")
 BEGUN = {"objective": "val_accuracy", "direction": "max", "tuner": "random", "seed": 1}

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.tuning.asking import RUNNING, STOPPED, Answer
-from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.chief import RUNNING, STOPPED, Answer, Chief, Plan
 from tfdist.tuning.early import LEAST_TRIALS, MedianRule, medians_of, values_of
-from tfdist.tuning.journal import Journal
+from tfdist.tuning.journal import Journal, Place
 from tfdist.tuning.options import MEDIAN, parse
-from tfdist.tuning.place import Place
-from tfdist.tuning.results import Completed, Goal, completed
+from tfdist.tuning.trial_job import Completed, Goal, completed
 
 GOOD = (0.6, 0.8, 0.9)
 OTHERS = (GOOD,) * LEAST_TRIALS

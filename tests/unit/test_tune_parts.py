@@ -26,18 +26,22 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.process import raise_file_limit
 from tfdist.tuning import conduct as conduct_module
 from tfdist.tuning import directory, plot
-from tfdist.tuning.assignment import Assignment
 from tfdist.tuning.conduct import Sweep, conduct
-from tfdist.tuning.difference import differences
-from tfdist.tuning.journal import Journal, read
-from tfdist.tuning.lock import FILE_NAME, ChiefLock, is_held
+from tfdist.tuning.directory import LOCK, ChiefLock, differences, is_held
+from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
-from tfdist.tuning.results import Completed, Failed, Goal, Killed, completed, ended
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.screen import SweepScreen, as_json, change_line
-from tfdist.tuning.show import show
-from tfdist.tuning.state import fold
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.screen import SweepScreen, as_json, change_line, show
+from tfdist.tuning.trial_job import (
+    Assignment,
+    Completed,
+    Failed,
+    Goal,
+    Killed,
+    TrialJob,
+    completed,
+    ended,
+)
 
 GOAL = Goal(objective="val_accuracy", direction="max")
 LINES = [
@@ -181,7 +185,7 @@ def test_a_program_with_many_open_files_waits_for_its_trials() -> None:
 
 def test_a_second_chief_is_refused_and_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from tfdist.tuning.lock import ChiefLock\n"
+        "import pathlib, sys; from tfdist.tuning.directory import ChiefLock\n"
         "with ChiefLock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -193,7 +197,7 @@ def test_a_second_chief_is_refused_and_the_lock_dies_with_its_owner(tmp_path: Pa
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        assert is_held(tmp_path / FILE_NAME)
+        assert is_held(tmp_path / LOCK)
         with (
             pytest.raises(UsageError, match=f"while process {holder.pid} runs"),
             ChiefLock(tmp_path),
@@ -202,9 +206,9 @@ def test_a_second_chief_is_refused_and_the_lock_dies_with_its_owner(tmp_path: Pa
     finally:
         holder.kill()
         holder.communicate()
-    assert not is_held(tmp_path / FILE_NAME)
+    assert not is_held(tmp_path / LOCK)
     with ChiefLock(tmp_path):
-        assert is_held(tmp_path / FILE_NAME)
+        assert is_held(tmp_path / LOCK)
 
 
 # --- results
@@ -546,9 +550,9 @@ def test_what_takes_a_moment_is_done_once_when_the_first_trials_have_begun(
 
 def test_a_rehearsal_of_the_picture_leaves_nothing_to_load_for_it(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from tfdist.tuning import journal, plot, state\n"
+        "import sys, pathlib; from tfdist.tuning import journal, plot\n"
         "plot.rehearse(); before = set(sys.modules)\n"
-        "plot.draw(state.fold(journal.read(pathlib.Path(sys.argv[1]))), sys.argv[2])\n"
+        "plot.draw(journal.fold(journal.read(pathlib.Path(sys.argv[1]))), sys.argv[2])\n"
         "new = {name for name in sys.modules if name not in before}; assert not new, new"
     )
     paths = [sweep(tmp_path).path, tmp_path / "sweep.png"]

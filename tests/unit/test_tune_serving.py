@@ -26,29 +26,23 @@ from tests.unit.test_tune_chief import Disk, FakeRunner, FakeSearch, Nobody, fla
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
 from tfdist.launch.multihost.hub import Heard, Joined, listen
-from tfdist.tuning import guard, mark, messages
+from tfdist.tuning import directory, guard, hosts
 from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.contact import Contact
 from tfdist.tuning.early import MedianRule
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, Guard
-from tfdist.tuning.hosts import Meeting, listener_of, meeting_of, placed
-from tfdist.tuning.joined import JoinedRunner
-from tfdist.tuning.journal import Journal
-from tfdist.tuning.leases import LEASE_S, Leases
-from tfdist.tuning.messages import Message
+from tfdist.tuning.hosts import LEASE_S, Meeting, Message, listener_of, meeting_of, placed
+from tfdist.tuning.joined import Contact, JoinedRunner
+from tfdist.tuning.journal import Journal, Place
 from tfdist.tuning.options import RunOptions, SweepOptions, parse
-from tfdist.tuning.place import Place
-from tfdist.tuning.reception import Gone, Reception, RunnerNews
-from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
-from tfdist.tuning.serving import ServingRunner
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.serving import Gone, Leases, Reception, RunnerNews, ServingRunner
+from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 A, B = 11, 22
 DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_virtual_epoch=1)
 TOKEN = b"correct horse battery staple"
 TERMS = {"tfdist": "1"}
 DEADLINE_S = 200.0
-MARK = mark.Mark(sweep="s", chief="c", address="a:1")
+MARK = directory.Mark(sweep="s", chief="c", address="a:1")
 GREETING = {"sweep": "s", "chief": "c"}
 
 
@@ -112,14 +106,14 @@ def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
         Goal(objective="loss", direction="min"),
     ):
         job = TrialJob(run_dir=Path("trials/0"), flags=("--config.x=1",), goal=goal)
-        assert messages.goal_of(_sent(messages.told_job(job))["goal"]) == goal
+        assert hosts.goal_of(_sent(hosts.told_job(job))["goal"]) == goal
     outcomes: list[Outcome] = [
         DONE,
         Failed(reason="no", last_lines=("a", "b")),
         Killed(reason="gone", counts=False),
     ]
     for outcome in outcomes:
-        assert messages.outcome_of(_sent(messages.told_outcome(outcome))) == outcome
+        assert hosts.outcome_of(_sent(hosts.told_outcome(outcome))) == outcome
 
 
 def _sent(message: Message) -> Any:
@@ -188,7 +182,7 @@ class Served:
         )
 
     def ended(self, rank: int, lease: tuple[str, int], outcome: Outcome = DONE) -> Any:
-        told = {"lease": list(lease), "outcome": messages.told_outcome(outcome)}
+        told = {"lease": list(lease), "outcome": hosts.told_outcome(outcome)}
         return self.hear(Heard(rank=rank, message={"ended": told}))
 
 
@@ -378,22 +372,22 @@ def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path: Path)
 
 
 def test_the_mark_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path: Path) -> None:
-    assert mark.read(tmp_path) is None
-    first = mark.leave(tmp_path, address="a:1")
-    moved = mark.leave(tmp_path, address="b:2")
-    assert mark.read(tmp_path) == moved
+    assert directory.read_mark(tmp_path) is None
+    first = directory.leave_mark(tmp_path, address="a:1")
+    moved = directory.leave_mark(tmp_path, address="b:2")
+    assert directory.read_mark(tmp_path) == moved
     assert (moved.sweep, moved.address) == (first.sweep, "b:2")
     assert moved.chief != first.chief, "a copy of the directory would be taken for it"
-    (tmp_path / mark.FILE_NAME).write_text("{")
-    assert mark.read(tmp_path) is None
+    (tmp_path / directory.MARK).write_text("{")
+    assert directory.read_mark(tmp_path) is None
 
 
 def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path: Path) -> None:
     here, copy = tmp_path / "here", tmp_path / "copy"
     here.mkdir()
-    mark.leave(here, address="a:1")
+    directory.leave_mark(here, address="a:1")
     shutil.copytree(here, copy)  # as a backup has it
-    now = mark.leave(here, address="a:1")
+    now = directory.leave_mark(here, address="a:1")
 
     def contact(path: Path) -> Contact:
         meeting = Meeting(address="a:1", token=TOKEN, terms=TERMS)
@@ -403,8 +397,8 @@ def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path: P
         contact(copy)._check(now.sweep, chief=now.chief)
     runner = contact(here)
     runner._check(now.sweep, chief=now.chief)
-    (here / mark.FILE_NAME).unlink()  # --overwrite has moved it aside
-    other = mark.leave(here, address="a:1")
+    (here / directory.MARK).unlink()  # --overwrite has moved it aside
+    other = directory.leave_mark(here, address="a:1")
     with pytest.raises(UsageError, match="where another sweep has begun meanwhile"):
         runner._check(other.sweep, chief=other.chief)
 
@@ -441,7 +435,8 @@ def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_no
     contact.turn()
     assert contact.why == "Connection refused"
     assert len(renewed) == 1
-    contact._sweep = mark.leave(tmp_path, address="127.0.0.1:1").sweep  # it is elsewhere now
+    mark = directory.leave_mark(tmp_path, address="127.0.0.1:1")  # it is elsewhere now
+    contact._sweep = mark.sweep
     contact.turn()
     assert len(renewed) == 1
     assert contact.address == "127.0.0.1:1"
@@ -499,7 +494,7 @@ class Client:
                 told = message["run"]
                 self.given.append(told["trial"])
                 lease = [told["trial"], told["lease"]]
-                outcome = messages.told_outcome(DONE)
+                outcome = hosts.told_outcome(DONE)
                 self._to_say.append({"ended": {"lease": lease, "outcome": outcome}})
 
     def beat(self) -> None:

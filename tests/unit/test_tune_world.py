@@ -12,8 +12,7 @@ import pytest
 
 from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, TRIALS, Host, Mishaps, World
 from tests.unit.test_tune_chief import FakeSearch
-from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Answer
-from tfdist.tuning.chief import Chief
+from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Answer, Chief
 from tfdist.tuning.journal import read
 
 SEEDS = range(40)

@@ -4,8 +4,9 @@ The journal of a sweep is its only truth. The chief of a sweep that was killed r
 new oracle to the same state by asking and telling it the same, and goes on.
 
 From Python there are `search`, whose trials are jobs, and `HyperModel` for KerasTuner's own
-``tuner.search`` in one process; both are resolved on first use. `options`, `asking`, `journal`,
-`lock` and `results` load no KerasTuner; `space` and `oracle` do, and with it Keras and TensorFlow.
+``tuner.search`` in one process; both are resolved on first use. `options`, `journal`,
+`directory` and `chief` load no KerasTuner; `space` and `oracle` do, and with it Keras and
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME_OF = {"search": "tfdist.tuning.from_python", "HyperModel": "tfdist.tuning.hypermodel"}
+_HOME_OF = {"search": "tfdist.tuning.from_python", "HyperModel": "tfdist.tuning.inside"}
 
 if TYPE_CHECKING:
     from tfdist.tuning.from_python import search
-    from tfdist.tuning.hypermodel import HyperModel
+    from tfdist.tuning.inside import HyperModel
 
 __all__ = ["HyperModel", "search"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
-from tfdist.tuning.state import COMPLETED, SweepState, Trial
+from tfdist.tuning.journal import COMPLETED, SweepState, Trial
 
 NAME = "tensorboard"
 

@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from tfdist.tuning.asking import IDLE, RUNNING, STOPPED, Asked
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.early import MedianRule, medians_of, values_of
-from tfdist.tuning.journal import Journal
+from tfdist.tuning.journal import HERE, Journal, Place, SweepState, Trial, fold
+from tfdist.tuning.journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
-from tfdist.tuning.place import HERE, Place
-from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
-from tfdist.tuning.state import RUNNING as BEGUN
-from tfdist.tuning.state import SweepState, Trial, fold
-from tfdist.tuning.trial_job import Runner, RunningTrial, TrialJob
+from tfdist.tuning.trial_job import (
+    Completed,
+    Failed,
+    Goal,
+    Killed,
+    Outcome,
+    Runner,
+    RunningTrial,
+    TrialJob,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -298,3 +303,34 @@ class Chief:
 def _counts_in_the_end(outcome: Outcome) -> bool:
     """Whether it has come to its goal; or was given back, so that the next chief need not wait."""
     return isinstance(outcome, Completed) or (isinstance(outcome, Killed) and not outcome.counts)
+
+
+# What a chief asks of a search, and the answers; without KerasTuner.
+
+RUNNING, IDLE, STOPPED = "RUNNING", "IDLE", "STOPPED"
+"""KerasTuner's words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A trial to run; or IDLE, ask again when one has ended; or STOPPED, there is none left."""
+
+    status: str
+    asker: str
+    trial: str | None = None
+    values: Mapping[str, Any] | None = None
+
+
+class Asked(Protocol):
+    """Who chooses the trials."""
+
+    def ask(self) -> Answer:
+        """Returns what to do next."""
+
+    def tell(
+        self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
+    ) -> None:
+        """Takes in how a trial has ended, COMPLETED or FAILED, and its metrics."""
+
+    def publish(self, trials: Iterable[str] | None = None) -> None:
+        """Writes down for others what is known of these trials, by default of all."""

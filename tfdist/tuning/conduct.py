@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
 import socket
@@ -10,25 +11,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.errors import EXIT_FAILED, EXIT_OK
+from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError
 from tfdist.launch.fork_server import WarmServer
 from tfdist.launch.machine import Machine
-from tfdist.tuning import directory, mark, retrain
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.tuning import directory
 from tfdist.tuning.board import HParamsBoard
 from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.directory import ChiefLock
 from tfdist.tuning.hosts import Meeting, listener_of
-from tfdist.tuning.journal import Journal, read
-from tfdist.tuning.lock import ChiefLock
+from tfdist.tuning.journal import Journal, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.reception import Reception
-from tfdist.tuning.retrain import Retraining
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.screen import SweepScreen, leaderboard
-from tfdist.tuning.serving import ServingRunner
-from tfdist.tuning.state import SweepState, Trial, fold
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.serving import Reception, ServingRunner
+from tfdist.tuning.trial_job import Completed, Failed, Outcome, Runner, TrialJob
 
 if TYPE_CHECKING:  # it loads TensorFlow, which a runner of the sweep does not need
     from tfdist.tuning.oracle import Search
@@ -82,7 +82,7 @@ def conduct(sweep: Sweep) -> tuple[int, SweepState]:
         exit_code, state = _trials(sweep, journal)
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
             best = state.ranked()[0]
-            retrain.begin(sweep_dir, journal, state, best=best.id)
+            begin_retraining(sweep_dir, journal, state, best=best.id)
             retraining = Retraining(sweep.runner, sweep.best_of(best, state.begun))
             with _told_to_stop(retraining):
                 exit_code = retraining.run()
@@ -126,7 +126,7 @@ def _serving(sweep: Sweep) -> ServingRunner | None:
     if meeting is None:
         return None
     listener = listener_of(meeting.address)
-    left = mark.leave(sweep.options.sweep_dir, address=meeting.address)
+    left = directory.leave_mark(sweep.options.sweep_dir, address=meeting.address)
     line = Reception(listener, token=meeting.token, terms=meeting.terms)
     logger.info("runners may come to %s", meeting.address)
     return ServingRunner(sweep.runner, line, mark=left)
@@ -202,3 +202,72 @@ def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
     if options.devices_per_worker is not None:
         flags += ["--devices_per_worker", str(options.devices_per_worker)]
     return [*flags, "--threads_per_task", str(max(1, cpus // tasks))]
+
+
+# Training the best hyperparameters of a sweep anew, for the full length, and keeping the model.
+
+RETRAINED = "best"
+"""The directory of the run, in that of the sweep."""
+
+_POLL_S = 0.5
+_KILLS_AT_MOST = 3
+
+
+def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
+    """Writes down whose values are trained; what was trained of another is moved aside.
+
+    A sweep that goes on may find a better trial than the one that was the best.
+
+    Raises TfdistError where it cannot be moved.
+    """
+    if state.retrained == best:
+        return
+    before = sweep_dir / RETRAINED
+    if state.retrained is not None and before.exists():
+        try:
+            os.replace(before, sweep_dir / f"{RETRAINED}-{state.retrained}")
+        except OSError as error:
+            raise TfdistError(f"{before}: {error.strerror or error}") from error
+    state.apply(journal.add("retrained", trial=best))
+
+
+class Retraining:
+    """One job, which goes on where it stood when it is killed or the command is run again."""
+
+    def __init__(self, runner: Runner, job: TrialJob) -> None:
+        self._runner = runner
+        self._job = job
+        self._stop_signal = 0
+
+    def stop(self, signum: int) -> None:
+        """Asks for an end that the same command goes on from; a signal handler calls it."""
+        self._stop_signal = signum
+
+    def run(self) -> int:
+        """Returns the exit code; says how it went."""
+        outcome: Outcome | None = self._runner.outcome(self._job)
+        kills = 0
+        while not isinstance(outcome, Completed | Failed):
+            if self._stop_signal:
+                return EXIT_INTERRUPTED if self._stop_signal == signal.SIGINT else EXIT_STOPPED
+            if kills > _KILLS_AT_MOST:
+                outcome = Failed(reason=f"killed {kills} times")
+                break
+            outcome = self._attempt()
+            kills += 1
+        if isinstance(outcome, Failed):
+            logger.error("the best trial could not be trained again: %s", outcome.reason)
+            return EXIT_FAILED
+        path = RunDirectory(self._job.run_dir).model_file
+        logger.info("the best trial, trained again: %.4f; %s", outcome.score, path)
+        return EXIT_OK
+
+    def _attempt(self) -> Outcome:
+        running = self._runner.start(self._job)
+        is_told = False
+        while (outcome := running.poll()) is None:
+            if self._stop_signal and not is_told:
+                running.stop()
+                is_told = True
+            self._runner.wait([running], _POLL_S)
+        return outcome

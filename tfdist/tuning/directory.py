@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import secrets
+import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.tuning import journal, lock
-from tfdist.tuning.difference import differences
+from tfdist.tuning import journal
 
 JOURNAL = journal.FILE_NAME
 SWEEP = "sweep.json"
@@ -58,7 +62,7 @@ def set_aside(path: Path) -> None:
 
 def _names(path: Path) -> set[str]:
     """Returns what there is of a sweep, without what any start writes before it is one."""
-    mine = (lock.FILE_NAME, FORK_LOG)
+    mine = (LOCK, FORK_LOG)
     return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
 
 
@@ -75,7 +79,7 @@ def _require_at_rest(path: Path) -> None:
 
 def is_run_in(run_dir: Path) -> bool:
     """Returns whether a job holds a trial's directory, or its checkpoints are written."""
-    return lock.is_held(run_dir / "logs") or lock.is_held(run_dir / "checkpoints" / ".lock")
+    return is_held(run_dir / "logs") or is_held(run_dir / "checkpoints" / ".lock")
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -120,3 +124,157 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         os.replace(unfinished, path)
     except OSError as error:
         raise TfdistError(f"{path}: {error.strerror or error}") from error
+
+
+# One chief to a sweep, held by `flock`: the kernel lets go when the process ends.
+
+LOCK = ".chief.lock"
+_MOMENT_S = 0.1
+
+
+class ChiefLock:
+    """Held while it is entered. The file stays: only the kernel's lock on it says anything.
+
+    Raises UsageError where another process has it.
+    """
+
+    def __init__(self, sweep_dir: Path) -> None:
+        self._sweep_dir = sweep_dir
+        self._descriptor = -1
+
+    def __enter__(self) -> ChiefLock:
+        path = self._sweep_dir / LOCK
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise TfdistError(f"{path}: {error.strerror or error}") from error
+        if not _locked(descriptor) and not self._locked_a_moment_later(descriptor):
+            holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise UsageError(
+                f"sweep directory {self._sweep_dir}",
+                received=f"a second chief while process {holder} runs the sweep",
+                expected="one chief",
+                fix="wait for it or end it; --show prints how far it is",
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+    def _locked_a_moment_later(self, descriptor: int) -> bool:
+        """Tries once more: `is_held`, of a --show, takes a lock for a moment too."""
+        time.sleep(_MOMENT_S)
+        return _locked(descriptor)
+
+
+def is_held(path: Path) -> bool:
+    """Returns whether some process has a `flock` on the file or directory; False without one.
+
+    A file is opened to be written where that is allowed: NFS locks no other.
+    """
+    try:
+        descriptor = _opened(path)
+    except OSError:
+        return False
+    try:
+        return not _locked(descriptor)
+    except OSError:  # it cannot be locked, and so is not
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # a directory, another user's, or a file system that is read only
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# The mark in the directory of a sweep that is served: whose it is, and where its chief is.
+#
+# A runner that sees another mark than its chief has told it, or none, has another directory: one
+# that is not shared, or that was copied before this chief was started.
+
+MARK = "served.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """What the file says."""
+
+    sweep: str
+    """Drawn once for a sweep."""
+    chief: str
+    """Drawn by each chief: a copy made before does not have it."""
+    address: str
+    """Of the chief: where runners find it again if it was started anew elsewhere."""
+
+
+def read_mark(sweep_dir: Path) -> Mark | None:
+    """Returns the mark, None where there is none that can be read."""
+    try:
+        told = json.loads((sweep_dir / MARK).read_text(encoding="utf-8"))
+        return Mark(
+            sweep=str(told["sweep"]), chief=str(told["chief"]), address=str(told["address"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def leave_mark(sweep_dir: Path, *, address: str) -> Mark:
+    """Writes where the chief is, before it listens there; returns the mark.
+
+    Raises TfdistError where the file cannot be written.
+    """
+    before = read_mark(sweep_dir)
+    sweep = before.sweep if before else secrets.token_hex(16)
+    mark = Mark(sweep=sweep, chief=secrets.token_hex(16), address=address)
+    write_json(sweep_dir / MARK, asdict(mark))
+    return mark
+
+
+# How two descriptions of a search space differ, in words.
+
+
+def differences(
+    before: list[dict[str, Any]], now: list[dict[str, Any]], *, most: int = 3
+) -> list[str]:
+    """Returns what has changed between two descriptions of a space, a few words for each."""
+    old, new = _by_name(before), _by_name(now)
+    said = [f"{name} is new" for name in new if name not in old]
+    said += [f"{name} is gone" for name in old if name not in new]
+    for name in new:
+        for key, value in new[name].items() if name in old else ():
+            if old[name].get(key) != value:
+                said.append(f"{name}.{key}={value!r} (there: {old[name].get(key)!r})")
+    if not said and before != now:
+        said = ["the order of the hyperparameters"]
+    return [*said[:most], f"{len(said) - most} more"] if len(said) > most else said
+
+
+def _by_name(description: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    named = {}
+    for entry in description:
+        config = dict(entry["config"])
+        conditions = [condition["config"] for condition in config.pop("conditions")]
+        scope = "".join(f" if {c['name']} in {c['values']}" for c in conditions)
+        named[f"{config.pop('name')}{scope}"] = {"type": entry["class_name"], **config}
+    return named

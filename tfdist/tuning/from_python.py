@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,18 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, 
 from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.launch.target import imports_tensorflow
-from tfdist.tuning import directory, journal, own_tuner, retrain
-from tfdist.tuning.assigning import Asked, best_of, plan_of
-from tfdist.tuning.assignment import read as read_assignment
-from tfdist.tuning.conduct import Sweep, conduct, launch_flags, warm_server
-from tfdist.tuning.exploring import complete_space
+from tfdist.tuning import directory, journal, own_tuner
+from tfdist.tuning.chief import Plan
+from tfdist.tuning.conduct import RETRAINED, Sweep, conduct, launch_flags, warm_server
 from tfdist.tuning.hosts import Meeting, meeting_of
 from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, check_least
 from tfdist.tuning.oracle import PROJECT, Search
-from tfdist.tuning.own_program import imports_of, own_program, require_alone, require_known
+from tfdist.tuning.own_tuner import imports_of, own_program, require_alone, require_known
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.state import SweepState
+from tfdist.tuning.space import complete_space
+from tfdist.tuning.trial_job import Assignment, Goal, TrialJob, read_assignment
 
 _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points", "alpha", "beta")
 """What an oracle of KerasTuner's goes by, beside the space, the objective and the seed."""
@@ -265,7 +266,7 @@ def _raise_unless_done(exit_code: int, state: SweepState, options: RunOptions) -
     if exit_code != EXIT_OK:
         why = state.finished
         if state.is_complete and not state.has_failed:
-            log = options.sweep_dir / retrain.NAME / "launch.log"
+            log = options.sweep_dir / RETRAINED / "launch.log"
             why = f"the best trial could not be trained again; {log} says why"
         raise TfdistError(f"sweep {options.sweep_dir}: {why}")
 
@@ -276,3 +277,90 @@ def _take_over_results(tuner: Any, sweep_dir: Path) -> None:
         lines = journal.read(sweep_dir / directory.JOURNAL)
         _search(tuner, sweep_dir, lines[0]).replay(lines)
     tuner.directory, tuner.project_name = str(sweep_dir), PROJECT
+
+
+# The trials of a sweep from Python, as the launcher is to run them.
+
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A sweep from Python as it was asked for."""
+
+    options: RunOptions
+    backup_every_steps: int | None
+
+    def assignment(
+        self,
+        trial: str,
+        values: Mapping[str, Any],
+        *,
+        seed: int,
+        run_dir: Path,
+        checkpoints: Path,
+        save_model: bool = False,
+    ) -> Assignment:
+        """Returns what a trial is told."""
+        return Assignment(
+            sweep_dir=str(self.options.sweep_dir.absolute()),
+            trial=trial,
+            run_dir=str(run_dir.absolute()),
+            checkpoints=str(checkpoints.absolute()),
+            values=values,
+            seed=seed,
+            backup_every_steps=self.backup_every_steps,
+            save_model=save_model,
+        )
+
+
+def plan_of(tuner: Any, asked: Asked, *, seed: int) -> Plan:
+    """Returns how the trials are run."""
+    options, objective = asked.options, tuner.oracle.objective
+
+    def variables_of(trial: Trial) -> dict[str, str]:
+        trials = options.sweep_dir / directory.TRIALS
+        first = _first_of(trial.id, tuner.oracle)
+        return asked.assignment(
+            trial.id,
+            trial.values,
+            seed=seed,
+            run_dir=trials / trial.id,
+            checkpoints=trials / first / _CHECKPOINTS,
+        ).encode()
+
+    return Plan(
+        sweep_dir=options.sweep_dir,
+        objective=objective.name,
+        direction=objective.direction,
+        max_epochs=None,
+        max_failed_trials=options.max_failed_trials,
+        early_stop=options.early_stop,
+        variables_of=variables_of,
+    )
+
+
+def best_of(tuner: Any, asked: Asked, trial: Trial, *, seed: int) -> TrialJob:
+    """Returns the job that trains a trial's values from the beginning, hyperband's in full."""
+    values, objective = dict(trial.values), tuner.oracle.objective
+    if "tuner/epochs" in values:
+        values |= {"tuner/epochs": tuner.oracle.max_epochs, "tuner/initial_epoch": 0}
+        values.pop("tuner/trial_id", None)
+    run_dir = asked.options.sweep_dir / RETRAINED
+    assignment = asked.assignment(
+        RETRAINED,
+        values,
+        seed=seed,
+        run_dir=run_dir,
+        checkpoints=run_dir / _CHECKPOINTS,
+        save_model=True,
+    )
+    goal = Goal(objective=objective.name, direction=objective.direction)
+    return TrialJob(run_dir=run_dir, flags=(), variables=assignment.encode(), goal=goal, place=0)
+
+
+def _first_of(trial: str, oracle: Any) -> str:
+    """Returns the trial that this one continues, by way of others or not; else itself."""
+    while past := oracle.trials[trial].hyperparameters.values.get("tuner/trial_id"):
+        trial = past
+    return trial

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tfdist.cluster import tf_config
 from tfdist.cluster.address import split_address
@@ -17,7 +17,9 @@ from tfdist.launch.multihost import token as tokens
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.multihost.hub import listen
+from tfdist.tuning.early import MedianRule
 from tfdist.tuning.options import RunOptions
+from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 _Options = TypeVar("_Options", bound=RunOptions)
 _MOST_AT_ONCE = 1024
@@ -119,3 +121,71 @@ def placed(options: _Options, environ: Mapping[str, str]) -> tuple[_Options, dic
         expected="chief or worker: a sweep's chief, and its runners",
         fix="give --serve or --join",
     )
+
+
+# What the chief of a sweep and its runners say to each other, as JSON objects.
+#
+# A runner comes with ``runner``: its name, its places and the leases it holds. It is told to
+# ``run`` a trial, ``stop`` one with the save, or ``drop`` one whose lease it has lost; it says
+# what has ``ended`` until it hears that this was ``taken``.
+
+Message = dict[str, Any]
+Lease = tuple[str, int]
+"""A trial and the number of its start."""
+
+ALIVE = "alive"
+"""What a runner says each second with the time of its own clock, and hears back at once: so it
+knows by when it has been heard."""
+
+LEASE_S = 10.0
+"""From the last word of a runner; a trial is given to another within 15 s."""
+
+ANY_RANK = 1 << 48
+"""A runner draws its rank from so many, so that hardly two of them draw the same."""
+
+NO_SENSE = (KeyError, TypeError, ValueError, AttributeError)
+"""What the functions here raise for a message that makes no sense."""
+
+_KINDS = {"completed": Completed, "failed": Failed, "killed": Killed}
+
+
+def told_job(job: TrialJob) -> Message:
+    """Returns a trial as a message; the paths in it are as on the chief's host."""
+    return {
+        "trial": job.trial,
+        "lease": job.lease,
+        "place": job.place,
+        "run": job.run_dir.name,
+        "continues": job.continues,
+        "flags": list(job.flags),
+        "variables": dict(job.variables),
+        "goal": dataclasses.asdict(job.goal),
+    }
+
+
+def goal_of(told: Any) -> Goal:
+    """Returns the goal of a message."""
+    rule = told["rule"]
+    if rule is not None:
+        rule = MedianRule(**{**rule, "medians": tuple(rule["medians"])})
+    return Goal(**{**told, "rule": rule})
+
+
+def told_outcome(outcome: Outcome) -> Message:
+    """Returns what became of a trial as a message."""
+    return {"kind": type(outcome).__name__.lower(), **dataclasses.asdict(outcome)}
+
+
+def outcome_of(told: Any) -> Outcome:
+    """Returns the outcome of a message."""
+    values = dict(told)
+    kind = _KINDS[values.pop("kind")]
+    listed = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    outcome: Outcome = kind(**listed)
+    return outcome
+
+
+def lease_of(told: Any) -> Lease:
+    """Returns the trial and the number of a lease."""
+    trial, number = told
+    return str(trial), int(number)

@@ -1,34 +1,37 @@
 """A runner of a sweep: runs the trials that the chief gives it, on whatever host it is.
 
 It runs its own program with its own environment; what comes from the chief are values of
-hyperparameters and how far to go. Who may run what, and when not, is in `tfdist.tuning.leases`.
+hyperparameters and how far to go. Who may run what, and when not, is in `tfdist.tuning.serving`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import select
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
+from tfdist.cluster.address import split_address
+from tfdist.errors import EXIT_FAILED, StartupTimeout, TfdistError, UsageError
+from tfdist.launch.multihost.connection import Violation, WrongToken
+from tfdist.launch.multihost.member import Joining, Member
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.tuning import assignment, guard, messages
-from tfdist.tuning.contact import Contact
+from tfdist.tuning import directory, guard, hosts, trial_job
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.guard import SAVE_AFTER_S
-from tfdist.tuning.guarding import Guarding
-from tfdist.tuning.hosts import Meeting
-from tfdist.tuning.messages import Lease, Message
+from tfdist.tuning.hosts import ALIVE, ANY_RANK, LEASE_S, Lease, Meeting, Message
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.reception import ANY_RANK
-from tfdist.tuning.results import Failed, Killed, Outcome
 from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.trial_job import Failed, Killed, Outcome, TrialJob
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +130,7 @@ class JoinedRunner:
                 self._obey(message)
             except UsageError:  # a ValueError, too, but ours
                 raise
-            except messages.NO_SENSE:
+            except hosts.NO_SENSE:
                 logger.debug("not understood: %s", message)
         for lease, held in list(self._held.items()):
             self._look(lease, held)
@@ -147,11 +150,11 @@ class JoinedRunner:
             case {"run": dict(told)}:
                 self._begin(told)
             case {"stop": lease}:
-                self._held[messages.lease_of(lease)].stop()
+                self._held[hosts.lease_of(lease)].stop()
             case {"drop": lease}:
-                self._drop(messages.lease_of(lease))
-            case {"taken": lease} if self._held[messages.lease_of(lease)].running is None:
-                del self._held[messages.lease_of(lease)]
+                self._drop(hosts.lease_of(lease))
+            case {"taken": lease} if self._held[hosts.lease_of(lease)].running is None:
+                del self._held[hosts.lease_of(lease)]
             case {"end": int(code)}:
                 self._end = code if 0 <= code < 256 else EXIT_FAILED
 
@@ -166,7 +169,7 @@ class JoinedRunner:
             self._report(lease, held)
 
     def _begin(self, told: Mapping[str, Any]) -> None:
-        lease, job = messages.lease_of((told["trial"], told["lease"])), self._job(told)
+        lease, job = hosts.lease_of((told["trial"], told["lease"])), self._job(told)
         held = self._held[lease] = _Held()
         self._require_shared(lease, job)
         try:
@@ -208,7 +211,7 @@ class JoinedRunner:
         run, continues = str(told["run"]), told["continues"]
         if (
             not all(flag.startswith("--config.") for flag in flags)
-            or variables.keys() - {assignment.VARIABLE}
+            or variables.keys() - {trial_job.VARIABLE}
             or not all(map(_is_name, [run, "0" if continues is None else continues]))
         ):
             raise ValueError("no trial")
@@ -216,7 +219,7 @@ class JoinedRunner:
             run_dir=self._options.sweep_dir / TRIALS / run,
             flags=flags,
             variables=variables,
-            goal=messages.goal_of(told["goal"]),
+            goal=hosts.goal_of(told["goal"]),
             place=int(told["place"]),
             continues=continues,
         )
@@ -264,7 +267,7 @@ class JoinedRunner:
         """Says how a trial has ended; it is said again until the chief has taken it."""
         if held.outcome is None or held.is_lost or not self._contact.is_there:
             return
-        told = {"lease": list(lease), "outcome": messages.told_outcome(held.outcome)}
+        told = {"lease": list(lease), "outcome": hosts.told_outcome(held.outcome)}
         try:
             self._contact.send({"ended": told})
         except ValueError as error:  # more than a message may hold
@@ -283,3 +286,199 @@ class JoinedRunner:
 def _is_name(run: str) -> bool:
     """Whether it is a directory among the trials, and nothing else."""
     return run == os.path.basename(run) and not run.startswith(".")
+
+
+# A runner's connection to its chief, which it comes back to when it is lost.
+
+_ALIVE_EVERY_S = 1.0
+_RETRY_S = 0.5
+
+
+class Contact:
+    """Comes to the chief and stays in touch; `turn` does what there is to do.
+
+    Args:
+      renew: is told of each moment from which on the chief is known to leave us our trials. It has
+        heard of us then; or nobody listened at its address, so that there was no chief, and one
+        that starts later waits as long for us. A chief that does not answer may be there.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        *,
+        rank: int,
+        sweep_dir: Path,
+        renew: Callable[[float], None],
+        clock: Callable[[], float] = guard.now_s,
+    ) -> None:
+        self.address = meeting.address
+        self.why = ""
+        self._rank = rank
+        self._meeting = meeting
+        self._sweep_dir = sweep_dir
+        self._renew = renew
+        self._clock = clock
+        self._member: Member | None = None
+        self._sweep: str | None = None
+        self.is_there = False
+        self._lost_s = self._renewed_s = clock()
+        self._next_s = self._said_s = 0.0
+
+    @property
+    def fds(self) -> list[int]:
+        """Returns what to watch."""
+        return [self._member.fileno()] if self._member else []
+
+    @property
+    def unrenewed_s(self) -> float:
+        """Returns how long ago the last such moment was."""
+        return self._clock() - self._renewed_s
+
+    @property
+    def away_s(self) -> float:
+        """Returns for how long there has been no chief."""
+        return self._clock() - self._lost_s if self._member is None else 0.0
+
+    def turn(self, wake_fds: Sequence[int] = ()) -> list[Message]:
+        """Returns what the chief says; its first word is ``sweep``, when it is known to be ours.
+
+        Raises:
+          UsageError: it has another token, or directory, or differs from us.
+        """
+        if self._member is None:
+            if self._clock() >= self._next_s:
+                self._come(wake_fds)
+            return []
+        self._member.turn()
+        heard = [one for one in self._member.take_messages() if not self._is_beat(one)]
+        for message in heard:
+            if "sweep" in message:
+                self._check(str(message["sweep"]), chief=str(message.get("chief")))
+        if self._clock() - self._said_s >= _ALIVE_EVERY_S:
+            self._said_s = self._clock()
+            self._member.send({ALIVE: self._said_s})
+        if self._member.lost:
+            logger.info("the chief at %s is gone: %s", self.address, self._member.lost)
+            self.close()
+        return heard
+
+    def send(self, message: Message) -> None:
+        """Sends a message; nothing happens if the chief is gone."""
+        if self._member is not None:
+            self._member.send(message)
+
+    def close(self) -> None:
+        """Ends the connection, if there is one."""
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+            self._lost_s = self._clock()
+        self.is_there = False
+
+    def _is_beat(self, message: Message) -> bool:
+        if ALIVE not in message:
+            return False
+        with contextlib.suppress(TypeError, ValueError):
+            self._renewed(float(message[ALIVE]))
+        return True
+
+    def _come(self, wake_fds: Sequence[int]) -> None:
+        began_s = self._clock()
+        host, port = split_address(self.address)
+        joining = Joining(
+            host,
+            port,
+            source=None,
+            token=self._meeting.token,
+            rank=self._rank,
+            terms=self._meeting.terms,
+            timeout_s=LEASE_S,
+            clock=self._clock,
+        )
+        try:
+            self._member = joining.attempt(wake_fds)
+        except WrongToken:
+            raise joining.wrong_token() from None
+        except (OSError, Violation) as error:
+            self.why = str(getattr(error, "strerror", None) or error)
+            if isinstance(error, ConnectionRefusedError):
+                self._nobody_was_there(began_s)
+            self._next_s = self._clock() + _RETRY_S
+        else:
+            self._renewed(began_s)
+
+    def _nobody_was_there(self, at_s: float) -> None:
+        found = directory.read_mark(self._sweep_dir)
+        if found is None or found.address == self.address:
+            self._renewed(at_s)
+        elif found.sweep == self._sweep:
+            logger.info("the chief is at %s now", found.address)
+            self.address = found.address
+
+    def _renewed(self, at_s: float) -> None:
+        self._renewed_s = max(self._renewed_s, at_s)
+        self._renew(at_s)
+
+    def _check(self, sweep: str, *, chief: str) -> None:
+        """Makes sure that the chief has the directory that we have, and our sweep."""
+        found = directory.read_mark(self._sweep_dir)
+        if found is None or (found.sweep, found.chief) != (sweep, chief):
+            raise UsageError(
+                "--sweep_dir",
+                received=f"{self._sweep_dir}, which is not that of the chief at {self.address}",
+                expected="the same directory, which the hosts share; no copy",
+                fix="mount it at this path on this host too",
+            )
+        if self._sweep not in (None, sweep):
+            raise UsageError(
+                "--sweep_dir",
+                received=f"{self._sweep_dir}, where another sweep has begun meanwhile",
+                expected="the sweep that this runner had come to",
+                fix="start the runner again",
+            )
+        self._sweep = sweep
+        self.is_there = True
+
+
+# The runner's guard, as the runner sees it: see `tfdist.tuning.guard`.
+
+
+class Guarding:
+    """The guard, from when this is entered; it goes when it is left and its trials have ended."""
+
+    def __enter__(self) -> Guarding:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def renew(self, at_s: float) -> None:
+        """Says until when the chief leaves our trials to us: from this moment of its clock on."""
+        self._say(f"renew {at_s}")
+
+    def watch(self, pid: int) -> None:
+        """Has the launcher of a trial ended in time."""
+        self._say(f"watch {pid}")
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        except OSError as error:
+            raise TfdistError("the runner's guard has ended: the runner ends too") from error

@@ -1,14 +1,19 @@
-"""The journal of a sweep: a line for each thing that happened, on disk before the next happens."""
+"""The journal of a sweep, and what it says has happened.
+
+A line for each thing that happened, on disk before the next happens. The state of a sweep is a fold
+over its lines, without KerasTuner.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tfdist.errors import TfdistError, UsageError
 
@@ -126,3 +131,184 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# The state of a sweep: a fold over the journal's lines.
+
+Status = Literal["waiting", "running", "completed", "failed"]
+
+COMPLETED: Status = "completed"
+FAILED: Status = "failed"
+RUNNING: Status = "running"
+WAITING: Status = "waiting"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One set of hyperparameters and what became of it."""
+
+    id: str
+    values: Mapping[str, Any]
+    """Of the active hyperparameters, KerasTuner's own (``tuner/epochs``) among them."""
+    run: str
+    """Which directory under `trials/` it runs in: its own, or of the trial that it continues."""
+    until: int | None = None
+    """The virtual epoch after which it is put aside; None: it runs to its end."""
+    status: Status = WAITING
+    starts: int = 0
+    """How often its job was started, by this chief or one before it."""
+    kills: int = 0
+    """How often the job has been killed from outside since the last progress."""
+    reached: int = 0
+    """How many virtual epochs it had done when it was last killed."""
+    score: float | None = None
+    best_virtual_epoch: int | None = None
+    stopped_at: int | None = None
+    """The virtual epoch at which it was stopped as hopeless."""
+    history: tuple[Mapping[str, float], ...] = ()
+    """The metrics of each virtual epoch."""
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+    began_at: float | None = None
+    ended_at: float | None = None
+    place: Place | None = None
+    """Where it was started last."""
+    measured_by: tuple[str, ...] | None = None
+    """The trials that had been completed when it was first started; None before that."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in (COMPLETED, FAILED)
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Returns the values without those that KerasTuner keeps for itself."""
+        return {k: v for k, v in self.values.items() if not k.startswith("tuner/")}
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepState:
+    """All trials of a sweep, in the order in which they were asked for."""
+
+    begun: Mapping[str, Any] = field(default_factory=dict)
+    trials: dict[str, Trial] = field(default_factory=dict)
+    finished: str | None = None
+    """Why the sweep ended; None while it goes on."""
+    is_complete: bool = False
+    """Whether it ended because there was no trial left."""
+    retrained: str | None = None
+    """Which trial's values are trained anew, or have been."""
+
+    def apply(self, line: Mapping[str, Any]) -> None:
+        """Takes in one line of the journal."""
+        event = line["event"]
+        if event == "begun":
+            self.begun = line
+        elif event == "extended":
+            self.begun = {**self.begun, "max_trials": line["max_trials"]}
+            self.finished, self.is_complete = None, False
+        elif event == "finished":
+            self.finished, self.is_complete = line["reason"], line["is_complete"]
+        elif event == "retrained":
+            self.retrained = line["trial"]
+        elif event == "asked" and line["trial"] is not None:
+            self._asked(line)
+        elif event in ("started", "killed", "ended"):
+            self.finished = None
+            trial = self.trials[line["trial"]]
+            if event == "started" and trial.measured_by is None:
+                trial = replace(trial, measured_by=self.completed)
+            self.trials[trial.id] = _changed(trial, line)
+
+    def _asked(self, line: Mapping[str, Any]) -> None:
+        self.trials[line["trial"]] = Trial(
+            id=line["trial"], values=line["values"], run=line["run"], until=line["until"]
+        )
+        self.finished, self.is_complete = None, False
+
+    def continued(self, values: Mapping[str, Any]) -> str | None:
+        """Returns where the trial ran that one with these values goes on with, if it does."""
+        past = self.trials.get(values.get("tuner/trial_id") or "")
+        return past.run if past else None
+
+    @property
+    def completed(self) -> tuple[str, ...]:
+        """Returns the names of the completed trials."""
+        return tuple(trial.id for trial in self.trials.values() if trial.status == COMPLETED)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(trial.status == FAILED for trial in self.trials.values())
+
+    @property
+    def has_failed(self) -> bool:
+        """Returns whether all trials that have ended, one or more, have failed."""
+        return self.num_failed > 0 and not self.completed
+
+    def ranked(self) -> list[Trial]:
+        """Returns the completed trials, the best first."""
+        done = [t for t in self.trials.values() if t.status == COMPLETED and t.score is not None]
+        is_max = self.begun.get("direction") == "max"
+        return sorted(done, key=lambda t: -(t.score or 0.0) if is_max else t.score or 0.0)
+
+
+def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
+    """Returns the state that a journal describes.
+
+    Raises UsageError for a line that no sweep has written after those before it.
+    """
+    state = SweepState()
+    for number, line in enumerate(lines, 1):
+        try:
+            state.apply(line)
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"journal of the sweep, line {number}",
+                received=f"{line['event']!r} without {error}",
+                expected="what follows from the lines before it",
+                fix="take the line out by hand, or give the sweep another --sweep_dir",
+            ) from error
+    return state
+
+
+def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
+    if line["event"] == "started":
+        began_at = trial.began_at if trial.began_at is not None else line["at"]
+        place = Place(number=line.get("place", 0), runner=line.get("runner", HERE))
+        return replace(
+            trial, status=RUNNING, starts=trial.starts + 1, began_at=began_at, place=place
+        )
+    if line["event"] == "killed":
+        return replace(
+            trial,
+            status=WAITING,
+            kills=line["kills"],
+            reached=line["reached"],
+            reason=line["reason"],
+        )
+    return replace(
+        trial,
+        status=COMPLETED if line["status"] == "COMPLETED" else FAILED,
+        score=line["score"],
+        best_virtual_epoch=line["best_virtual_epoch"],
+        stopped_at=line.get("stopped_at"),
+        history=tuple(line["history"]),
+        reason=line["reason"],
+        last_lines=tuple(line["last_lines"]),
+        ended_at=line["at"],
+    )
+
+
+# Where a trial runs: one of the places for trials of a machine.
+
+HERE = 0
+"""The sweep's own machine; other runners have numbers of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A place for one trial at a time."""
+
+    number: int
+    """From 0 on; says whose share of the GPUs it is."""
+    runner: int = HERE

@@ -21,7 +21,7 @@ import keras_tuner
 from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.tuning.asking import RUNNING, Answer
+from tfdist.tuning.chief import RUNNING, Answer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.tuning.state import COMPLETED, SweepState, Trial
+from tfdist.tuning.journal import COMPLETED, SweepState, Trial
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,17 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.fork_server import WarmServer
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import leash
-from tfdist.tuning.place import Place
-from tfdist.tuning.results import Completed, Failed, Killed, Outcome, completed, ended
-from tfdist.tuning.trial_job import RunningTrial, TrialJob
+from tfdist.tuning.journal import Place
+from tfdist.tuning.trial_job import (
+    Completed,
+    Failed,
+    Killed,
+    Outcome,
+    RunningTrial,
+    TrialJob,
+    completed,
+    ended,
+)
 
 LOG = "launch.log"
 """In the directory of each trial that was ever started."""

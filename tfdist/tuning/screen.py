@@ -15,9 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tfdist.errors import UsageError
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import directory, plot
-from tfdist.tuning.state import COMPLETED, FAILED, WAITING, SweepState, Trial
+from tfdist.tuning import directory, journal, plot
+from tfdist.tuning.journal import COMPLETED, FAILED, WAITING, SweepState, Trial, fold
 
 logger = logging.getLogger(__name__)
 
@@ -237,3 +238,19 @@ def _verdict(state: SweepState, sweep_dir: Path, *, is_running: bool) -> str:
 
 def _console() -> Console:
     return Console(highlight=False, soft_wrap=True)
+
+
+# A sweep that is finished or running, from its directory alone; it may belong to another user.
+
+
+def show(path: Path) -> None:
+    """Prints the sweep in a directory and writes nothing; raises UsageError where there is none."""
+    lines = journal.read(path / directory.JOURNAL)
+    if not lines:
+        raise UsageError(
+            "--show",
+            received=f"{path}, where no sweep is",
+            expected=f"a sweep directory, with {directory.JOURNAL}",
+            fix="give the --sweep_dir of the sweep",
+        )
+    leaderboard(fold(lines), path, is_running=directory.is_held(path / directory.LOCK))

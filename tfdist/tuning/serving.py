@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import select
+import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tfdist.launch.multihost.hub import Differs, Heard, Joined
-from tfdist.tuning import messages
-from tfdist.tuning.leases import LEASE_S, Leases
-from tfdist.tuning.mark import Mark
-from tfdist.tuning.messages import Lease, Message
-from tfdist.tuning.place import HERE, Place
-from tfdist.tuning.reception import Gone, RunnerNews
-from tfdist.tuning.results import Completed, Failed, Killed, Outcome
-from tfdist.tuning.trial_job import Runner, RunningTrial, TrialJob
+from tfdist.launch.multihost.hub import Differs, Heard, Hub, Joined, Lost
+from tfdist.tuning import hosts
+from tfdist.tuning.directory import Mark
+from tfdist.tuning.hosts import ALIVE, ANY_RANK, LEASE_S, Lease, Message
+from tfdist.tuning.journal import HERE, Place
+from tfdist.tuning.trial_job import (
+    Completed,
+    Failed,
+    Killed,
+    Outcome,
+    Runner,
+    RunningTrial,
+    TrialJob,
+)
 
 _MOST_PLACES = 1024
 
@@ -93,7 +103,7 @@ class ServingRunner:
         if job.runner == HERE:
             return self._here.start(job)
         trial = self._grant(job)
-        self._line.send(job.runner, {"run": messages.told_job(job)})
+        self._line.send(job.runner, {"run": hosts.told_job(job)})
         logger.info("trial %s is with %s", job.trial, self._name_of(job.runner))
         return trial
 
@@ -142,7 +152,7 @@ class ServingRunner:
             case Gone():
                 self._gone(news)
             case Heard():
-                with contextlib.suppress(*messages.NO_SENSE):
+                with contextlib.suppress(*hosts.NO_SENSE):
                     self._obey(news.rank, news.message)
 
     def _gone(self, news: Gone) -> None:
@@ -154,9 +164,9 @@ class ServingRunner:
     def _obey(self, rank: int, message: Message) -> None:
         match message:
             case {"runner": {"name": str(name), "places": int(places), "holds": holds}}:
-                self._came(rank, name, places, [messages.lease_of(one) for one in holds])
+                self._came(rank, name, places, [hosts.lease_of(one) for one in holds])
             case {"ended": {"lease": lease, "outcome": outcome}}:
-                self._ended(rank, messages.lease_of(lease), messages.outcome_of(outcome))
+                self._ended(rank, hosts.lease_of(lease), hosts.outcome_of(outcome))
             case {"leaving": True} if rank in self._guests:
                 self._guests[rank] = _Guest(name=self._guests[rank].name, places=0)
 
@@ -216,3 +226,193 @@ class RemoteTrial:
 
     def taken(self) -> None:
         self._serving.taken(self.job)
+
+
+# Hears the runners of a sweep in a thread of its own, as its chief may think for seconds.
+
+_MAX_STRANGERS = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gone:
+    """The connection to a runner has ended."""
+
+    rank: int
+    cause: str
+    heard_s: float
+    """When it said something last."""
+
+
+RunnerNews = Joined | Differs | Heard | Gone
+
+
+class Reception:
+    """Listens from its making until `close`; `take_news` and `send` are for another thread.
+
+    Args:
+      listener: listening already; it is closed in the end.
+      terms: what runners must have in common with the chief.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        token: bytes,
+        terms: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hub = Hub(
+            listener,
+            token=token,
+            terms=terms,
+            num_ranks=ANY_RANK,
+            max_strangers=_MAX_STRANGERS,
+            timeout_s=LEASE_S,
+            clock=clock,
+        )
+        self._clock = clock
+        self._heard_s: dict[int, float] = {}
+        self._news: deque[RunnerNews] = deque()
+        self._outgoing: deque[tuple[int, Message]] = deque()
+        self._has_news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._has_work = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_closing = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, name="reception", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Returns what is readable when there is news."""
+        return self._has_news
+
+    def take_news(self) -> list[RunnerNews]:
+        """Returns what has happened since the last call; raises what has ended the thread."""
+        if self._failure is not None:
+            raise self._failure
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._has_news)
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def send(self, rank: int, message: Message) -> None:
+        """Sends a message to a runner soon; nothing happens if it is gone."""
+        self._outgoing.append((rank, message))
+        os.eventfd_write(self._has_work, 1)
+
+    def close(self) -> None:
+        """Sends what is left to send and closes everything."""
+        self._is_closing = True
+        os.eventfd_write(self._has_work, 1)
+        self._thread.join()
+        os.close(self._has_news)
+        os.close(self._has_work)
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._hub.fileno(), select.POLLIN)
+        poll.register(self._has_work, select.POLLIN)
+        try:
+            while not self._is_closing:
+                poll.poll(max(0.0, self._hub.next_s - self._clock()) * 1000)
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._has_work)
+                self._turn()
+            self._turn()  # what was said last
+        except Exception as error:
+            self._failure = error
+            os.eventfd_write(self._has_news, 1)
+        finally:
+            self._hub.close()
+
+    def _turn(self) -> None:
+        for _ in range(len(self._outgoing)):
+            self._hub.send(*self._outgoing.popleft())
+        self._hub.turn()
+        news = [one for one in map(self._noted, self._hub.take_news()) if one is not None]
+        if news:
+            self._news.extend(news)
+            os.eventfd_write(self._has_news, 1)
+
+    def _noted(self, news: Joined | Differs | Heard | Lost) -> RunnerNews | None:
+        """Returns what the chief is to hear of some news, None for a beat, which is answered."""
+        now_s = self._clock()
+        match news:
+            case Joined():
+                self._heard_s[news.rank] = now_s
+            case Heard():
+                self._heard_s[news.rank] = now_s
+                if ALIVE in news.message:
+                    self._hub.send(news.rank, {ALIVE: news.message[ALIVE]})
+                    return None
+            case Lost():
+                heard_s = self._heard_s.pop(news.rank, now_s)
+                return Gone(rank=news.rank, cause=news.cause, heard_s=heard_s)
+        return news
+
+
+# Which runner may run which trial, and until when: pure, with moments handed in.
+#
+# A lease is a trial and a number, that of the trial's start in the journal, so that a start has
+# one lease and no later one has it too. While a runner is connected its leases hold: it beats, or
+# the connection ends. When that has ended they hold for `LEASE_S` from its last word, in which it
+# may come back. A runner that has lost a lease learns so when it presents it, and what it reports
+# under it does not count. It ends its trial by itself sooner than its lease can end
+# (`tfdist.tuning.guard`).
+
+
+@dataclass(kw_only=True, slots=True)
+class _Lease:
+    number: int
+    runner: int
+    ends_s: float
+
+
+class Leases:
+    """The leases that a chief has granted, or found in its journal."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, _Lease] = {}
+
+    def grant(self, trial: str, number: int, *, runner: int, until_s: float = math.inf) -> None:
+        """Lets a runner run a trial; until then if it does not come, else while it is there."""
+        self._leases[trial] = _Lease(number=number, runner=runner, ends_s=until_s)
+
+    def is_current(self, trial: str, number: int, *, runner: int) -> bool:
+        """Returns whether a runner has this lease, and may report under it."""
+        lease = self._leases.get(trial)
+        return lease is not None and (lease.number, lease.runner) == (number, runner)
+
+    def of(self, runner: int) -> dict[str, int]:
+        """Returns the trials that a runner may run, and the numbers of the leases."""
+        return {t: lease.number for t, lease in self._leases.items() if lease.runner == runner}
+
+    def connected(self, runner: int) -> None:
+        """A runner is there, and will say what it holds: until then it may hold all that it had."""
+        for trial in self.of(runner):
+            self._leases[trial].ends_s = math.inf
+
+    def gone(self, runner: int, *, heard_s: float) -> None:
+        """The connection to a runner has ended; it has been heard last at `heard_s`."""
+        for lease in self._leases.values():
+            if lease.runner == runner:
+                lease.ends_s = heard_s + LEASE_S
+
+    def back(self, runner: int, holds: Iterable[tuple[str, int]]) -> list[str]:
+        """A runner is there and presents leases: those hold; returns the trials it has let go."""
+        presented = set(holds)
+        let_go = [pair for pair in self.of(runner).items() if pair not in presented]
+        self.connected(runner)
+        for trial, _ in let_go:
+            self.end(trial)
+        return [trial for trial, _ in let_go]
+
+    def end(self, trial: str) -> None:
+        """Ends the lease of a trial, if there is one."""
+        self._leases.pop(trial, None)
+
+    def take_over(self, now_s: float) -> list[str]:
+        """Ends the leases whose time is up, and returns their trials."""
+        trials = [trial for trial, lease in self._leases.items() if lease.ends_s <= now_s]
+        for trial in trials:
+            self.end(trial)
+        return trials

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
-from tfdist.tuning import retrain, train_jobs
+from tfdist.launch.multihost.hosts import environment_of_tasks
+from tfdist.tuning import hosts
 from tfdist.tuning.chief import Plan
-from tfdist.tuning.conduct import Sweep, conduct
+from tfdist.tuning.conduct import RETRAINED, Sweep, conduct, launch_flags, warm_server
+from tfdist.tuning.hosts import Meeting
+from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.journal import Trial
 from tfdist.tuning.options import SweepOptions
-from tfdist.tuning.results import Goal
-from tfdist.tuning.state import Trial
-from tfdist.tuning.trial_job import TrialJob
+from tfdist.tuning.runner import LauncherRunner
+from tfdist.tuning.trial_job import Goal, TrialJob
 
 if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
     from tfdist.tuning.oracle import Search
@@ -46,7 +49,7 @@ def run(
       TfdistError: the sweep directory cannot be written.
     """
     _check(options, config)
-    meeting = train_jobs.meeting(options, environ)
+    meeting = sweep_meeting(options, environ)
 
     @functools.cache
     def space() -> SearchSpace:
@@ -61,7 +64,7 @@ def run(
             best_of=lambda trial, begun: _best(
                 options, _flags_of(trial, config=config, space=space(), seed=begun["seed"])
             ),
-            runner=train_jobs.runner(options, machine=machine, environ=environ),
+            runner=runner_of(options, machine=machine, environ=environ),
             meeting=meeting,
         )
     )
@@ -168,7 +171,7 @@ def _flags_of(trial: Trial, *, config: Any, space: SearchSpace, seed: int) -> tu
 def _best(options: SweepOptions, flags: tuple[str, ...]) -> TrialJob:
     """Returns the whole run with a trial's flags; the model is saved at its end."""
     return TrialJob(
-        run_dir=options.sweep_dir / retrain.NAME,
+        run_dir=options.sweep_dir / RETRAINED,
         flags=(*flags, "--config.save_model=true"),
         goal=Goal(objective=options.objective, direction=options.direction),
         place=0,
@@ -185,3 +188,44 @@ def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) 
         early_stop=options.early_stop,
         flags_of=partial(_flags_of, config=config, space=space, seed=seed),
     )
+
+
+# The trials of `tfdist.tune`, runs of `tfdist.train`: for the chief, and for its runners.
+
+
+def runner_of(
+    options: SweepOptions, *, machine: Machine, environ: Mapping[str, str]
+) -> LauncherRunner:
+    """Returns what runs the trials on this machine."""
+    environ = environment_of_tasks(environ)
+    return LauncherRunner(
+        program=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
+        launch_flags=launch_flags(options, cpus=machine.cpus),
+        gpus=machine.gpus,
+        places=options.parallel_trials,
+        environ=environ,
+        timeout_s=options.trial_timeout_s,
+        warm=warm_server(options, machine=machine, environ=environ, modules=["tfdist.app.run"]),
+    )
+
+
+def sweep_meeting(options: SweepOptions, environ: Mapping[str, str]) -> Meeting | None:
+    """Returns where chief and runners meet; raises UsageError where there is no token."""
+    return hosts.meeting_of(
+        options,
+        environ,
+        program=options.config,
+        program_file=options.config,
+        args=options.config_flags,
+    )
+
+
+def join(options: SweepOptions, *, machine: Machine, environ: Mapping[str, str]) -> int:
+    """Runs trials for the chief of a sweep; returns the exit code. Raises as `JoinedRunner.run`."""
+    where = sweep_meeting(options, environ)
+    assert where is not None, "no --join"
+    here = runner_of(options, machine=machine, environ=environ)
+    try:
+        return JoinedRunner(options, here, meeting=where).run()
+    finally:
+        here.close()

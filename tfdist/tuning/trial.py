@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from tfdist.errors import EXIT_OK, UsageError
 from tfdist.strategy import current_job, make_strategy
-from tfdist.tuning.assignment import Assignment, read
 from tfdist.tuning.journal import FILE_NAME
+from tfdist.tuning.trial_job import Assignment, read_assignment
 
 
 def main(argv: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
     make_strategy()
     have_tuners_overwrite_nothing()
-    if told := read(os.environ):
+    if told := read_assignment(os.environ):
         have_the_tuner_know_its_space(told)
     try:
         _run(argv)

@@ -1,16 +1,19 @@
-"""What a trial is to those who run it, and what the chief expects of them."""
+"""What a trial is to those who run it, what it is told, and what may come of it."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tfdist.tuning import assignment
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
+from tfdist.outputs.run_directory import COUNTERS, DONE
 from tfdist.tuning.directory import is_run_in
-from tfdist.tuning.place import HERE, Place
-from tfdist.tuning.results import Completed, Failed, Goal, Outcome
+from tfdist.tuning.early import MedianRule
+from tfdist.tuning.journal import HERE, Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,7 @@ class TrialJob:
     @property
     def is_written(self) -> bool:
         """Returns whether some job writes where this one will: also to checkpoints elsewhere."""
-        told = assignment.read(self.variables)
+        told = read_assignment(self.variables)
         places = {self.run_dir, *([Path(told.checkpoints).parent] if told else [])}
         return any(map(is_run_in, places))
 
@@ -74,3 +77,170 @@ class Runner(Protocol):
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
         """Returns when a trial may have ended, after `timeout_s` at the latest."""
+
+
+# What a sweep tells a trial that is a run of the user's own program: one variable, as JSON.
+
+VARIABLE = "TFDIST_TRIAL"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """One trial of one sweep."""
+
+    sweep_dir: str
+    """Absolute: it says which of a program's searches the trial belongs to."""
+    trial: str
+    run_dir: str
+    checkpoints: str
+    """Its own, or those of the trial that it continues."""
+    values: Mapping[str, Any]
+    seed: int
+    backup_every_steps: int | None = None
+    save_model: bool = False
+
+    def encode(self) -> dict[str, str]:
+        """Returns the variable."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    def belongs_to(self, sweep_dir: Path) -> bool:
+        """Returns whether it is a trial of the sweep in this directory."""
+        return Path(self.sweep_dir) == sweep_dir.absolute()
+
+
+def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
+    """Returns the trial that this process is to run; None where no sweep has started it."""
+    text = environ.get(VARIABLE)
+    return Assignment(**json.loads(text)) if text else None
+
+
+# What has become of a trial, read from what its job has left: a pure decision.
+
+_NOT_METRICS = COUNTERS | {"learning_rate"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completed:
+    """It has run as long as it was to; the metrics of each virtual epoch, finite ones."""
+
+    history: tuple[Mapping[str, float], ...]
+    score: float
+    best_virtual_epoch: int
+    stopped_at: int | None = None
+    """The virtual epoch at which it was stopped as hopeless."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Killed:
+    """Something outside ended it, and not the trial itself: it is worth another start."""
+
+    reason: str
+    counts: bool = True
+    """Whether it may have been for the trial, and so the next time too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """It cannot be completed."""
+
+    reason: str
+    last_lines: tuple[str, ...] = ()
+
+
+Outcome = Completed | Killed | Failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What a trial is for: the metric, which way is better, and how far it is to run."""
+
+    objective: str
+    direction: str
+    until: int | None = None
+    rule: MedianRule | None = None
+
+    def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
+        """Returns the virtual epoch after which the trial is to be ended, None while it has none.
+
+        The rule is asked first: also a trial that went further is judged by what counts.
+        """
+        cut = self.rule.last(metrics) if self.rule else None
+        return self.until if cut is None else cut
+
+
+def completed(
+    goal: Goal, *, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
+) -> Completed | Failed | None:
+    """Returns the outcome of a trial that has come to its goal, None of one that has not.
+
+    A trial whose program has judged it itself says so by the ``result`` of its summary.
+    """
+    reached = max((line["virtual_epoch"] for line in metrics), default=0)
+    is_done = summary is not None and summary.get("status") == DONE
+    last = goal.last(metrics)
+    if not is_done and (last is None or reached < last):
+        return None
+    if is_done and "result" in (summary or {}):
+        return _scored(goal, [(summary or {})["result"]])
+    counted = [line for line in metrics if last is None or line["virtual_epoch"] <= last]
+    outcome = _scored(goal, counted)
+    if isinstance(outcome, Completed) and last is not None and last != goal.until:
+        return replace(outcome, stopped_at=last)
+    return outcome
+
+
+def ended(
+    exit_code: int,
+    *,
+    report: Mapping[str, Any] | None,
+    last_lines: Sequence[str],
+) -> Killed | Failed:
+    """Returns why a job ended short of its goal.
+
+    `exit_code` is the launcher's, minus the signal that ended it; `report` is its report.json,
+    None where this start has not come to write one; `last_lines` are those it has printed.
+    """
+    if exit_code < 0:
+        return Killed(reason=f"the launcher was ended by signal {-exit_code}")
+    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+        return Killed(reason=f"it was asked to stop (exit code {exit_code})")
+    if exit_code == EXIT_OK:
+        reason = "its program ended before the trial was done (exit code 0)"
+        return Failed(reason=reason, last_lines=tuple(last_lines))
+    attempts = (report or {}).get("attempts") or [{}]
+    failure = attempts[-1].get("first_failure") or {}
+    cause = failure.get("cause")
+    if not cause:
+        reason = last_lines[-1] if last_lines else f"exit code {exit_code}"
+        return Failed(reason=reason, last_lines=tuple(last_lines))
+    said = f"{failure.get('task')}: {cause}"
+    if exit_code == EXIT_PEER_MISSING or _was_killed(attempts[-1], failure.get("task")):
+        return Killed(reason=said)
+    return Failed(reason=said, last_lines=tuple(failure.get("last_lines") or last_lines))
+
+
+def _scored(goal: Goal, metrics: Sequence[Mapping[str, Any]]) -> Completed | Failed:
+    if metrics and not any(goal.objective in line for line in metrics):
+        there = ", ".join(sorted(set(metrics[-1]) - _NOT_METRICS))
+        return Failed(reason=f"it does not report {goal.objective}; it reports {there}")
+    history = tuple(_finite(line) for line in metrics)
+    scores = [(line[goal.objective], line) for line in history if goal.objective in line]
+    if not scores:
+        return Failed(reason=f"{goal.objective} was never finite")
+    score, line = (max if goal.direction == "max" else min)(scores, key=lambda pair: pair[0])
+    return Completed(history=history, score=score, best_virtual_epoch=int(line["virtual_epoch"]))
+
+
+def _finite(line: Mapping[str, Any]) -> dict[str, float]:
+    names = [name for name in line if name not in _NOT_METRICS]
+    return {
+        name: line[name]
+        for name in ("virtual_epoch", *names)
+        if isinstance(line[name], (int, float)) and math.isfinite(line[name])
+    }
+
+
+def _was_killed(attempt: Mapping[str, Any], task: object) -> bool:
+    """Whether the first task to fail was killed, as by the kernel for want of memory."""
+    records = [record for record in attempt.get("tasks", ()) if record.get("task") == task]
+    return bool(records) and records[-1].get("signal") == "SIGKILL"

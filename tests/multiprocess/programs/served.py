@@ -16,15 +16,14 @@ from typing import Any
 from tfdist.errors import TfdistError
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.tuning import conduct
-from tfdist.tuning.asking import RUNNING, STOPPED, Answer
-from tfdist.tuning.assignment import Assignment
-from tfdist.tuning.chief import Plan
+from tfdist.tuning.chief import RUNNING, STOPPED, Answer, Plan
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.hosts import Meeting, meeting_of
 from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.state import SweepState, Trial
+from tfdist.tuning.trial_job import Assignment
 
 STEPPING = Path(__file__).parent / "stepping.py"
 

@@ -1,0 +1,138 @@
+"""``python -m tfdist.lint FILE...``: what is wrong with a job's files, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tfdist.argument_parser import Parser
+from tfdist.errors import EXIT_OK, UsageError, near
+from tfdist.ops.lint.files import KINDS, Source, lint
+from tfdist.ops.lint.findings import Finding
+from tfdist.ops.lint.rules import RULES
+from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
+
+_EXIT_SIGPIPE = 141
+_MAX_BYTES = 16 << 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    try:
+        return _run(parse(sys.argv[1:] if argv is None else argv))
+    except UsageError as error:
+        print(f"tfdist.lint: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # nobody reads the findings to their end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _EXIT_SIGPIPE
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line asks for; what follows ``--`` is a command to check."""
+    words = list(argv)
+    cut = words.index("--") if "--" in words else len(words)
+    arguments: argparse.Namespace = _parser().parse_args(words[:cut])
+    arguments.command = words[cut + 1 :]
+    if not (arguments.files or arguments.command or arguments.environ or arguments.list):
+        expected = "files, -, --environ or -- COMMAND"
+        raise _refused("command line", "no file", expected, "see --help")
+    if arguments.replicas is not None and arguments.replicas < 1:
+        received, expected = str(arguments.replicas), "a number from 1 on"
+        raise _refused("--replicas", received, expected, "write --replicas 8")
+    return arguments
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tfdist.lint",
+        description="Says what is wrong with a job's files before anything is started.",
+        epilog="What follows -- is a command of tfdist.launch or tfdist.train to check. "
+        "Config files are run, in a process of their own; nothing else is. "
+        "Exit code: 0 no findings, 1 warnings only, 2 errors or a wrong command line.",
+    )
+    files = "TF_CONFIG (.json), a config file (.py), Kubernetes manifests (.yaml, .yml, .json), "
+    files += "the output of env (.env); - for standard input"
+    parser.add_argument("files", nargs="*", metavar="FILE", help=files)
+    parser.add_argument("--environ", action="store_true", help="check the present environment")
+    parser.add_argument("--kind", choices=KINDS, help="what the files are")
+    replicas = "how many replicas the job will have, for the global batch of a config file"
+    parser.add_argument("--replicas", type=int, metavar="N", help=replicas)
+    parser.add_argument("--json", action="store_true", help="findings as JSON")
+    parser.add_argument("--list", action="store_true", help="every rule")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        as_rules = rules_as_json if arguments.json else rules_as_text
+        print(as_rules(RULES.values()), flush=True)
+        return EXIT_OK
+    sources = [Source(name=n, data=_bytes(n), kind=arguments.kind) for n in arguments.files]
+    findings = lint(
+        sources,
+        environ=dict(os.environ) if arguments.environ else None,
+        command=arguments.command,
+        replicas=arguments.replicas,
+    )
+    checked = len(sources) + arguments.environ + bool(arguments.command)
+    print(_as_json(findings) if arguments.json else _as_text(findings, checked), flush=True)
+    return worst(RULES[finding.code].severity for finding in findings)
+
+
+def _as_text(findings: Sequence[Finding], checked: int) -> str:
+    """Return a line for each finding, and one that counts them."""
+    severities = [RULES[finding.code].severity for finding in findings]
+    lines = [
+        printable(
+            f"{finding.place}: {finding.code} {severity.value}: "
+            f"received {finding.received}; expected {finding.expected}. Fix: {finding.fix}"
+        )
+        for finding, severity in zip(findings, severities, strict=True)
+    ]
+    wrong = severities.count(Severity.ERROR)
+    said = f"{count(wrong, 'error')}, {count(len(lines) - wrong, 'warning')}"
+    return "\n".join([*lines, f"{count(checked, 'file')}: {said if lines else 'no findings'}"])
+
+
+def _as_json(findings: Sequence[Finding]) -> str:
+    """Return an object with the exit code and the findings, each with its parts."""
+    exit_code = worst(RULES[finding.code].severity for finding in findings)
+    listed = []
+    for finding in findings:
+        rule, parts = RULES[finding.code], asdict(finding)
+        about = {"code": parts.pop("code"), "severity": rule.severity, "title": rule.title}
+        listed.append({**about, **parts.pop("place"), **parts})
+    return json.dumps({"exit_code": exit_code, "findings": listed}, indent=1)
+
+
+def _bytes(name: str) -> bytes:
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
+        else:
+            with open(name, "rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        folder = Path(name).parent
+        beside = [str(other) for other in folder.glob("*")] if folder.is_dir() else []
+        received = f"{name!r}: {why}{near(name, beside)}"
+        raise _refused("command line", received, "a file", "check the path") from None
+    if len(data) > _MAX_BYTES:
+        expected = f"at most {_MAX_BYTES >> 20} MiB"
+        raise _refused("command line", f"{name!r}, which is larger", expected, "name another file")
+    return data
+
+
+def _refused(where: str, received: str, expected: str, fix: str) -> UsageError:
+    return UsageError(where, received=received, expected=expected, fix=fix)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

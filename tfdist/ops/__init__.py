@@ -1,0 +1,7 @@
+"""What surrounds a job: its files are checked, its hosts looked at, it is given to a scheduler.
+
+rules    what a rule of both checks is: code, severity, meaning
+lint     what is wrong with a job's files; `python -m tfdist.lint`
+doctor   what is wrong with its hosts; `python -m tfdist.doctor`
+submit   a text for Slurm or Kubernetes; `python -m tfdist.submit`
+"""

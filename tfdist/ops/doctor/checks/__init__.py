@@ -1,0 +1,27 @@
+"""Every rule by its code; a code keeps its meaning for good, and is not given again."""
+
+from __future__ import annotations
+
+from tfdist.ops.doctor.checks import directory, exchange, machines, network
+from tfdist.ops.doctor.facts import JobFacts
+from tfdist.ops.doctor.findings import Finding, Rule, Topic
+
+TOPICS: tuple[Topic, ...] = (
+    machines.HOSTS,
+    network.NAMES,
+    network.PORTS,
+    network.NETWORK,
+    machines.CLOCKS,
+    machines.SOFTWARE,
+    machines.MACHINES,
+    network.PROXIES,
+    directory.TOPIC,
+    exchange.TOPIC,
+)
+
+RULES: dict[str, Rule] = {rule.code: rule for topic in TOPICS for rule in topic.rules}
+
+
+def check(facts: JobFacts) -> list[Finding]:
+    """Returns all that is wrong, topic after topic."""
+    return [finding for topic in TOPICS for finding in topic.check(facts)]

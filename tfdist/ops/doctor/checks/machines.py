@@ -1,0 +1,408 @@
+"""Whether all hosts are there, and have the software, means and clocks that tasks need."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from tfdist.ops.doctor.facts import HostFacts, JobFacts
+from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.rules import error, warning
+
+# Whether all hosts of the job are there, and of the same job.
+
+_HOSTS_RULES = (
+    error(
+        "D001",
+        "a host that did not come",
+        reason="A job waits for all of its tasks, and those of this host would not be there.",
+    ),
+    error(
+        "D002",
+        "a host that does not reach the first one",
+        reason="Tasks of a job connect to each other, and all of them to the first.",
+    ),
+    error(
+        "D003",
+        "a host that was told of another job",
+        reason="Tasks that disagree about who is where wait for each other for ever.",
+    ),
+    error(
+        "D004",
+        "a host that went away while it was looked at",
+        reason="A connection that does not last for a few seconds does not carry a job.",
+    ),
+)
+
+
+def _check_hosts(facts: JobFacts) -> Iterator[Finding]:
+    for absence in facts.absent:
+        name = facts.name(absence.index)
+        if absence.index == 0:
+            yield Finding(
+                code="D002",
+                hosts=(facts.name(facts.present[0].index),),
+                received=f"no way to {name}: {absence.why}",
+                expected=f"an answer from {name}",
+                fix=f"start the same command on {name}, and open its ports to this host",
+            )
+        elif absence.is_other_job:
+            yield Finding(
+                code="D003",
+                hosts=(name,),
+                received=absence.why,
+                expected="the same hosts and ports, and the same version, on all hosts",
+                fix=f"give {name} the same --hosts or TF_CONFIG, and the same tfdist",
+            )
+        elif absence.during:
+            yield Finding(
+                code="D004",
+                hosts=(name,),
+                received=f"{absence.why}, asked for {absence.during}",
+                expected="a connection that lasts, and a process that lives",
+                fix=f"see what the command says on {name}, and what is between the hosts",
+            )
+        else:
+            yield Finding(
+                code="D001",
+                hosts=(name,),
+                received=absence.why,
+                expected="every host of the job",
+                fix=f"start the same command on {name}, with its own --node_rank",
+            )
+
+
+def _seen_hosts(facts: JobFacts) -> str:
+    return ", ".join(host.name for host in facts.hosts)
+
+
+HOSTS = Topic(name="hosts", rules=_HOSTS_RULES, check=_check_hosts, seen=_seen_hosts)
+
+
+# Whether each host has the memory, files and speed that its tasks need.
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_PER_TASK = _GIB  # importing TensorFlow takes 640 MB of it
+_SHARED = 256 * _MIB
+_FILES, _FILES_PER_TASK = 1024, 16
+_SLOW_HOST = 1.5
+_FEW = 0.5
+
+_MACHINES_RULES = (
+    warning(
+        "D601",
+        "little memory for the tasks",
+        reason="Importing TensorFlow takes 640 MB; a task that the kernel ends says nothing.",
+    ),
+    warning(
+        "D602",
+        "much less memory than the other hosts",
+        reason="All tasks hold the same model: what fits elsewhere may not fit here.",
+    ),
+    warning(
+        "D603",
+        "little shared memory on a host with GPUs",
+        reason="NCCL moves data between GPUs of a host by /dev/shm, of which a container has 64 MB "
+        "unless told otherwise.",
+    ),
+    warning(
+        "D604",
+        "few open files",
+        reason="Each task has a connection to each other one, in both directions, and its data.",
+    ),
+    warning(
+        "D605",
+        "a host slower than the others",
+        reason="Every step of a synchronous job waits for the slowest.",
+    ),
+    warning(
+        "D606",
+        "fewer CPUs than the other hosts",
+        reason="Its tasks prepare data and compute slower, and the others wait.",
+    ),
+)
+
+
+def _check_machines(facts: JobFacts) -> Iterator[Finding]:
+    for host in facts.present:
+        yield from _memory(facts, host)
+        yield from _limits(facts, host)
+        yield from _speed(facts, host)
+
+
+def available(host: HostFacts) -> int | None:
+    """Returns how many bytes the tasks of a host may take; None where nobody knows."""
+    machine = host.machine
+    found = [] if machine.memory_available is None else [machine.memory_available]
+    if machine.memory_limit is not None:
+        found.append(max(0, machine.memory_limit - (machine.memory_used or 0)))
+    return min(found, default=None)
+
+
+def _memory(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+    here, has = facts.name(host.index), available(host)
+    if has is None:
+        return
+    tasks = max(1, len(facts.hosts[host.index].ports))
+    limit = host.machine.memory_limit
+    of = f" (limit {_size(limit)})" if limit is not None else ""
+    if has < tasks * _PER_TASK:
+        yield Finding(
+            code="D601",
+            hosts=(here,),
+            received=f"{_size(has)} free{of} for {tasks} {'tasks' if tasks > 1 else 'task'}",
+            expected=f"{_size(tasks * _PER_TASK)} or more",
+            fix="end what else runs there, ask for more memory, or start fewer tasks",
+        )
+    others = [a for h in facts.present if h is not host and (a := available(h)) is not None]
+    if others and has < _FEW * statistics.median(others):
+        yield Finding(
+            code="D602",
+            hosts=(here,),
+            received=f"{_size(has)} free{of}",
+            expected=f"about {_size(statistics.median(others))}, as on the others",
+            fix="give all hosts the same limit, and see what else runs there",
+        )
+
+
+def _limits(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+    here, machine = facts.name(host.index), host.machine
+    if machine.gpus and machine.shared_memory is not None and machine.shared_memory < _SHARED:
+        yield Finding(
+            code="D603",
+            hosts=(here,),
+            received=f"{_size(machine.shared_memory)} free in /dev/shm",
+            expected=f"{_size(_SHARED)} or more",
+            fix="docker run --shm-size=1g, or an emptyDir of medium Memory at /dev/shm",
+        )
+    needed = max(_FILES, _FILES_PER_TASK * sum(len(other.ports) for other in facts.hosts))
+    if machine.open_files is not None and machine.open_files < needed:
+        most = machine.open_files_most
+        yield Finding(
+            code="D604",
+            hosts=(here,),
+            received=f"{machine.open_files} (ulimit -n), {'any' if most is None else most} allowed",
+            expected=f"{needed} or more",
+            fix=f"ulimit -n {needed}, or LimitNOFILE of the service that starts the tasks",
+        )
+
+
+def _speed(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+    here, others = facts.name(host.index), [h for h in facts.present if h is not host]
+    cpus = [h.machine.cpus for h in others]
+    if cpus and host.machine.cpus < _FEW * statistics.median(cpus):
+        yield Finding(
+            code="D606",
+            hosts=(here,),
+            received=f"{host.machine.cpus} CPUs",
+            expected=f"about {statistics.median(cpus):.0f}, as the others have",
+            fix="ask for the same number on each host (--cpus-per-task, resources.limits.cpu)",
+        )
+    if host.work_s is None:
+        return
+    times = [h.work_s for h in others if h.work_s is not None]
+    if times and host.work_s > _SLOW_HOST * statistics.median(times):
+        yield Finding(
+            code="D605",
+            hosts=(here,),
+            received=f"{host.work_s * 1e3:.0f} ms for a piece of work on each of its CPUs",
+            expected=f"about {statistics.median(times) * 1e3:.0f} ms, as on the others",
+            fix="see what else runs there (top), its limit of CPUs, its clock and temperature",
+        )
+
+
+def _size(size_bytes: float) -> str:
+    if size_bytes >= _GIB:
+        return f"{size_bytes / _GIB:.1f} GiB"
+    return f"{size_bytes / _MIB:.0f} MiB"
+
+
+def _seen_machines(facts: JobFacts) -> str:
+    cpus = sorted({host.machine.cpus for host in facts.present})
+    counts = " and ".join(str(count) for count in cpus)
+    memory = [has for host in facts.present if (has := available(host)) is not None]
+    work = [host.work_s for host in facts.present if host.work_s is not None]
+    parts = [f"{counts} CPU{'s' * (cpus != [1])}"]
+    parts += [f"{_size(min(memory))} free or more"] if memory else []
+    parts += [f"the slowest {max(work) / min(work):.2f} of the fastest"] if len(work) > 1 else []
+    return ", ".join(parts)
+
+
+MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines, seen=_seen_machines)
+
+
+# Whether the hosts have the same software, and processors that compute the same.
+
+NEEDED = ("tensorflow", "keras", "numpy", "tfdist")
+"""What a host must have at all."""
+
+_CODES = {
+    "python": "D502",
+    "tensorflow": "D503",
+    "keras": "D504",
+    "numpy": "D505",
+    "tfdist": "D506",
+    "cuda": "D507",
+    "cudnn": "D507",
+    "nccl": "D507",
+    "nvidia driver": "D507",
+}
+_NONE = "none"
+
+_SOFTWARE_RULES = (
+    error(
+        "D501",
+        "a host without what a task needs",
+        reason="The task ends when it imports it.",
+    ),
+    error(
+        "D502",
+        "versions of Python that differ",
+        reason="A program may run under one and not under the other.",
+    ),
+    error(
+        "D503",
+        "versions of TensorFlow that differ",
+        reason="What its servers say to each other is not promised between versions.",
+    ),
+    error(
+        "D504",
+        "versions of Keras that differ",
+        reason="Tasks would trace different steps of the same program, and wait for each other.",
+    ),
+    warning(
+        "D505",
+        "versions of NumPy that differ",
+        reason="Data that a program makes by it may differ between tasks.",
+    ),
+    error(
+        "D506",
+        "versions of tfdist that differ",
+        reason="Its tasks send each other messages of its own.",
+    ),
+    error(
+        "D507",
+        "versions of CUDA, cuDNN, NCCL or the driver that differ",
+        reason="NCCL refuses, or waits for ever for, a peer of another version.",
+    ),
+    warning(
+        "D508",
+        "processors that differ in what they can compute",
+        reason="Kernels are chosen by it: the same step has other last bits on another host.",
+    ),
+)
+
+
+def _check_software(facts: JobFacts) -> Iterator[Finding]:
+    for host in facts.present:
+        missing = [name for name in NEEDED if name not in dict(host.machine.versions)]
+        if missing:
+            here = facts.name(host.index)
+            yield Finding(
+                code="D501",
+                hosts=(here,),
+                received=f"no {', '.join(missing)} for {host.machine.host_name}'s Python",
+                expected="all that tfdist installs",
+                fix=f"install it on {here}, or start the command there by the same Python",
+            )
+    for name, code in _CODES.items():
+        versions = _versions(facts.present, name)
+        has = [version for version in versions if version != _NONE]
+        if len(has) > 1 or (code == "D507" and len(versions) > 1):
+            yield _differing(facts, code=code, what=f"{name} ", groups=versions)
+    features = _features(facts.present)
+    if len(features) > 1:
+        yield _differing(facts, code="D508", what="", groups=features)
+
+
+def _versions(hosts: Sequence[HostFacts], name: str) -> dict[str, list[int]]:
+    groups = defaultdict(list)
+    for host in hosts:
+        version = dict(host.machine.versions).get(name, _NONE)
+        if name == "python":
+            version = ".".join(version.split(".")[:2])  # the rest is repairs
+        groups[version].append(host.index)
+    return groups
+
+
+def _features(hosts: Sequence[HostFacts]) -> dict[str, list[int]]:
+    """Returns the hosts by the features that not all of them have."""
+    sets = [set(host.machine.cpu_features) for host in hosts]
+    common = set.intersection(*sets) if sets else set()
+    groups = defaultdict(list)
+    for host, features in zip(hosts, sets, strict=True):
+        groups[" ".join(sorted(features - common)) or "none of them"].append(host.index)
+    return groups
+
+
+def _differing(
+    facts: JobFacts, *, code: str, what: str, groups: Mapping[str, list[int]]
+) -> Finding:
+    """Returns the finding that names those who differ from most, the first hosts in doubt."""
+    most = max(groups.values(), key=len)
+    told = [f"{what}{value} on {_named(facts, hosts)}" for value, hosts in groups.items()]
+    others = [index for hosts in groups.values() if hosts is not most for index in hosts]
+    fix = "install the same on all, from one list of versions or one image"
+    if code == "D508":
+        fix = "take hosts of one kind, where the last bits are to be the same"
+    return Finding(
+        code=code,
+        hosts=tuple(facts.name(index) for index in others),
+        received="; ".join(told),
+        expected="the same on all hosts",
+        fix=fix,
+    )
+
+
+def _named(facts: JobFacts, indices: Sequence[int]) -> str:
+    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return ", ".join(facts.name(index) for index in indices[:8]) + more
+
+
+def _seen_software(facts: JobFacts) -> str:
+    machine = facts.present[0].machine
+    return ", ".join([*(f"{name} {version}" for name, version in machine.versions), machine.cpu])
+
+
+SOFTWARE = Topic(name="software", rules=_SOFTWARE_RULES, check=_check_software, seen=_seen_software)
+
+
+# Whether the clocks of the hosts agree.
+
+_MOST_APART_S = 1.0
+
+_CLOCKS_RULES = (
+    warning(
+        "D401",
+        "a clock that is off",
+        reason="Logs of several hosts are read side by side, tickets and certificates expire, "
+        "and file systems go by the times of files.",
+    ),
+)
+
+
+def _check_clocks(facts: JobFacts) -> Iterator[Finding]:
+    for host in facts.present:
+        ahead = host.clock_ahead_s
+        if ahead is None or abs(ahead) - host.clock_error_s <= _MOST_APART_S:
+            continue
+        here, first = facts.name(host.index), facts.name(facts.present[0].index)
+        side = "ahead of" if ahead > 0 else "behind"
+        yield Finding(
+            code="D401",
+            hosts=(here,),
+            received=f"{here} is {abs(ahead):.1f} s {side} {first}",
+            expected=f"less than {_MOST_APART_S:.0f} s",
+            fix=f"let chrony or systemd-timesyncd set the clock of {here} and of {first}",
+        )
+
+
+def _seen_clocks(facts: JobFacts) -> str:
+    off = [host.clock_ahead_s for host in facts.present if host.clock_ahead_s is not None]
+    if not off:
+        return ""
+    return f"{max(abs(s) for s in off) * 1e3:.1f} ms apart at most"
+
+
+CLOCKS = Topic(name="clocks", rules=_CLOCKS_RULES, check=_check_clocks, seen=_seen_clocks)

@@ -1,0 +1,457 @@
+"""Whether hosts find each other by name, reach each other's ports, and how well."""
+
+from __future__ import annotations
+
+import ipaddress
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from tfdist.cluster.placement import is_name
+from tfdist.ops.doctor.facts import HostFacts, JobFacts, NameFacts, PortFacts, Reach, Wire
+from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.rules import error, warning
+
+# Whether the names of the hosts lead to them, there and back.
+
+_SLOW_LOOK_UP_S = 1.0
+
+_NAMES_RULES = (
+    error(
+        "D101",
+        "a name that leads nowhere",
+        reason="A task connects to the others by the names that the job has for their hosts.",
+    ),
+    error(
+        "D102",
+        "a name that leads to another host",
+        reason="Tasks would talk to a machine that is none of theirs, or to themselves.",
+    ),
+    warning(
+        "D103",
+        "a host whose own name is loopback to itself",
+        reason="What listens at that address, as gloo and MPI may, is not reached from outside.",
+    ),
+    warning(
+        "D104",
+        "an address whose name leads elsewhere",
+        reason="Kerberos, MPI and logs go by the name of an address; it names another machine.",
+    ),
+    warning(
+        "D105",
+        "a name that takes long to resolve",
+        reason="Each task asks for each name when it starts, and again at every new connection.",
+    ),
+)
+
+
+def _check_names(facts: JobFacts) -> Iterator[Finding]:
+    for host in facts.present:
+        here = facts.name(host.index)
+        for index, found in enumerate(host.names):
+            yield from _wrong_name(facts, host, index, found)
+        for reverse in host.reverse:
+            if reverse.address not in reverse.addresses:
+                leads = ", ".join(reverse.addresses) or "nowhere"
+                yield Finding(
+                    code="D104",
+                    hosts=(here,),
+                    received=f"{reverse.address} is called {reverse.name}, which leads to {leads}",
+                    expected="a name that leads back",
+                    fix=f"correct the entry of {reverse.address} in DNS or /etc/hosts",
+                )
+
+
+def _wrong_name(
+    facts: JobFacts, host: HostFacts, index: int, found: NameFacts
+) -> Iterator[Finding]:
+    here = facts.name(host.index)
+    if found.error:
+        yield Finding(
+            code="D101",
+            hosts=(here,),
+            received=f"{found.name}: {found.error}",
+            expected=f"an address for {found.name}",
+            fix=f"enter {found.name} in DNS or in /etc/hosts of {here}",
+        )
+        return
+    if found.took_s > _SLOW_LOOK_UP_S:
+        yield Finding(
+            code="D105",
+            hosts=(here,),
+            received=f"{found.took_s:.1f} s for {found.name}",
+            expected=f"less than {_SLOW_LOOK_UP_S:.0f} s",
+            fix="correct the name servers in /etc/resolv.conf, or use /etc/hosts",
+        )
+    if not is_name(found.name):
+        return
+    if index == host.index:
+        others = [a for other in host.names if other is not found for a in other.addresses]
+        if _all_loopback(found.addresses) and others and not _all_loopback(others):
+            yield _own_loopback(here, found)
+        return
+    answered = {reach.answered for reach in host.reaches if reach.host == index}
+    if answered != {index} and not _leads_there(facts, index, found):
+        yield Finding(
+            code="D102",
+            hosts=(here,),
+            received=f"{found.name} leads to {', '.join(found.addresses)}",
+            expected=_expected(facts, index),
+            fix=f"correct the entry of {found.name} in DNS or in /etc/hosts of {here}",
+        )
+
+
+def _own_loopback(here: str, found: NameFacts) -> Finding:
+    return Finding(
+        code="D103",
+        hosts=(here,),
+        received=f"{found.name} leads to {', '.join(found.addresses)} on {here} itself",
+        expected="the address by which the others reach it",
+        fix=f"take {found.name} out of the line of {found.addresses[0]} in /etc/hosts of {here}",
+    )
+
+
+def _leads_there(facts: JobFacts, index: int, found: NameFacts) -> bool:
+    """Returns whether a name leads to its host, as far as the host is there to tell.
+
+    A host behind a translation of addresses does not know its own, so what is no address of it
+    counts only if it is loopback or another host's.
+    """
+    if _all_loopback(found.addresses):
+        return False
+    others = {
+        address: host.index
+        for host in facts.present
+        for address in host.machine.own_addresses
+        if not _is_loopback(address)
+    }
+    return all(others.get(address, index) == index for address in found.addresses)
+
+
+def _expected(facts: JobFacts, index: int) -> str:
+    for host in facts.present:
+        if host.index == index:
+            own = [a for a in host.machine.own_addresses if not _is_loopback(a)]
+            return f"an address of {facts.name(index)}: {', '.join(own[:4])}"
+    return f"an address of {facts.name(index)}"
+
+
+def _all_loopback(addresses: Sequence[str]) -> bool:
+    return all(_is_loopback(address) for address in addresses)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _seen_names(facts: JobFacts) -> str:
+    names = {(n.name, n.addresses[0]) for host in facts.present for n in host.names if n.addresses}
+    return ", ".join(
+        f"{name} {address}" if name != address else name for name, address in sorted(names)
+    )
+
+
+NAMES = Topic(name="names", rules=_NAMES_RULES, check=_check_names, seen=_seen_names)
+
+
+# Whether the ports of the job are free, reached from the other hosts, and from how far.
+
+_PORTS_RULES = (
+    error(
+        "D201",
+        "a port that is taken",
+        reason="The task that is to listen there ends when it starts.",
+    ),
+    error(
+        "D202",
+        "a port that another host does not reach",
+        reason="Tasks wait for each other for ever where one cannot connect.",
+    ),
+    error(
+        "D203",
+        "a port at which something else answers",
+        reason="The name leads to another machine, or something between the hosts answers for it.",
+    ),
+    warning(
+        "D204",
+        "a port from which the system serves outgoing connections",
+        reason="Any connection of any process may have it when the task wants to listen there.",
+    ),
+    warning(
+        "D205",
+        "a host with a public address",
+        reason="TensorFlow's servers listen on all interfaces and run what any client sends.",
+    ),
+    error(
+        "D206",
+        "a range with too few ports that are free",
+        reason="Each task of the host takes one of them, and is not started where there is none.",
+    ),
+)
+
+
+def _check_ports(facts: JobFacts) -> Iterator[Finding]:
+    for host in facts.present:
+        yield from _own(facts, host)
+        yield from _unreached(facts, host)
+        here = facts.name(host.index)
+        if facts.hosts[host.index].ports and host.machine.public_addresses:
+            yield Finding(
+                code="D205",
+                hosts=(here,),
+                received=", ".join(host.machine.public_addresses[:4]),
+                expected="no way to the ports of the job but from its own hosts",
+                fix="let a firewall admit the job's hosts only, or run on a private network",
+            )
+
+
+def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+    here = facts.name(host.index)
+    ephemeral = []
+    for port in host.ports:
+        if port.is_ephemeral:
+            ephemeral.append(port.port)
+        if not port.error or not _is_due(facts, host, port):
+            continue
+        by = f" by {port.holder}" if port.holder else ""
+        where = ", on all interfaces" if port.on_all_interfaces else ""
+        yield Finding(
+            code="D201",
+            hosts=(here,),
+            received=f"{here}:{port.port} is taken{by}{where} ({port.error})",
+            expected="a free port",
+            fix=f"end what listens there (ss -ltnp 'sport = {port.port}'), or take another port",
+        )
+    yield from _too_few(facts, host)
+    if ephemeral:
+        yield Finding(
+            code="D204",
+            hosts=(here,),
+            received=f"{_ports(ephemeral)} in net.ipv4.ip_local_port_range",
+            expected="ports outside of that range",
+            fix="take lower ports, 20000 and on, say",
+        )
+
+
+def _is_due(facts: JobFacts, host: HostFacts, port: PortFacts) -> bool:
+    """Returns whether the job cannot do without a port: of a range only where launchers meet."""
+    if facts.hosts[host.index].needed is None:
+        return True
+    return len(facts.hosts) > 1 and not host.index and port == host.ports[0]
+
+
+def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+    needed = facts.hosts[host.index].needed
+    if needed is None or not host.ports:
+        return
+    of_tasks = host.ports if len(facts.hosts) == 1 else host.ports[1:]
+    free = sum(not port.error for port in of_tasks)
+    if free < needed:
+        here, first, last = facts.name(host.index), host.ports[0].port, host.ports[-1].port
+        yield Finding(
+            code="D206",
+            hosts=(here,),
+            received=f"{free} free of {len(of_tasks)} ports of {here} from {first} to {last}",
+            expected=f"{needed}, one for each task of {here}",
+            fix="end what listens there (ss -ltnp), or give a larger range to --ports",
+        )
+
+
+def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+    here = facts.name(host.index)
+    taken = {(h.index, p.port) for h in facts.present for p in h.ports if p.error}
+    unreached: dict[tuple[int, str], list[int]] = defaultdict(list)
+    strange: dict[int, list[Reach]] = defaultdict(list)
+    for reach in host.reaches:
+        if (reach.host, reach.port) in taken:
+            continue  # nobody of ours listens there
+        if reach.error:
+            unreached[reach.host, reach.error].append(reach.port)
+        elif reach.answered != reach.host:
+            strange[reach.host].append(reach)
+    for (other, why), ports in unreached.items():
+        name = facts.name(other)
+        yield Finding(
+            code="D202",
+            hosts=(here, name),
+            received=f"{here} does not reach {name} at {_ports(ports)}: {why}",
+            expected="every port of the job reached from all of its hosts",
+            fix=f"let the firewalls of {name} and {here}, and between them, pass these ports",
+        )
+    for other, reaches in strange.items():
+        name, answered = facts.name(other), reaches[0].answered
+        who = "something that is not of this job"
+        if answered is not None and 0 <= answered < len(facts.hosts):
+            who = facts.name(answered)
+        yield Finding(
+            code="D203",
+            hosts=(here,),
+            received=f"{who} answers {here} at {name}:{reaches[0].port}",
+            expected=name,
+            fix=f"correct what {name} leads to on {here}, and what forwards the port",
+        )
+
+
+def _ports(ports: list[int]) -> str:
+    listed = ", ".join(str(port) for port in ports[:8])
+    more = f" and {len(ports) - 8} more" if len(ports) > 8 else ""
+    return f"port{'s' * (len(ports) > 1)} {listed}{more}"
+
+
+def _seen_ports(facts: JobFacts) -> str:
+    count = sum(not port.error for host in facts.present for port in host.ports)
+    if not count:
+        return ""
+    reached = ", reached from all hosts" if len(facts.hosts) > 1 else ""
+    return f"{count} free{reached}"
+
+
+PORTS = Topic(name="ports", rules=_PORTS_RULES, check=_check_ports, seen=_seen_ports)
+
+
+# How well the connections between hosts carry what a job sends.
+
+_SLOW_WIRE = 0.5  # of the median of the other connections
+_MAX_LATENCY_S = 0.005
+
+_NETWORK_RULES = (
+    error(
+        "D301",
+        "a connection that carries nothing large",
+        reason="Small packets pass and large ones are lost: the sizes of packets do not agree.",
+    ),
+    warning(
+        "D302",
+        "a connection slower than the others",
+        reason="An all-reduce goes through all hosts, and is as fast as its slowest connection.",
+    ),
+    warning(
+        "D303",
+        "a long way between two hosts",
+        reason="Every step waits for several messages, one after the other.",
+    ),
+)
+
+
+def _check_network(facts: JobFacts) -> Iterator[Finding]:
+    wires = [(host.index, wire) for host in facts.present for wire in host.wires]
+    for index, wire in wires:
+        here, there = facts.name(index), facts.name(wire.host)
+        if wire.error:
+            yield Finding(
+                code="D301",
+                hosts=(here, there),
+                received=f"{here} to {there}: {wire.error}",
+                expected="data of any size to pass",
+                fix=f"compare the MTU of {here}, {there} and what is between (ip link, ping -M do)",
+            )
+            continue
+        others = [w.bytes_per_s for i, w in wires if not w.error and (i, w) != (index, wire)]
+        median = statistics.median(others) if others else 0.0
+        if wire.bytes_per_s < _SLOW_WIRE * median:
+            yield Finding(
+                code="D302",
+                hosts=(here, there),
+                received=f"{here} to {there}: {rate(wire.bytes_per_s)}",
+                expected=f"about {rate(median)}, as the others have",
+                fix=f"see the speed and the errors of their interfaces (ethtool, ip -s link), "
+                f"and what else {here} and {there} send",
+            )
+        if wire.latency_s > _MAX_LATENCY_S:
+            yield Finding(
+                code="D303",
+                hosts=(here, there),
+                received=f"{here} to {there} and back: {wire.latency_s * 1e3:.1f} ms",
+                expected=f"less than {_MAX_LATENCY_S * 1e3:.0f} ms",
+                fix="take hosts of one site, or take fewer and larger steps",
+            )
+
+
+def rate(bytes_per_s: float) -> str:
+    """Returns a speed for people."""
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    if bytes_per_s >= 1e6:
+        return f"{bytes_per_s / 1e6:.0f} MB/s"
+    return f"{bytes_per_s / 1e3:.0f} kB/s"
+
+
+def _seen_network(facts: JobFacts) -> str:
+    wires = [wire for host in facts.present for wire in host.wires if not wire.error]
+    if not wires:
+        return ""
+    return f"{_range(wires)}, {max(wire.latency_s for wire in wires) * 1e3:.2f} ms there and back"
+
+
+def _range(wires: list[Wire]) -> str:
+    speeds = sorted(wire.bytes_per_s for wire in wires)
+    least, most = rate(speeds[0]), rate(speeds[-1])
+    return least if least == most else f"{least} to {most}"
+
+
+NETWORK = Topic(name="network", rules=_NETWORK_RULES, check=_check_network, seen=_seen_network)
+
+
+# Whether gRPC would send what tasks say to each other to a proxy.
+
+_PROXIES_RULES = (
+    error(
+        "D701",
+        "a proxy between the tasks",
+        reason="gRPC takes grpc_proxy, https_proxy or http_proxy for all hosts that no_grpc_proxy "
+        "or no_proxy does not name, and a proxy does not pass on what tasks say.",
+    ),
+)
+
+
+def _check_proxies(facts: JobFacts) -> Iterator[Finding]:
+    if len(facts.hosts) == 1 and not facts.hosts[0].ports:
+        return
+    names = [host.name for host in facts.hosts]
+    for host in facts.present:
+        proxy, here = host.machine.proxy, facts.name(host.index)
+        if proxy is None:
+            continue
+        caught = [name for name in names if not excepted(name, proxy.exceptions)]
+        if not caught:
+            continue
+        without = f"{proxy.excepted_by} does not name" if proxy.excepted_by else "without no_proxy:"
+        yield Finding(
+            code="D701",
+            hosts=(here,),
+            received=f"{proxy.name}={proxy.value}, {without} {', '.join(caught[:8])}",
+            expected="no proxy for the hosts of the job",
+            fix=f"export {proxy.excepted_by or 'no_proxy'}={','.join(names[:64])}, "
+            f"or unset {proxy.name}",
+        )
+
+
+def excepted(host: str, exceptions: Sequence[str]) -> bool:
+    """Returns whether gRPC goes to a host without the proxy: an entry ends it, or has it inside.
+
+    See ``HttpProxyMapper`` in gRPC: entries are endings of the name or, for a number, networks.
+    """
+    plain = host.strip("[]").lower()
+    for entry in exceptions:
+        entry = entry.strip().lower()
+        if entry and (plain.endswith(entry) or _inside(plain, entry)):
+            return True
+    return False
+
+
+def _inside(host: str, network: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
+
+
+def _seen_proxies(facts: JobFacts) -> str:
+    proxies = [host for host in facts.present if host.machine.proxy is not None]
+    return "excepted for the hosts of the job" if proxies else "none"
+
+
+PROXIES = Topic(name="proxies", rules=_PROXIES_RULES, check=_check_proxies, seen=_seen_proxies)

@@ -1,0 +1,420 @@
+"""Plain connections between the hosts: listening, reaching and measuring."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from tfdist.cluster.ports import ephemeral_ports
+from tfdist.launch.multihost.connection import Link, Message, Violation, WrongToken
+from tfdist.ops.doctor.facts import Host, PortFacts, Reach, Wire
+
+# Messages between two hosts, sealed as the launchers' are, each within a deadline.
+
+_READ_BYTES = 1 << 16
+_LEAST_S = 0.001
+
+
+class Conversation:
+    """One end of a connection. Errors of the network are OSError, what nobody sends `Violation`.
+
+    Args:
+      sock: waits no longer than the deadline of each call.
+      token: what both sides must know; empty where the user gave none.
+      accepts: whether this side was connected to.
+    """
+
+    def __init__(self, sock: socket.socket, *, token: bytes, accepts: bool) -> None:
+        self._socket = sock
+        self._link = Link(token, accepts=accepts)
+        self._messages: deque[Message] = deque()
+
+    def greet(self, *, within_s: float) -> None:
+        """Has both sides show that they know the token; each calls it before anything else."""
+        deadline_s = time.monotonic() + within_s
+        try:
+            while not self._link.is_open:
+                self._flush(deadline_s)
+                self._read(deadline_s)
+        except WrongToken:
+            with contextlib.suppress(OSError):
+                self._flush(deadline_s)  # the other side is told so
+            raise
+        self._flush(deadline_s)
+
+    def send(self, message: Message, *, within_s: float) -> None:
+        """Sends a message; TimeoutError when the other side does not take it."""
+        self._link.send(message)
+        self._flush(time.monotonic() + within_s)
+
+    def receive(self, *, within_s: float) -> Message:
+        """Returns the next message; TimeoutError when it does not come."""
+        deadline_s = time.monotonic() + within_s
+        while not self._messages:
+            self._read(deadline_s)
+        return self._messages.popleft()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._socket.close()
+
+    def _read(self, deadline_s: float) -> None:
+        self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise ConnectionError("the connection was closed")
+        self._messages.extend(self._link.receive(data))
+
+    def _flush(self, deadline_s: float) -> None:
+        if self._link.outgoing:
+            self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
+            self._socket.sendall(self._link.outgoing)
+            self._link.outgoing.clear()
+
+
+def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.monotonic) -> bytes:
+    """Returns exactly `count` bytes; ConnectionError at an early end, TimeoutError when late."""
+    timeout_s = sock.gettimeout()
+    deadline_s = None if timeout_s is None else clock() + timeout_s
+    data = bytearray()
+    while len(data) < count:
+        if deadline_s is not None and clock() > deadline_s:
+            raise TimeoutError("timed out")
+        piece = sock.recv(min(count - len(data), 1 << 20))
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        data += piece
+    return bytes(data)
+
+
+# What answers at the ports of this host's tasks while the hosts are looked at.
+#
+# It listens on every interface, as TensorFlow's servers will: what is free, or reached, for one is
+# so for the other. It says whose port this is, and takes small questions; nothing it is sent is
+# run.
+
+MAX_PIECE_BYTES = 64 << 20
+PING_BYTES = 8
+
+_BACKLOG = 256
+_MAX_GUESTS = 256
+_PATIENCE_S = 10.0
+_HELLO_S = 3.0
+_ASKED_BYTES = 5  # of each request: "meet\n", "echo\n" or "sink\n"
+_LISTENING = "0A"
+_SPARE_PORTS = 3
+_AGAIN_S = 0.2
+
+
+class Door:
+    """Answers at ports until it is closed; who asks to meet is in `guests`, with its first message.
+
+    Args:
+      greeting: the line that whoever connects gets first.
+      ports: of this host's tasks.
+      token: what who asks to meet must know; `wrong_tokens` counts those that do not.
+      spare: whether to listen at one of the ports after the last if none of them is free.
+    """
+
+    def __init__(
+        self, greeting: str, ports: Sequence[int], *, token: bytes = b"", spare: bool = False
+    ) -> None:
+        self._greeting = greeting.encode() + b"\n"
+        self._token = token
+        self.wrong_tokens = 0
+        self._listeners: list[socket.socket] = []
+        self._is_closed = threading.Event()
+        self._room = threading.BoundedSemaphore(_MAX_GUESTS)
+        self.guests: queue.SimpleQueue[tuple[Conversation, Message]] = queue.SimpleQueue()
+        self.ports = tuple(self._open(port) for port in ports)
+        if spare and not self._listeners:
+            for port in spare_ports(ports):
+                if not self._open(port).error:
+                    break
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the ports; what has been accepted goes on."""
+        self._is_closed.set()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+            listener.close()
+        self._listeners.clear()
+
+    def _open(self, port: int) -> PortFacts:
+        is_ephemeral = port in ephemeral_ports()
+        try:
+            listener = _listen(port)
+        except OSError as error:
+            holder, everywhere = holder_of(port)
+            return PortFacts(
+                port=port,
+                error=os.strerror(error.errno).lower() if error.errno else str(error),
+                holder=holder,
+                on_all_interfaces=everywhere,
+                is_ephemeral=is_ephemeral,
+            )
+        self._listeners.append(listener)
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        return PortFacts(port=port, is_ephemeral=is_ephemeral)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                guest, _ = listener.accept()
+            except OSError:  # closed; else who came is gone, or has to wait for a free descriptor
+                if self._is_closed.wait(_AGAIN_S):
+                    return
+                continue
+            if not self._room.acquire(blocking=False):
+                guest.close()
+                continue
+            threading.Thread(target=self._serve, args=(guest,), daemon=True).start()
+
+    def _serve(self, guest: socket.socket) -> None:
+        is_kept = False
+        try:
+            guest.settimeout(_PATIENCE_S)
+            guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            guest.sendall(self._greeting)
+            asked = take(guest, _ASKED_BYTES)
+            if asked == b"meet\n":
+                talk = Conversation(guest, token=self._token, accepts=True)
+                talk.greet(within_s=_HELLO_S)
+                self.guests.put((talk, talk.receive(within_s=_HELLO_S)))
+                is_kept = True
+            elif asked == b"echo\n":
+                _echo(guest)
+            elif asked == b"sink\n":
+                _sink(guest)
+        except WrongToken:
+            self.wrong_tokens += 1
+        except (OSError, ValueError, Violation):
+            pass  # whoever asked is gone, or is none of ours
+        finally:
+            self._room.release()
+            if not is_kept:
+                guest.close()
+
+
+def spare_ports(ports: Sequence[int]) -> tuple[int, ...]:
+    """Returns the ports after those of a host's tasks: where to meet if these are taken."""
+    last = max(ports, default=0)
+    return tuple(port for port in range(last + 1, last + 1 + _SPARE_PORTS) if port <= 65_535)
+
+
+def holder_of(port: int) -> tuple[str, bool]:
+    """Returns who listens at a port, and whether on all interfaces, as far as /proc tells."""
+    everywhere, inodes = False, set()
+    for table in ("tcp", "tcp6"):
+        for line in _lines(Path("/proc/net") / table):
+            fields = line.split()
+            if len(fields) < 10 or fields[3] != _LISTENING:
+                continue
+            address, _, number = fields[1].rpartition(":")
+            if int(number, 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+                everywhere |= not int(address, 16)
+    return _process_with(inodes), everywhere
+
+
+def _process_with(inodes: set[str]) -> str:
+    for process in Path("/proc").glob("[1-9]*") if inodes else ():
+        with contextlib.suppress(OSError):  # another user's, or gone
+            for fd in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(fd) in inodes:
+                        return f"{(process / 'comm').read_text().strip()} ({process.name})"
+    return ""
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()[1:]
+    except OSError:
+        return []
+
+
+def _listen(port: int) -> socket.socket:
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
+
+
+def _echo(guest: socket.socket) -> None:
+    while True:
+        guest.sendall(take(guest, PING_BYTES))
+
+
+def _sink(guest: socket.socket) -> None:
+    """Takes pieces of announced sizes, and confirms each once all of it is here."""
+    while True:
+        size = int.from_bytes(take(guest, 8), "big")
+        if size > MAX_PIECE_BYTES:
+            raise ValueError(f"a piece of {size} bytes")
+        buffer = bytearray(min(size, 1 << 20) or 1)
+        left = size
+        while left:
+            count = guest.recv_into(buffer, min(left, len(buffer)))
+            if not count:
+                return
+            left -= count
+        guest.sendall(size.to_bytes(8, "big"))
+
+
+def greeting(index: int, fingerprint: str) -> str:
+    """Returns the line by which a host of a job is known."""
+    return f"tfdist doctor 1 {index} {fingerprint}"
+
+
+def host_of(line: str, fingerprint: str) -> int:
+    """Returns which host of the job said a line; -1 where none of it did."""
+    said = re.fullmatch(r"tfdist doctor 1 (\d{1,6}) (\w+)", line)
+    return int(said[1]) if said and said[2] == fingerprint else -1
+
+
+# What comes of connecting to the other hosts: who answers, how soon, and how much goes through.
+
+_CONNECT_S = 2.0
+_TALK_S = 5.0
+_REACH_S = 20.0
+_AT_ONCE = 64
+_MAX_GREETING_BYTES = 80
+_PINGS = 50
+_FIRST_PIECE_BYTES = 64 << 10
+_LONG_ENOUGH_S = 0.1  # for a piece, to be a measure of what goes through
+_MEASURE_S = 1.0
+
+
+def reach(
+    hosts: Sequence[Host], *, present: Sequence[int], index: int, fingerprint: str
+) -> tuple[Reach, ...]:
+    """Returns who answers at each port of each other host that is there.
+
+    Many ports at which nobody answers take long; those that are not tried in time are left out.
+    """
+    deadline_s = time.monotonic() + _REACH_S
+    asked = [(other, port) for other in present if other != index for port in hosts[other].ports]
+
+    def one(place: tuple[int, int]) -> Reach | None:
+        other, port = place
+        if time.monotonic() > deadline_s:
+            return None
+        try:
+            with connected(hosts[other].name, port) as (_, line):
+                answered = host_of(line, fingerprint)
+            return Reach(host=other, port=port, answered=answered)
+        except OSError as error:
+            return Reach(host=other, port=port, error=said(error))
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return tuple(reach for reach in pool.map(one, asked) if reach is not None)
+
+
+def measure(address: str, port: int, *, host: int) -> Wire:
+    """Returns how fast a plain connection to a host is, which has answered before."""
+    try:
+        latency_s = _latency_s(address, port)
+    except OSError as error:
+        return Wire(host=host, error=f"no answer to {PING_BYTES} bytes: {said(error)}")
+    try:
+        speed = _bytes_per_s(address, port)
+    except OSError as error:
+        lost = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through: {said(error)}"
+        return Wire(host=host, latency_s=latency_s, error=lost)
+    return Wire(host=host, latency_s=latency_s, bytes_per_s=speed)
+
+
+@contextlib.contextmanager
+def connected(address: str, port: int) -> Iterator[tuple[socket.socket, str]]:
+    """Connects, and yields the connection and the line with which it was greeted."""
+    bare = address.strip("[]")
+    with socket.create_connection((bare, port), timeout=_CONNECT_S) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield sock, _line(sock)
+
+
+def said(error: OSError) -> str:
+    """Returns what an error says, without its number."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return (error.strerror or str(error)).lower()
+
+
+def _line(sock: socket.socket) -> str:
+    """Returns the first line that comes, or what came of it in time: others need not greet."""
+    data = b""
+    with contextlib.suppress(OSError):
+        while not data.endswith(b"\n") and len(data) < _MAX_GREETING_BYTES:
+            piece = sock.recv(1)
+            if not piece:
+                break
+            data += piece
+    return data.decode(errors="replace").rstrip("\n")
+
+
+def _latency_s(address: str, port: int) -> float:
+    """Returns the shortest time that a few bytes took there and back."""
+    best_s = float("inf")
+    deadline_s = time.monotonic() + _MEASURE_S
+    with connected(address, port) as (sock, _):
+        sock.settimeout(_TALK_S)
+        sock.sendall(b"echo\n")
+        for _ in range(_PINGS):
+            start = time.perf_counter()
+            sock.sendall(bytes(PING_BYTES))
+            take(sock, PING_BYTES)
+            best_s = min(best_s, time.perf_counter() - start)
+            if time.monotonic() > deadline_s:
+                break
+    return best_s
+
+
+def _bytes_per_s(address: str, port: int) -> float:
+    """Returns the better speed of two pieces that take long enough to tell.
+
+    Smaller ones come first, until it is known how large these are. What they say is left out: the
+    first of them may go through a limit that has been idle as if there were none.
+    """
+    size = _FIRST_PIECE_BYTES
+    deadline_s = time.monotonic() + _MEASURE_S
+    with connected(address, port) as (sock, _):
+        sock.settimeout(_TALK_S)
+        sock.sendall(b"sink\n")
+        while True:
+            took_s = _send_piece(sock, size)
+            is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
+            if is_long or size >= MAX_PIECE_BYTES:
+                return size / min(took_s, _send_piece(sock, size))
+            size *= 2
+
+
+def _send_piece(sock: socket.socket, size: int) -> float:
+    """Returns how long it took until the other side had all of it."""
+    data = bytes(size)
+    start = time.perf_counter()
+    sock.sendall(size.to_bytes(8, "big"))
+    sock.sendall(data)
+    take(sock, 8)
+    return time.perf_counter() - start

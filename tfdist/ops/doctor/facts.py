@@ -1,0 +1,288 @@
+"""What is known of the hosts of a job. All of it crosses the network as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """A host as the job names it, and the ports of its tasks; none in a job of one process.
+
+    Attributes:
+      needed: where `ports` are some of a range, how many of them tasks will have: the first ones
+        that are free, but for the very first, at which the launchers meet. None: all.
+    """
+
+    name: str
+    ports: tuple[int, ...] = ()
+    needed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameFacts:
+    """Attributes:
+    name: of a host, as the job has it.
+    addresses: what it leads to on the host that asked.
+    error: why it leads nowhere.
+    took_s: how long the answer took.
+    """
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    error: str = ""
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReverseFacts:
+    """The name that one of the host's own addresses has, and what that name leads to."""
+
+    address: str
+    name: str
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PortFacts:
+    """Whether a port of the job is free, and who has it where that can be told.
+
+    Attributes:
+      holder: the process that listens, as ``python (4711)``; empty where nobody tells.
+      is_ephemeral: one of those that the system gives to outgoing connections.
+    """
+
+    port: int
+    error: str = ""
+    holder: str = ""
+    on_all_interfaces: bool = False
+    is_ephemeral: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proxy:
+    """The variable by which gRPC would take a proxy, and where the hosts it does not take it for.
+
+    Attributes:
+      name, value: of the variable; the value without a password.
+      excepted_by: the variable that names exceptions; empty where there is none.
+      exceptions: what that says.
+    """
+
+    name: str
+    value: str
+    excepted_by: str = ""
+    exceptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a host has, as far as a task may use it. Sizes are in bytes; None: not known.
+
+    Attributes:
+      versions: of what the tasks must have alike, by name.
+      cpu_features: of those that change what numerical libraries compute.
+      memory_limit: of the control group.
+      shared_memory: free in /dev/shm; 0 where it is missing.
+      open_files: soft limit; None: no limit.
+      public_addresses: of its interfaces, reachable from the internet if nothing is in between.
+    """
+
+    host_name: str
+    versions: tuple[tuple[str, str], ...] = ()
+    cpu: str = ""
+    cpus: int = 1
+    cpu_features: tuple[str, ...] = ()
+    gpus: int = 0
+    memory_available: int | None = None
+    memory_limit: int | None = None
+    memory_used: int | None = None
+    shared_memory: int | None = None
+    open_files: int | None = None
+    open_files_most: int | None = None
+    own_addresses: tuple[str, ...] = ()
+    public_addresses: tuple[str, ...] = ()
+    proxy: Proxy | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """What came of connecting to a port of another host.
+
+    Attributes:
+      error: why nothing came of it.
+      answered: which host said that it is at the other end; -1: something that is none of ours.
+    """
+
+    host: int
+    port: int
+    error: str = ""
+    answered: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """A plain connection to another host: there and back in `latency_s`, and its bytes a second."""
+
+    host: int
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Directory:
+    """What a host finds in the shared directory.
+
+    Attributes:
+      error: why it cannot be used at all: it is not there, or not to be written.
+      unseen: hosts whose files this one does not see.
+      torn: reads of a file while another host replaced it that saw neither the old nor the new.
+      sync_error, sync_s: of writing a small file through to the disk.
+      free: bytes.
+    """
+
+    error: str = ""
+    is_read_only: bool = False
+    unseen: tuple[int, ...] = ()
+    torn: int = 0
+    reads: int = 0
+    sync_error: str = ""
+    sync_s: float = 0.0
+    free: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts:
+    """All that is known of one host, found by itself but for `clock_ahead_s`.
+
+    Attributes:
+      index: its place in the job's hosts.
+      names: what it finds for the name of each host, in their order.
+      clock_ahead_s: its clock against that of the first host; the error is `clock_error_s` at most.
+      work_s: how long a fixed piece of work took on all of its CPUs at once.
+    """
+
+    index: int
+    machine: Machine
+    names: tuple[NameFacts, ...] = ()
+    reverse: tuple[ReverseFacts, ...] = ()
+    ports: tuple[PortFacts, ...] = ()
+    reaches: tuple[Reach, ...] = ()
+    wires: tuple[Wire, ...] = ()
+    clock_ahead_s: float | None = None
+    clock_error_s: float = 0.0
+    work_s: float | None = None
+    directory: Directory | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """What TensorFlow's own servers on the hosts did with each other.
+
+    Attributes:
+      error: why it came to no result.
+      size_bytes: of what was reduced, pushed and pulled.
+      is_right: whether the sum was the right one.
+      reduce_s, push_s, pull_s: the best of several.
+    """
+
+    error: str = ""
+    size_bytes: int = 0
+    is_right: bool = True
+    reduce_s: float = 0.0
+    push_s: float = 0.0
+    pull_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Absence:
+    """A host that did not come, was not let in, or went: `why` begins with what it did not do."""
+
+    index: int
+    why: str
+    is_other_job: bool = False
+    during: str = ""
+    """What it was asked for when it went; empty for one that was never there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFacts:
+    """What one host knows of the whole job.
+
+    Attributes:
+      hosts: as the job names them.
+      present: facts of those that are there, in order.
+      shared_dir: the directory that was looked at, if one was.
+      exchange: None where it was left out, and `left_out` says why.
+    """
+
+    hosts: tuple[Host, ...]
+    present: tuple[HostFacts, ...]
+    absent: tuple[Absence, ...] = ()
+    shared_dir: str = ""
+    exchange: Exchange | None = None
+    left_out: str = field(default="--quick")
+
+    def name(self, index: int) -> str:
+        """Returns what the job calls a host."""
+        return self.hosts[index].name
+
+
+def as_json(facts: object) -> dict[str, object]:
+    """Returns facts as a JSON object."""
+    made: dict[str, object] = dataclasses.asdict(facts)  # type: ignore[call-overload]
+    return made
+
+
+# Facts from JSON that another host has sent: of the right types, or not at all.
+
+T = TypeVar("T")
+
+
+def read(kind: type[T], value: object) -> T:
+    """Returns the facts in `value`, what is missing having its default.
+
+    Raises:
+        ValueError: something is of another type, or has a name that `kind` does not.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"no {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    if unknown := set(value) - set(hints):
+        raise ValueError(f"{kind.__name__} with {sorted(map(str, unknown))[0]}")
+    try:
+        return kind(**{name: _one(hints[name], item) for name, item in value.items()})
+    except TypeError:
+        raise ValueError(f"{kind.__name__} without some of its parts") from None
+
+
+def _one(hint: Any, value: object) -> object:
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _one(next(kind for kind in inside if kind is not types.NoneType), value)
+    if origin is tuple:
+        return _several(inside, value)
+    if dataclasses.is_dataclass(hint):
+        return read(typing.cast("type[Any]", hint), value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{type(value).__name__} for {hint.__name__}")
+    return value
+
+
+def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{type(value).__name__} for a list")
+    if inside[-1] is Ellipsis:
+        return tuple(_one(inside[0], item) for item in value)
+    if len(value) != len(inside):
+        raise ValueError(f"{len(value)} parts of {len(inside)}")
+    return tuple(_one(kind, item) for kind, item in zip(inside, value, strict=True))

@@ -1,0 +1,150 @@
+"""The hosts of the job that is to be looked at, and which of them this one is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tfdist.cluster import ClusterSpec, Task, read_environment, wishes
+from tfdist.cluster.address import split_address
+from tfdist.cluster.placement import node_plan, parse_hosts
+from tfdist.cluster.ports import as_text, parse_ports
+from tfdist.errors import UsageError
+from tfdist.launch.multihost.hosts import rank_of
+from tfdist.launch.multihost.token import read_token
+from tfdist.ops.doctor.facts import Host
+
+_ALONE = Task("worker", 0)
+_TRIED = 64  # of the ports of a range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A job as each of its hosts sees it.
+
+    Attributes:
+      index: of this host.
+      speaker: the task that looks at this host; the others of it leave that to it.
+      task: this one.
+      token: what the hosts must know to be let in; empty where the user gave none.
+    """
+
+    hosts: tuple[Host, ...]
+    index: int = 0
+    task: Task = _ALONE
+    speaker: Task = _ALONE
+    startup_timeout_s: float = 60.0
+    token: bytes = field(default=b"", repr=False)
+
+    @property
+    def host(self) -> Host:
+        """Returns this host."""
+        return self.hosts[self.index]
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns what is the same on all hosts that were told of the same job."""
+        told = json.dumps([[host.name, host.ports] for host in self.hosts])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def job_of(
+    environ: Mapping[str, str],
+    *,
+    hosts: str | None = None,
+    node_rank: int | None = None,
+    token_file: str | None = None,
+    ports: str | None = None,
+) -> Job:
+    """Returns the job of ``--hosts``, or else the one that the environment tells of.
+
+    A process by itself is a job of this host without ports, or with those of the range `ports`.
+
+    Raises:
+        UsageError: neither can be understood, or the token cannot be read.
+    """
+    # The launchers want one. Here nothing is started by what is said, and it may be left out.
+    token = read_token(environ, path=token_file, hosts=())
+    among = None if ports is None else parse_ports(ports, where="--ports")
+    job = _job_of(environ, hosts=hosts, node_rank=node_rank, among=among)
+    return replace(job, token=token)
+
+
+def _job_of(
+    environ: Mapping[str, str], *, hosts: str | None, node_rank: int | None, among: range | None
+) -> Job:
+    if hosts is not None:
+        rank = rank_of([host for host, _ in parse_hosts(hosts)], node_rank=node_rank)
+        wished = wishes.from_environ(environ)
+        among = among or wished.ports
+        plan = node_plan(hosts, node_rank=rank, wished=replace(wished, ports=None))
+        job = _placed(plan.cluster, plan.tasks[0], timeout_s=wished.startup_timeout_s)
+        return job if among is None else _within(job, among)
+    if node_rank is not None:
+        expected, fix = "the list of which it is the place", "give --hosts a,b,... too"
+        raise UsageError("--hosts", received="nothing", expected=expected, fix=fix)
+    config = read_environment(environ)
+    if config is None or not config.cluster.training_tasks():
+        host = Host(name=socket.gethostname())
+        return Job(
+            hosts=(replace(host, ports=_tried(among, needed=1), needed=1) if among else host,)
+        )
+    if among is not None:
+        raise UsageError(
+            "--ports",
+            received="it in a job that the environment tells of",
+            expected="it with --hosts, as launchers have it",
+            fix=f"set {wishes.PORTS} in all tasks, as the job will have it, or leave --ports out",
+        )
+    if config.task.type == "evaluator":
+        raise UsageError(
+            "TF_CONFIG",
+            received="an evaluator",
+            expected="a task that trains",
+            fix="start the command in chief, workers and ps",
+        )
+    timeout_s = config.options.startup_timeout_s
+    return _placed(config.cluster, config.task, timeout_s=timeout_s)
+
+
+def _within(job: Job, among: range) -> Job:
+    """Returns a job whose tasks may have any ports of a range, which some of them stand for."""
+    needed = max(len(host.ports) for host in job.hosts)
+    if needed + 1 > len(among):
+        raise UsageError(
+            "--ports",
+            received=f"{as_text(among)}, {len(among)} ports",
+            expected=f"{needed + 1} or more: for the tasks of a host, and one for the launchers",
+            fix="give a larger range",
+        )
+    tried = _tried(among, needed=needed)
+    return replace(
+        job,
+        hosts=tuple(replace(host, ports=tried, needed=len(host.ports)) for host in job.hosts),
+    )
+
+
+def _tried(among: range, *, needed: int) -> tuple[int, ...]:
+    """Returns ports of a range, the first and the last among them, that are all looked at."""
+    count = min(len(among), max(_TRIED, 4 * needed))
+    return tuple(among[place * (len(among) - 1) // max(1, count - 1)] for place in range(count))
+
+
+def _placed(cluster: ClusterSpec, task: Task, *, timeout_s: float) -> Job:
+    ports: dict[str, list[int]] = {}
+    speakers: dict[str, Task] = {}
+    for other in cluster.training_tasks():
+        name, port = split_address(cluster.address(other))
+        ports.setdefault(name, []).append(port)
+        speakers.setdefault(name, other)
+    own, _ = split_address(cluster.address(task))
+    return Job(
+        hosts=tuple(Host(name=name, ports=tuple(listed)) for name, listed in ports.items()),
+        index=list(ports).index(own),
+        task=task,
+        speaker=speakers[own],
+        startup_timeout_s=timeout_s,
+    )

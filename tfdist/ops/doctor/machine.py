@@ -1,0 +1,265 @@
+"""What this host has: software, processors, memory, limits, addresses, proxies."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from tfdist.launch.machine import this_machine
+from tfdist.ops.doctor.facts import Machine, NameFacts, Proxy, ReverseFacts
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_V1_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"
+_V1_NO_LIMIT = 1 << 60
+_PACKAGES = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu"),
+    "keras": ("keras",),
+    "numpy": ("numpy",),
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+    "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+}
+_DRIVER = Path("/proc/driver/nvidia/version")
+_FEATURE = re.compile(r"avx\w*|fma|f16c|sse4_[12]|amx\w*|asimd\w*|sve\w*|i8mm|bf16")
+# As gRPC reads them: in lower case alone, and the first that is set
+# (https://grpc.github.io/grpc/core/md_doc_environment_variables.html).
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXIES = ("no_grpc_proxy", "no_proxy")
+
+
+def look(environ: Mapping[str, str]) -> Machine:
+    """Returns what this process has and may use."""
+    usable = this_machine(environ)
+    cpu, features = _processor()
+    limit, used = _memory_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    own = own_addresses()
+    return Machine(
+        host_name=socket.gethostname(),
+        versions=tuple(_versions()),
+        cpu=cpu,
+        cpus=usable.cpus,
+        cpu_features=features,
+        gpus=len(usable.gpus),
+        memory_available=_memory_available(),
+        memory_limit=limit,
+        memory_used=used,
+        shared_memory=_free("/dev/shm"),
+        open_files=None if soft == resource.RLIM_INFINITY else soft,
+        open_files_most=None if hard == resource.RLIM_INFINITY else hard,
+        own_addresses=own,
+        public_addresses=tuple(a for a in own if ipaddress.ip_address(a).is_global),
+        proxy=proxy_of(environ),
+    )
+
+
+def proxy_of(environ: Mapping[str, str]) -> Proxy | None:
+    """Returns the proxy that gRPC would take, without the password in it; None for none."""
+    name = next((name for name in _PROXIES if environ.get(name)), None)
+    if name is None:
+        return None
+    excepted_by = next((other for other in _NO_PROXIES if environ.get(other)), "")
+    exceptions = environ.get(excepted_by, "").split(",")
+    return Proxy(
+        name=name,
+        value=_without_password(environ[name]),
+        excepted_by=excepted_by,
+        exceptions=tuple(entry.strip() for entry in exceptions if entry.strip()),
+    )
+
+
+def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment in which gRPC takes no proxy."""
+    return {name: value for name, value in environ.items() if name not in _PROXIES}
+
+
+def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
+    """Returns the addresses of the interfaces of this host, those of a link alone left out."""
+    found: list[str] = []
+    trie = _text(proc / "fib_trie")
+    found += re.findall(r"\|-- ([\d.]+)\n\s+/32 host LOCAL", trie)
+    for line in _text(proc / "if_inet6").splitlines():
+        address = ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
+        if not address.is_link_local:
+            found.append(str(address))
+    return tuple(dict.fromkeys(found))
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    for name, packages in _PACKAGES.items():
+        for package in packages:
+            try:
+                yield name, metadata.version(package)
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    yield "tfdist", str(getattr(sys.modules["tfdist"], "__version__", "unknown"))
+    if driver := re.search(r"Kernel Module\s.*?(\d+\.[\d.]+)", _text(_DRIVER)):
+        yield "nvidia driver", driver[1]
+
+
+def _processor() -> tuple[str, tuple[str, ...]]:
+    text = _text(Path("/proc/cpuinfo"))
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.+)$", text, re.MULTILINE)
+    features = flags[1].split() if flags else []
+    return (
+        model[1].strip() if model else platform.machine(),
+        tuple(sorted(name for name in features if _FEATURE.fullmatch(name))),
+    )
+
+
+def _memory_available() -> int | None:
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
+    return int(found[1]) << 10 if found else None
+
+
+def _memory_limit() -> tuple[int | None, int | None]:
+    """Returns the limit of the control groups this process is in and what is used of it."""
+    own = re.search(r"^0::(/.*)$", _text(Path("/proc/self/cgroup")), re.MULTILINE)
+    directory = _CGROUPS / (own[1].lstrip("/") if own else "")
+    found: list[tuple[int, int]] = []
+    while directory.is_relative_to(_CGROUPS):
+        limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
+        cached = re.search(r"^inactive_file (\d+)", _text(directory / "memory.stat"), re.MULTILINE)
+        if limit is not None:
+            found.append((limit, (used or 0) - (int(cached[1]) if cached else 0)))
+        directory = directory.parent
+    if not found and (limit := _number(_V1_LIMIT)) is not None and limit < _V1_NO_LIMIT:
+        found.append((limit, _number(_V1_LIMIT.with_name("memory.usage_in_bytes")) or 0))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=(None, None))
+
+
+def _free(directory: str) -> int:
+    try:
+        state = os.statvfs(directory)
+    except OSError:
+        return 0
+    return state.f_bavail * state.f_frsize
+
+
+def _without_password(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "a value that is no URL"
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+# What names lead to on this host, and back; nobody waits longer than the deadline.
+
+_DEADLINE_S = 5.0
+_MAX_REVERSE = 4
+
+T = TypeVar("T")
+
+
+def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
+    """Returns what each name leads to here, all asked at once."""
+    return tuple(
+        found or NameFacts(name=name, error="no answer", took_s=_DEADLINE_S)
+        for name, found in zip(names, _all_at_once(_forward, names), strict=True)
+    )
+
+
+def look_back(addresses: Sequence[str]) -> tuple[ReverseFacts, ...]:
+    """Returns the names of addresses, of those that have one, and what these lead to."""
+    found = _all_at_once(_reverse, addresses[:_MAX_REVERSE])
+    return tuple(reverse for reverse in found if reverse is not None)
+
+
+def _forward(name: str) -> NameFacts:
+    start = time.monotonic()
+    try:
+        addresses, error = addresses_of(name), ""
+    except OSError as refused:
+        addresses, error = (), refused.strerror or str(refused)
+    took_s = time.monotonic() - start
+    return NameFacts(name=name, addresses=addresses, error=error, took_s=took_s)
+
+
+def _reverse(address: str) -> ReverseFacts | None:
+    try:
+        name = socket.gethostbyaddr(address)[0]
+    except OSError:
+        return None
+    try:
+        addresses = addresses_of(name)
+    except OSError:
+        addresses = ()
+    return ReverseFacts(address=address, name=name, addresses=addresses)
+
+
+def addresses_of(name: str) -> tuple[str, ...]:
+    """Returns the addresses of a name or a number; raises OSError where there is none."""
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"no name: {error}") from None
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _all_at_once(ask: Callable[[str], T], names: Sequence[str]) -> list[T | None]:
+    """Returns the answers that came in time; who waits for the others cannot be interrupted."""
+    answers: list[T | None] = [None] * len(names)
+
+    def one(index: int) -> None:
+        answers[index] = ask(names[index])
+
+    asking = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(names))]
+    for thread in asking:
+        thread.start()
+    deadline_s = time.monotonic() + _DEADLINE_S
+    for thread in asking:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return list(answers)
+
+
+# A fixed piece of work on all CPUs of this host at once, to find the host that is slower.
+
+_PIECE_BYTES = 16 << 20
+_ROUNDS = 6
+
+
+def work_s(cpus: int) -> float:
+    """Returns how long the piece took each of `cpus` threads, in the best of a few rounds.
+
+    Hashing lets go of Python's lock, so the threads run side by side.
+    """
+    return min(_round(bytes(_PIECE_BYTES), cpus) for _ in range(_ROUNDS))
+
+
+def _round(piece: bytes, cpus: int) -> float:
+    threads = [threading.Thread(target=hashlib.blake2b, args=(piece,)) for _ in range(cpus)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start

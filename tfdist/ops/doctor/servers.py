@@ -1,0 +1,226 @@
+"""``python -m tfdist.ops.doctor.servers INDEX ADDRESS...``: an all-reduce, a push and a pull.
+
+A server of TensorFlow on each host; the first has them reduce, push and pull, and prints what came
+of it as JSON. It ends with its standard input, so that it never outlives the doctor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tfdist.ops.doctor.facts import Exchange, read
+
+SIZE_BYTES = 4 << 20
+_ROUNDS = 6
+_LONG_S = 0.5
+_PIECE_BYTES = 1 << 20
+_STEP_MS = 10_000
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves, or in the first task has the others work; returns the exit code."""
+    index, addresses = int(argv[0]), list(argv[1:])
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    _stage("importing TensorFlow")
+    import tensorflow as tf
+
+    tf.compat.v1.disable_eager_execution()
+    config = tf.compat.v1.ConfigProto()
+    config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    config.experimental.recv_buf_max_chunk = _PIECE_BYTES  # as the strategies have it
+    server = tf.distribute.Server(
+        {"worker": addresses}, job_name="worker", task_index=index, config=config
+    )
+    if index:
+        server.join()
+    found = _exchange(tf, server.target, config, len(addresses))
+    print(json.dumps(dataclasses.asdict(found)), flush=True)
+    return 0
+
+
+def _exchange(tf: Any, target: str, config: Any, tasks: int) -> Exchange:
+    graph = tf.Graph()
+    with graph.as_default():
+        sums, reduce = _all_reduce(tf, tasks)
+        with tf.device(_device(tasks - 1)):
+            weights = tf.compat.v1.Variable(tf.zeros([_length()]), use_resource=True)
+        with tf.device(_device(0)):
+            gradient = tf.fill([_length()], tf.compat.v1.random_uniform([]))
+            pull = tf.reduce_sum(weights.read_value())
+        with tf.device(_device(tasks - 1)):
+            push = weights.assign_add(gradient, read_value=False)
+    options = tf.compat.v1.RunOptions(timeout_in_ms=_STEP_MS)
+    with tf.compat.v1.Session(target, graph=graph, config=config) as session:
+
+        def run(what: Any) -> Any:
+            return session.run(what, options=options)
+
+        _stage("waiting for the servers of the other hosts")
+        run(weights.initializer)
+        _stage("in the all-reduce")
+        expected = tasks * (tasks + 1) / 2
+        is_right = all(value == expected for value in run(sums))
+        reduce_s = _best_s(lambda: run(reduce))
+        _stage("in the push")
+        push_s = _best_s(lambda: run(push))
+        _stage("in the pull")
+        pull_s = _best_s(lambda: run(pull))
+    return Exchange(
+        size_bytes=SIZE_BYTES,
+        is_right=is_right,
+        reduce_s=reduce_s,
+        push_s=push_s,
+        pull_s=pull_s,
+    )
+
+
+def _all_reduce(tf: Any, tasks: int) -> tuple[list[Any], Any]:
+    """Returns the ends of what each task has of the sum, and the operation that makes it."""
+    ends, made = [], []
+    for index in range(tasks):
+        with tf.device(_device(index)):
+            total = tf.raw_ops.CollectiveReduceV2(
+                input=tf.fill([_length()], float(index + 1)),
+                group_size=tasks,
+                group_key=1,
+                instance_key=1,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+                communication_hint="ring",
+            )
+            ends += [total[0], total[-1]]
+            made.append(total.op)
+    return ends, tf.group(*made)
+
+
+def _device(index: int) -> str:
+    return f"/job:worker/task:{index}/device:CPU:0"
+
+
+def _length() -> int:
+    return SIZE_BYTES // 4
+
+
+def _best_s(run: Callable[[], object]) -> float:
+    """Returns the shortest time of several rounds, of two where one takes long."""
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < _ROUNDS and sum(times) < _LONG_S):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _stage(name: str) -> None:
+    """Says how far it is: the last line is what is told of one that does not come to an end."""
+    print(name, file=sys.stderr, flush=True)
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+# Starting this program beside the doctor, and hearing what came of it in time.
+
+DEADLINE_S = 40.0
+
+_MAX_SAID_BYTES = 64 << 10
+_LOOK_EVERY_S = 0.05
+# What TensorFlow says on every machine without GPUs.
+_NOISE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} |E\d{4} .*cuInit")
+
+
+class Servers:
+    """TensorFlow's server of each index that is given, in a process of its own each."""
+
+    def __init__(self, addresses: Sequence[str], *, environ: Mapping[str, str]) -> None:
+        self._addresses = addresses
+        # What is tried is what tasks on CPUs do: no GPU is taken from whoever has them.
+        self._environ = {**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        self._environ.pop("TF_CONFIG", None)
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        self._printed.close()
+        self._said.close()
+
+    def start(self, index: int) -> None:
+        """Starts one of them."""
+        command = [sys.executable, "-m", "tfdist.ops.doctor.servers", str(index), *self._addresses]
+        self._processes.append(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=self._printed,
+                stderr=self._said,
+                env=self._environ,
+            )
+        )
+
+    def result(self) -> Exchange:
+        """Waits for what the first one prints; only where it was started."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self._processes[0].poll() is None:
+            if failed := self.failure():
+                return Exchange(error=failed)
+            if time.monotonic() > deadline_s:
+                return Exchange(error=self._why(f"no result after {DEADLINE_S:.0f} s"))
+            time.sleep(_LOOK_EVERY_S)
+        if failed := self.failure():
+            return Exchange(error=failed)
+        self._printed.seek(0)
+        return read(Exchange, json.loads(self._printed.read(_MAX_SAID_BYTES)))
+
+    def failure(self) -> str:
+        """Returns why a server of this host has ended; empty while none has failed."""
+        codes = [process.poll() for process in self._processes]
+        return next((self._why(_ended(code)) for code in codes if code), "")
+
+    def _why(self, what: str) -> str:
+        """Returns what happened, and the last line that the servers of this host have printed."""
+        size = self._said.seek(0, 2)
+        self._said.seek(max(0, size - _MAX_SAID_BYTES))
+        lines = self._said.read().decode(errors="replace").splitlines()
+        lines = [line.strip() for line in lines if line.strip() and not _NOISE.match(line)]
+        return f"{what}: {lines[-1][:500]}" if lines else what
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # the servers of the others are gone, and TensorFlow would wait for them

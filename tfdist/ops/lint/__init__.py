@@ -1,0 +1,18 @@
+"""Checks of a job's files before anything is started; without TensorFlow.
+
+findings      what a check found, and where
+rules         every rule: code, severity, meaning
+environment   TF_CONFIG, and our variables beside it
+programs      command lines of `tfdist.launch` and `tfdist.train`, and config files
+manifests     the Kubernetes manifests of a job
+files         which file is of which kind, and the checks of each
+"""
+
+from __future__ import annotations
+
+from tfdist.ops.lint.files import Source, lint
+from tfdist.ops.lint.findings import Finding, Place
+from tfdist.ops.lint.rules import RULES
+from tfdist.ops.rules import Rule, Severity
+
+__all__ = ["RULES", "Finding", "Place", "Rule", "Severity", "Source", "lint"]

@@ -1,0 +1,242 @@
+"""Checks what a task is told by its environment: TF_CONFIG, and the TFDIST_ variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from tfdist.cluster import environment, placement, wishes
+from tfdist.cluster.address import check_address, shown, shown_json, split_address
+from tfdist.cluster.job import JobOptions
+from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
+from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode, parse_object
+from tfdist.cluster.wishes import names_a_secret
+from tfdist.errors import UsageError, near
+from tfdist.ops.lint.findings import Finding, Place, of_error
+from tfdist.ops.lint.rules import RULES
+from tfdist.ops.rules import Severity
+
+PlaceOf = Callable[[str], Place]
+"""Gives the place where a variable is set."""
+
+_WITHOUT_PS = ("single", "mirrored", "multiworker")
+
+_DOUBTFUL_PORTS = (
+    (range(1, 1024), "TFC024", "a port from 1024 on"),
+    (range(32_768, 61_000), "TFC023", "a port outside of 32768 to 60999"),  # Linux' default
+)
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
+_NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a variable says something about a job of several tasks."""
+    return name == VARIABLE or name.startswith("TFDIST_")
+
+
+def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    """Yield what is wrong with a whole environment, as a task in it would read it."""
+    found = list(check_variables(values, place_of))
+    yield from found
+    if any(RULES[finding.code].severity is Severity.ERROR for finding in found):
+        return
+    try:
+        config = environment.read_environment(values)
+    except UsageError as error:
+        code = error.code if error.code == "ENV006" else "ENV007"
+        yield of_error(code, place_of(error.where), error)
+        return
+    is_ps = config is not None and config.cluster.kind == "ps"
+    if not is_ps and not any(finding.code == "ENV009" for finding in found):
+        yield from _of_ps(values, place_of)
+
+
+def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    """Yield what is wrong with each variable by itself, and with proxies beside ours.
+
+    `values` has the variables whose value is known; it need not be a whole environment.
+    """
+    for name, value in values.items():
+        if name == VARIABLE and value.strip():
+            yield from check_tf_config(value, place_of(name))
+        elif name.startswith("TFDIST_"):
+            yield from _one(name, value, place_of(name))
+        if names_a_secret(name) and value.strip():
+            received = f"a value for {name}, which is not shown here"
+            expected = "a reference to a secret, or a file that only its user reads"
+            fix = "use secretKeyRef in a manifest, or read a file of mode 600 in a script"
+            yield Finding("ENV005", place_of(name), received, expected, fix)
+    yield from _proxies(values, place_of)
+    yield from _legacy_keras(values, place_of)
+    if values.get(wishes.STRATEGY, "").strip() in _WITHOUT_PS:
+        yield from _of_ps(values, place_of)
+
+
+def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    """Yield why a job of `count` tasks cannot be what TFDIST_STRATEGY and TFDIST_PS ask for."""
+    try:
+        wished = wishes.from_environ({n: v for n, v in values.items() if n.startswith("TFDIST_")})
+    except UsageError:
+        return  # said of the variable
+    if wished.groups or values.get(wishes.CLUSTER, "").strip() == "none":
+        return
+    try:
+        placement.task_types(count, wished=wished)
+    except UsageError as error:  # of a variable, or of the ps that follow from the strategy
+        where = error.where if error.where in values else wishes.STRATEGY
+        yield of_error("ENV004", place_of(where), error)
+
+
+def check_tf_config(text: str, place: Place) -> Iterator[Finding]:
+    """Yield what is wrong with `text` as the value of TF_CONFIG that is in `place`."""
+    try:
+        fields = parse_object(text, where=VARIABLE)
+    except UsageError as error:
+        yield of_error(error.code, place, error)
+        return
+    found = list(_parts(fields, place))
+    yield from found or _whole(text, place)
+
+
+def _one(name: str, value: str, place: Place) -> Iterator[Finding]:
+    try:
+        wishes.from_environ({name: value})
+        if name in (wishes.NODE_RANK, wishes.LOCAL_RANK):
+            wishes.integer({name: value}, name)
+        elif name == wishes.CLUSTER:
+            _check_source(name, value.strip())
+    except UsageError as error:
+        yield of_error(error.code or "ENV001", place, error)
+        return
+    if name == wishes.HOSTS and value.strip():
+        try:
+            placement.parse_hosts(value, where=name)
+        except UsageError as error:
+            yield of_error("ENV003", place, error)
+
+
+def _check_source(name: str, value: str) -> None:
+    choices = ("auto", "none", *environment.SOURCES)
+    if value and value not in choices:
+        raise UsageError(
+            name,
+            received=f"{shown(value)}{near(value, choices)}",
+            expected=f"one of {', '.join(choices)}",
+            fix="name one of them, or unset it",
+        )
+
+
+def _of_ps(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    for name in (wishes.SPLIT_BYTES, wishes.PROFILE_PS):
+        if values.get(name, "").strip() not in ("", "0"):
+            received, fix = f"{name} in a job without ps", f"unset it, or set {wishes.STRATEGY}=ps"
+            yield Finding("ENV009", place_of(name), received, "a ps job", fix)
+
+
+def _proxies(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    several = _has_ours(values)
+    proxy = next((name for name in _PROXIES if values.get(name, "").strip()), None)
+    if several and proxy and not any(values.get(name, "").strip() for name in _NO_PROXY):
+        received, expected = f"{proxy} without no_proxy", "the job's own hosts in no_proxy"
+        fix = f"set no_proxy to the hosts of the job, or unset {proxy} for its tasks"
+        yield Finding("ENV008", place_of(proxy), received, expected, fix)
+
+
+def _legacy_keras(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
+    if wishes.legacy_keras(values) and _has_ours(values):
+        received = f"{wishes.LEGACY_KERAS}={values[wishes.LEGACY_KERAS]}"
+        fix = "take it out, or make models by `import keras` alone"
+        place = place_of(wishes.LEGACY_KERAS)
+        yield Finding("ENV010", place, received, "Keras 3 as tf.keras", fix)
+
+
+def _has_ours(values: Mapping[str, str]) -> bool:
+    return any(is_ours(name) and values[name].strip() for name in values)
+
+
+def _parts(fields: Mapping[str, object], place: Place) -> Iterator[Finding]:
+    """Yield the first mistake of each part, so that one does not hide those of the others."""
+    cluster, task, options = fields.get("cluster"), fields.get("task"), fields.get("tfdist")
+    if isinstance(cluster, dict):
+        found = [each for t, listed in cluster.items() for each in _of_type(t, listed, place)]
+        yield from found or _refused(partial(ClusterSpec.from_dict, cluster), place)
+    if isinstance(task, dict) and {"type", "index"} <= set(task):
+        yield from _refused(partial(Task, task["type"], task["index"]), place)
+    if isinstance(options, dict):
+        for name, value in options.items():
+            yield from _refused(partial(JobOptions.from_dict, {name: value}), place)
+
+
+def _of_type(type_: str, addresses: object, place: Place) -> Iterator[Finding]:
+    if type_ not in TASK_TYPES or not isinstance(addresses, list):
+        yield from _refused(partial(ClusterSpec.from_dict, {type_: addresses}), place)
+        return
+    for index, address in enumerate(addresses):
+        where = f"cluster {type_}-{index}"
+        yield from _refused(partial(check_address, address, where=where), place)
+
+
+def _refused(make: Callable[[], object], place: Place) -> Iterator[Finding]:
+    """Call `make` and yield the finding for the `UsageError` that it raises, if it does."""
+    try:
+        make()
+    except UsageError as error:
+        yield of_error(error.code, _inside(place, error.where), error)
+
+
+def _whole(text: str, place: Place) -> Iterator[Finding]:
+    try:
+        config = decode(text)
+    except UsageError as error:
+        where = error.where.removeprefix(VARIABLE).strip()
+        yield of_error(error.code, _inside(place, where), error)
+        return
+    yield from _hosts(config, place)
+    yield from _options(config, place)
+
+
+def _inside(place: Place, where: str) -> Place:
+    """Return the place with the JSON path of what an error names."""
+    path = "" if where == "key" else where.replace(" ", ".")
+    path = re.sub(r"^cluster\.(\w+)-(\d+)$", r"cluster.\1[\2]", path)
+    joined = place.path or "$"
+    return Place(file=place.file, line=place.line, path=f"{joined}.{path}" if path else joined)
+
+
+def _hosts(config: TaskConfig, place: Place) -> Iterator[Finding]:
+    """Yield what is right by itself, and goes wrong between machines."""
+    tasks = config.cluster.training_tasks()
+    split = [(task, *split_address(config.cluster.address(task))) for task in tasks]
+    local = {host for _, host, _ in split if _is_local(host)}
+    for task, host, port in split:
+        at = _inside(place, f"cluster {task.type}-{task.index}")
+        if host in local and any(other not in local for _, other, _ in split):
+            received = f"{host} for {task}, and other hosts for other tasks"
+            expected = "a name that leads to this machine from all others"
+            yield Finding("TFC022", at, received, expected, "write the machine's own name")
+        for ports, code, expected in _DOUBTFUL_PORTS:
+            if port in ports:
+                yield Finding(code, at, f"port {port}", expected, "take 2222, for example")
+
+
+def _is_local(host: str) -> bool:
+    return check_address(f"[{host}]:1" if ":" in host else f"{host}:1", where="")[0] == "localhost"
+
+
+def _options(config: TaskConfig, place: Place) -> Iterator[Finding]:
+    fewest, cluster = config.options.min_workers, config.cluster
+    is_ps = cluster.kind == "ps"
+    if fewest is not None and (not is_ps or fewest > len(cluster.worker)):
+        has = f"{len(cluster.worker)} workers" if is_ps else "no ps"
+        at, received = _inside(place, "tfdist.min_workers"), f"{fewest} and a cluster with {has}"
+        expected, fix = "at most the workers of a ps job", "lower it, or take it out"
+        yield Finding("TFC025", at, received, expected, fix)
+    for name in () if is_ps else ("split_bytes", "profile_ps"):
+        if value := getattr(config.options, name):
+            at, received = (
+                _inside(place, f"tfdist.{name}"),
+                f"{shown_json(value)} and a cluster with no ps",
+            )
+            fix = "take it out, or add ps and a chief to the cluster"
+            yield Finding("TFC026", at, received, "a ps job", fix)

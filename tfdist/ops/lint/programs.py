@@ -1,0 +1,236 @@
+"""Checks command lines of `tfdist.launch` and `tfdist.train`, and config files.
+
+A config file is Python: it runs in a process of its own, with a time limit, and what it returns
+goes through the checks that `tfdist.train` starts with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tfdist.configs import FIELDS
+from tfdist.errors import UsageError
+from tfdist.ops.lint.findings import Finding, Place, of_error
+
+LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
+
+_TIMEOUT_S = 60.0
+_CHILD = "from tfdist.ops.lint.programs import tell_configuration; tell_configuration()"
+_HEAVY = ("tensorflow", "keras")
+_OF_SEVERAL_FIELDS = ("CFG009", "CFG010", "CFG013")
+_WITHOUT_PS = ("single", "mirrored", "multiworker")
+
+
+def check_command(
+    words: Sequence[str], place: Place, *, replicas: int | None = None
+) -> Iterator[Finding]:
+    """Yield what a program of tfdist would refuse of its flags.
+
+    Commands with variables in them (``$(NAME)``) are not checked, nor is what a shell is given.
+    `replicas` is how many the job has, where that is known and no launcher in `words` says it.
+    """
+    program, arguments = _split(words)
+    if not program or any("$" in argument for argument in arguments):
+        return
+    strategy = "auto"
+    if program == LAUNCH:
+        from tfdist.launch.options import parse
+
+        try:
+            options = parse(arguments)
+        except UsageError as error:
+            yield of_error(error.code or "LCH002", _at(place, error.where), error)
+            return
+        if options is None or options.program.target != TRAIN:
+            return
+        strategy, arguments = options.strategy, options.program.args
+        if strategy == "auto":
+            strategy = "multiworker" if options.ps is None else "ps"
+        replicas = options.workers if options.hosts is None and strategy != "ps" else None
+    arguments, is_whole = _with_files_of_here(arguments)
+    answer = _ask(arguments)
+    for finding in _findings(answer, place, replicas=replicas, strategy=strategy):
+        if is_whole or (finding.code not in _OF_SEVERAL_FIELDS and "error" in answer):
+            yield finding
+
+
+def grace_s(words: Sequence[str]) -> float | None:
+    """Return how long the launcher in a command lets its tasks end, None where there is none."""
+    program, arguments = _split(words)
+    if program != LAUNCH:
+        return None
+    from tfdist.launch.options import parse
+
+    try:
+        options = parse(arguments)
+    except UsageError:
+        return None
+    return options.grace_s if options else None
+
+
+def check_config_file(text: str, file: str, *, replicas: int | None = None) -> Iterator[Finding]:
+    """Yield what is wrong with a config file, which is run; `replicas` is how many the job has."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(file)
+        if not path.is_file():  # standard input
+            path = Path(directory) / "config.py"
+            path.write_text(text)
+        answer = _ask([f"--config={path}"])
+    for finding in _findings(answer, Place(file=file), replicas=replicas, strategy="auto"):
+        _, is_field, name = finding.place.path.partition("--config.")
+        pattern = rf"\b{re.escape(name.rpartition('.')[2])}\b['\"\]]*\s*=(?!=)"
+        if finding.code == "CFG022":
+            is_field, pattern = "yes", rf"^\s*(from|import)\s+({'|'.join(_HEAVY)})\b"
+        line = _last_line(pattern, text) if is_field else answer.get("line")
+        yield replace(finding, place=Place(file=file, line=line, path=name))
+
+
+def tell_configuration() -> None:
+    """Print, as JSON, what `tfdist.train` makes of the arguments; the child of `_ask`."""
+    from tfdist.configs.command_line import failed_line, parse
+    from tfdist.configs.fields import flat
+
+    arguments = sys.argv[1:]
+    file = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), "")
+    with contextlib.redirect_stdout(sys.stderr):
+        answer: dict[str, Any]
+        try:
+            answer = {"values": flat(parse(arguments).config)}
+        except UsageError as error:
+            parts = {"received": str(error.received), "expected": error.expected, "fix": error.fix}
+            answer = {"error": {"where": error.where, "code": error.code, **parts}}
+            if error.__cause__ is not None:
+                answer["line"] = failed_line(file, error.__cause__)
+    answer["imports"] = [name for name in _HEAVY if name in sys.modules]
+    print(json.dumps(answer, default=str))
+
+
+def _split(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the program of tfdist that a command starts, empty for another, and its flags."""
+    for position, word in enumerate(words):
+        if word in (LAUNCH, TRAIN):
+            return word, words[position + 1 :]
+    if words and words[0].rpartition("/")[2] == "tfdist":
+        first = words[1] if len(words) > 1 else ""
+        if first in ("launch", "train"):
+            return f"tfdist.{first}", words[2:]
+        if first.startswith("-") or first.endswith(".py"):
+            return LAUNCH, words[1:]
+    return "", ()
+
+
+def _with_files_of_here(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Leave out a config file that is not on this machine, as one in an image is not."""
+    kept, is_whole, rest = [], True, list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word in ("--config", "-config") and rest:
+            word = f"--config={rest.pop(0)}"
+        if word.startswith("--config=") and not Path(word.partition("=")[2]).is_file():
+            is_whole = False
+        else:
+            kept.append(word)
+    return kept, is_whole
+
+
+def _ask(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what `tell_configuration` says in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+        )
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+    except subprocess.TimeoutExpired:
+        received = f"no end within {_TIMEOUT_S:.0f} s"
+    except ValueError:
+        last = done.stderr.strip().splitlines()[-1:]
+        received = f"exit code {done.returncode}" + "".join(f" ({line})" for line in last)
+    parts = {"expected": "a configuration", "fix": "run get_config() by itself, and correct it"}
+    return {"error": {"where": "", "code": "CFG024", "received": received, **parts}}
+
+
+def _findings(
+    answer: Mapping[str, Any], place: Place, *, replicas: int | None, strategy: str
+) -> Iterator[Finding]:
+    if answer.get("imports"):
+        yield Finding(
+            "CFG022",
+            place,
+            f"import of {answer['imports'][0]}",
+            "a config file that sets fields",
+            "leave TensorFlow to the program",
+        )
+    if "error" in answer:
+        error = dict(answer["error"])
+        at, code = _at(place, error.pop("where")), error.pop("code") or "LCH002"
+        yield Finding(code=code, place=at, **error)
+        return
+    values = answer["values"]
+    if values["strategy"] == "auto":
+        values = {**values, "strategy": strategy}
+    for code, field, received, expected, fix in _together(values, replicas):
+        at = _at(place, f"config.{field}")
+        yield Finding(code, at, received, expected, fix)
+
+
+def _at(place: Place, where: str) -> Place:
+    path = f"--{where}" if where.startswith("config") else where
+    return Place(file=place.file, line=place.line, path=path)
+
+
+def _together(
+    values: Mapping[str, Any], replicas: int | None
+) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield rule, field and texts of fields that are right one by one, and not together."""
+    total, batch = values["total_examples"], values["global_batch_size"]
+    strategy, devices = values["strategy"], values["devices_per_worker"]
+    least = max(replicas or 1, devices)
+    if batch < least:
+        received, expected = f"{batch} for {least} replicas", f"{least} or more"
+        fix = "raise global_batch_size, or use fewer tasks or devices"
+        yield "CFG014", "global_batch_size", received, expected, fix
+    elif strategy == "single" and devices > 1:
+        received = f"{devices} with strategy single"
+        yield "CFG021", "devices_per_worker", received, "1", "set strategy to mirrored"
+    if strategy == "ps" and values["model"] == "resnet20":
+        received, fix = "resnet20 with strategy ps", "take cnn or dense, or another strategy"
+        yield "CFG015", "model", received, "a model without BatchNormalization", fix
+    momentum = next(field.default for field in FIELDS if field.name == "momentum")
+    if values["momentum"] != momentum and values["optimizer"] != "sgd":
+        received, fix = f"it with {values['optimizer']}", "take it out, or set optimizer to sgd"
+        yield "CFG016", "momentum", received, "optimizer sgd", fix
+    if total < batch:
+        received, fix = f"{total}, less than a batch of {batch}", "raise it: it is in examples"
+        yield "CFG017", "total_examples", received, "a run of a step or more", fix
+    every, each = values["backup_every_steps"], total / values["checkpoints"]
+    if every and total >= batch and every * batch >= each:
+        received = f"{every} in virtual epochs of {each / batch:.0f} steps"
+        yield "CFG018", "backup_every_steps", received, "fewer steps than they have", "lower it"
+    split = values["validation_split"]
+    if split and split == values["train_split"] and not values["overfit_batches"]:
+        fix = "name the split that is kept for it, as in test or train[90%:]"
+        yield "CFG020", "validation_split", f"{split!r} for both", "examples of its own", fix
+    if values["max_staleness"] is not None and strategy in _WITHOUT_PS:
+        received = f"{values['max_staleness']} in a job without ps"
+        fix = "take it out, or start a ps job"
+        yield "CFG023", "max_staleness", received, "strategy ps", fix
+
+
+def _last_line(pattern: str, text: str) -> int | None:
+    lines = enumerate(text.splitlines(), start=1)
+    return max((number for number, line in lines if re.search(pattern, line)), default=None)

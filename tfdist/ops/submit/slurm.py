@@ -1,0 +1,236 @@
+"""Slurm: the batch script of a job. Pure.
+
+The script starts the tasks as one step of ``srun``, from whose variables each finds its place
+(`tfdist.cluster.slurm`). Slurm warns the script, and not the tasks, before the time is over
+(``--signal=B:USR1@s``): it passes the warning on, the tasks save and end with 143, and the job goes
+back into the queue. What each exit code does is in `_AFTER`.
+
+https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html; seen with 22.05.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from tfdist.errors import UsageError
+from tfdist.ops.submit.flags import clock_text
+from tfdist.ops.submit.request import JobRequest
+
+SECRET_FORM, SECRET_PATTERN = "/path/of/a/file", r"/[^\0\n]+"
+
+_MAX_SIGNAL_S = 65_535
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+_TRAPS = """\
+# Slurm's warning comes to this script alone; on SIGTERM it tells the tasks itself.
+asked=
+trap 'again=yes; asked=${asked:-save}; kill -USR1 "$!"' USR1
+trap 'again=yes; asked=${asked:-end}' TERM
+"""
+
+_WAIT = """
+code=
+again=yes
+while [ "$again" ]; do  # a trap ends a wait, whatever the tasks do
+    again=
+    wait "$!"
+    now=$?
+    case "$now" in
+    127 | -1) code=${code:-$now} ;;  # bash has told it already, or lost it in a trap
+    *) code=$now ;;
+    esac
+done
+
+"""
+
+_AFTER = """\
+requeue() {
+    echo "tfdist: exit code $code: $1; queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit "$code"
+}
+
+if [ "$asked" = end ]; then  # scancel, or a preemption, after which Slurm decides
+    exit "$code"
+fi
+case "$code" in
+0) rm -f "$failures" ;;
+2) echo "tfdist: exit code 2: a mistake that would be made again" ;;
+130 | 143) requeue "stopped, state saved" ;;
+*)
+    count=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
+    echo "$count" >"$failures"
+    if [ "$count" -le "$max_restarts" ]; then
+        requeue "failure $count, of which $max_restarts are allowed"
+    fi
+    echo "tfdist: exit code $code: failure $count, and $max_restarts were allowed"
+    ;;
+esac
+exit "$code"
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOptions:
+    """What only Slurm has; None leaves it to the cluster's configuration."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    nodes: int | None = None
+    features: tuple[str, ...] = ()
+
+
+def render(request: JobRequest, options: SlurmOptions) -> str:
+    """Returns the batch script.
+
+    Raises:
+        UsageError: a job that Slurm cannot be asked for in this way.
+    """
+    _check(request, options)
+    components = _components(request)
+    blocks = []
+    for number, (_, tasks, gpus) in enumerate(components):
+        lines = _component(request, options, tasks=tasks, gpus=gpus)
+        if not number:
+            lines = _whole_job(request) + lines
+        blocks.append("\n".join(f"#SBATCH {line}" for line in lines))
+    return (
+        "\n".join(
+            [
+                "#!/bin/bash",
+                f"# {request.title}; rendered by python -m tfdist.submit.",
+                "\n#SBATCH hetjob\n".join(blocks),
+                "",
+                *_environment(request, groups=[group for group, _, _ in components]),
+                "",
+                f"failures={shlex.quote(request.name)}-$SLURM_JOB_ID.failures",
+                f"max_restarts={request.max_restarts}",
+                f"python={shlex.quote(request.python)}",
+                'if ! "$python" -c "import tfdist" 2>/dev/null; then',
+                '    echo "tfdist: $python on $(hostname): received no tfdist; '
+                'expected it installed. Fix: name the Python that has it with --python"',
+                "    exit 2",
+                "fi",
+                "",
+                _TRAPS + _step(request, components) + " &" + _WAIT,
+            ]
+        )
+        + _AFTER
+    )
+
+
+def _check(request: JobRequest, options: SlurmOptions) -> None:
+    if not _NAME.fullmatch(request.name):
+        expected = "letters, digits, '.', '_' and '-'"
+        fix = "write --name mnist, for example"
+        raise UsageError("--name", received=repr(request.name), expected=expected, fix=fix)
+    if request.strategy == "multiworker" and request.workers == 1:
+        fix = "use --workers 2 or more, or leave --strategy out"
+        received = "1 with --strategy multiworker"
+        expected = "2 or more: to Slurm a step of one task is a process by itself"
+        raise UsageError("--workers", received=received, expected=expected, fix=fix)
+    if options.nodes is not None and options.nodes > request.num_tasks:
+        fix = f"use --nodes {request.num_tasks} or fewer"
+        received, expected = f"{options.nodes}", f"at most {request.num_tasks}, the tasks"
+        raise UsageError("--nodes", received=received, expected=expected, fix=fix)
+    if options.nodes is not None and len(_components(request)) > 1:
+        fix = "leave --nodes out: the ps are on nodes of their own"
+        received = "it in a ps job with --gpus"
+        raise UsageError("--nodes", received=received, expected="no --nodes", fix=fix)
+    _check_times(request)
+    for name in ("partition", "account", "qos"):
+        _check_word(name, getattr(options, name))
+    for feature in options.features:
+        _check_word("node_selector", feature)
+
+
+def _check_times(request: JobRequest) -> None:
+    if request.grace_s > _MAX_SIGNAL_S:
+        fix, expected = "use --grace_s 120, for example", f"at most {_MAX_SIGNAL_S}"
+        raise UsageError("--grace_s", received=f"{request.grace_s}", expected=expected, fix=fix)
+    if request.time_s is not None and request.time_s <= request.grace_s:
+        fix = "use a longer --time, or a shorter --grace_s"
+        received = f"{request.time_s} s with --grace_s {request.grace_s}"
+        expected = "more: the tasks would be told to stop at their start, in every run"
+        raise UsageError("--time", received=received, expected=expected, fix=fix)
+
+
+def _check_word(flag: str, value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"[A-Za-z0-9][\w.,:=@+-]*", value, re.ASCII):
+        expected, fix = "a name as Slurm has it", "correct it"
+        raise UsageError(f"--{flag}", received=repr(value), expected=expected, fix=fix)
+
+
+def _components(request: JobRequest) -> list[tuple[str, int, int]]:
+    """Returns type, tasks and GPUs of each component: one, unless ps would hold GPUs in vain."""
+    gpus = request.resources.gpus
+    if request.strategy == "ps" and gpus:  # the first task of the workers is the chief
+        beside = [("evaluator", 1, 0)] * request.evaluator
+        return [("worker", 1 + request.workers, gpus), ("ps", request.ps, 0), *beside]
+    return [("", request.num_tasks, gpus)]
+
+
+def _whole_job(request: JobRequest) -> list[str]:
+    return [
+        f"--job-name={request.name}",
+        f"--output={request.name}-%j.out",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{request.grace_s}",
+    ]
+
+
+def _component(request: JobRequest, options: SlurmOptions, *, tasks: int, gpus: int) -> list[str]:
+    lines = [f"--ntasks={tasks}"]
+    cpus, memory_mib = request.resources.cpus, request.resources.memory_mib
+    if options.nodes:
+        lines += [f"--nodes={options.nodes}", f"--ntasks-per-node={-(-tasks // options.nodes)}"]
+    if cpus:
+        lines.append(f"--cpus-per-task={cpus}")
+    if memory_mib:  # of each task: Slurm counts it by node, by CPU or by GPU
+        lines.append(f"--mem-per-cpu={-(-memory_mib // (cpus or 1))}M")
+    if gpus:
+        lines.append(f"--gpus-per-task={gpus}")
+    if request.time_s:
+        lines.append(f"--time={clock_text(request.time_s)}")
+    for name in ("partition", "account", "qos"):
+        if value := getattr(options, name):
+            lines.append(f"--{name}={value}")
+    if options.features:
+        lines.append(f"--constraint={'&'.join(options.features)}")
+    return lines
+
+
+def _environment(request: JobRequest, *, groups: list[str]) -> list[str]:
+    made = request.variables()
+    if len(groups) > 1:
+        made["TFDIST_HET_GROUPS"] = ",".join(groups)
+    elif request.strategy == "ps":
+        made["TFDIST_PS"] = f"{request.ps}"
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in made.items()]
+    for name, path in request.secrets.items():
+        lines += [f"{name}=$(cat {shlex.quote(path)}) || exit 2", f"export {name}"]
+    return lines
+
+
+def _step(request: JobRequest, components: list[tuple[str, int, int]]) -> str:
+    """Returns the line that starts the tasks.
+
+    A task that ends does not end the others, which may be saving; those of a multiworker job that
+    still run `hang_timeout_s` later are ended by Slurm.
+    """
+    wait_s = request.hang_timeout_s if request.strategy == "multiworker" else 0
+    flags = ["--kill-on-bad-exit=0", f"--wait={wait_s}"]
+    if request.resources.cpus:  # srun does not take it from the script's own since 22.05
+        flags.append(f"--cpus-per-task={request.resources.cpus}")
+    program = '"$python" ' + shlex.join(request.program)
+    if len(components) == 1:
+        return f"srun {' '.join(flags)} \\\n    {program}"
+    parts = [
+        f"--het-group={number} {' '.join([*flags, '--distribution=block'])} \\\n    {program}"
+        for number in range(len(components))
+    ]
+    return "srun " + " : \\\n    ".join(parts)
