@@ -19,6 +19,7 @@ from tfdist import __main__ as programs
 from tfdist import ledger, lint, replay, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
+from tfdist.launch import options
 from tfdist.ops.doctor import command_line as doctor
 from tfdist.ops.submit.flags import FLAGS as SUBMIT_FLAGS
 
