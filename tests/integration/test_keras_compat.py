@@ -420,6 +420,20 @@ def test_stock_accumulation_fails_under_a_strategy(strategies):
         stock_steps(strategies[2], model, [4])
 
 
+def test_stock_squares_each_slice_of_a_row_by_itself():
+    def velocity(*, traced):
+        weight = keras.Variable([[0.0], [0.0]])
+        optimizer = keras.optimizers.RMSprop(rho=0.0)
+        optimizer.build([weight])
+        gradient = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([1, 1]), [2, 1])
+        with keras_compat.tracing(trace()) if traced else contextlib.nullcontext():
+            optimizer.apply([gradient])
+        return optimizer._velocities[0].numpy().tolist()
+
+    assert velocity(traced=False) == [[0.0], [5.0]]
+    assert velocity(traced=True) == [[0.0], [9.0]]
+
+
 def test_stock_reduces_once_more_in_the_update(strategies):
     with strategies[2].scope():
         optimizer = keras.optimizers.SGD()

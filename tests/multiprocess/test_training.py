@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -244,9 +245,22 @@ def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server)
 
 
 @pytest.mark.parametrize("job", ["multiworker", "ps"])
-def test_stock_fit_fails_before_its_first_step(tmp_path, job):
-    """keras#20329; https://github.com/keras-team/keras/issues/20585. What tfdist.fit is for."""
+def test_what_stock_keras_cannot_do_in_a_job_is_refused_in_one_line(tmp_path, job):
+    """https://github.com/keras-team/keras/issues/20585. It fails on the day that Keras can."""
     tasks = ("--strategy", job, "--workers", "2")
-    came = tmp_path / "came"
-    launch(tmp_path / "run", *tasks, str(PROGRAMS / "stock.py"), str(came), timeout_s=150)
-    assert came.read_text() == "ValueError after 0 steps"
+    seen, program = tmp_path / "seen", PROGRAMS / "stock.py"
+    launch(tmp_path / "run", *tasks, str(program), str(seen), timeout_s=150)
+    found = json.loads(seen.read_text())
+    assert set(found["a model of no strategy"].values()) == {"works"}
+    failing = {name for name, outcome in found["stock"].items() if outcome != "works"}
+    assert failing > {"fit", "evaluate"}
+    for where in ("in the program", "in a callback"):
+        for name, outcome in found[where].items():
+            if name not in failing:
+                assert outcome == "works"
+                continue
+            line = (
+                rf"UsageError: {re.escape(str(program))}:\d+: model\.{name}: received Keras' own "
+            )
+            line += rf"{name}, which .* strategy {job}; expected .*\. Fix: write tfdist\..*"
+            assert re.fullmatch(line, outcome), outcome

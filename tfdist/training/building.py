@@ -297,10 +297,10 @@ def require_examples_first(
     if _traces(model, job, step, batch_spec, rows=rows):
         raise UsageError(
             "data",
-            received=f"a batch whose first axis has {rows} rows, and a {step} that cannot do with "
-            f"the {mine} of them that one of {job.num_replicas} replicas gets",
+            received=f"a batch whose first axis has {rows} rows: {step} works with all of them, "
+            f"and fails with the {mine} that one of {job.num_replicas} replicas gets",
             expected="examples along the first axis, which replicas divide",
-            fix="give what is stacked as a tuple (a, b), with examples first in each, or use "
+            fix="give what is stacked as a tuple (a, b), each with its examples first, or use "
             "strategy single",
         )
 
