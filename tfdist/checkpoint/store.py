@@ -26,6 +26,7 @@ from tfdist.checkpoint import shards as shard_files
 from tfdist.checkpoint.lock import WriterLock
 from tfdist.checkpoint.manifest import VERSION, Damaged, Manifest, NewerFormat, Unreadable
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import fsync
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class CheckpointStore:
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            files.fsync_directory(self._directory)
+            fsync(self._directory)
             self._discard_old()
         return self._directory / name
 

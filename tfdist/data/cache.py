@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfdist.errors import StartupTimeout
+from tfdist.files import replacing
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -91,12 +92,8 @@ def cached_file(
         return target
     with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=_MAKING_S):
         if not target.exists():
-            beside = Path(f"{target}.{os.getpid()}.part")
-            try:
-                write(beside)
-                os.replace(beside, target)
-            finally:
-                beside.unlink(missing_ok=True)
+            with replacing(target) as unfinished:
+                write(unfinished)
     return target
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist import files
+from tfdist.errors import UsageError
+from tfdist.files import one_line_errors
 from tfdist.tuning import journal, lock
 from tfdist.tuning.difference import differences
 
@@ -106,17 +107,11 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 def make(path: Path) -> None:
     """Makes the directory; raises TfdistError where it cannot."""
-    try:
+    with one_line_errors(f"sweep directory {path}"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TfdistError(f"sweep directory {path}: {error.strerror or error}") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file whole or not at all, for those who read it while the sweep runs."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise TfdistError(f"{path}: {error.strerror or error}") from error
+    with one_line_errors(path):
+        files.write_json(path, content, durable=False)
