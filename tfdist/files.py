@@ -69,10 +69,10 @@ def one_line_errors(where: object) -> Iterator[None]:
 
 
 class Held(TfdistError):
-    """Another holds the lock; `holder` is ``process 12``, or ``another process`` if unknown."""
+    """Another process holds the lock; `holder` is its id, or ``unknown``."""
 
     def __init__(self, path: Path, holder: str) -> None:
-        super().__init__(f"{path} is locked by {holder}")
+        super().__init__(f"{path} is locked by process {holder}")
         self.holder = holder
 
 
@@ -140,7 +140,7 @@ def _open_locked(path: Path) -> int:
     descriptor = os.open(path, flags, 0o666)
     try:
         if not _lock(descriptor):
-            raise Held(path, "another process" if is_directory else _holder(descriptor))
+            raise Held(path, "unknown" if is_directory else _holder(descriptor))
         if _is_at(path, descriptor):
             if not is_directory:
                 os.ftruncate(descriptor, 0)
@@ -162,8 +162,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> str:
-    pid = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
-    return f"process {pid}" if pid.isdecimal() else "another process"
+    return os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -20,9 +20,9 @@ import pytest
 from tests import forked_python
 from tests.multiprocess import warm
 from tfdist.cluster import HeldPort, hold_ports
+from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.journal import read
-from tfdist.tuning.lock import is_held
 from tfdist.tuning.results import Completed, Failed, Goal, Killed, Outcome
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.state import SweepState, fold

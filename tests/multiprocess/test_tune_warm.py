@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.test_tune import ROOT, Trial, _logs, until  # noqa: F401  # shows the logs
+from tfdist.files import is_held
 from tfdist.launch.warm import WarmServer
-from tfdist.tuning.lock import is_held
 from tfdist.tuning.results import Completed, Killed
 
 MODULES = ("decimal", "wave")  # stand for TensorFlow and Keras; nothing else imports them

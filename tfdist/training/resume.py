@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.lock import SecondWriter
+from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.strategy import Job, broadcast

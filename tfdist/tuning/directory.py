@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfdist import files
 from tfdist.errors import UsageError
-from tfdist.files import one_line_errors
-from tfdist.tuning import journal, lock
+from tfdist.files import FileLock, Held, is_held, one_line_errors
+from tfdist.tuning import journal
 from tfdist.tuning.difference import differences
 
 JOURNAL = journal.FILE_NAME
@@ -18,6 +19,7 @@ SWEEP = "sweep.json"
 PLOT = "sweep.png"
 TRIALS = "trials"
 FORK_LOG = "fork-server.log"
+LOCK = ".chief.lock"
 
 _SAME = (
     *("tuner", "objective", "direction", "factor"),
@@ -59,7 +61,7 @@ def set_aside(path: Path) -> None:
 
 def _names(path: Path) -> set[str]:
     """Returns what there is of a sweep, without what any start writes before it is one."""
-    mine = (lock.FILE_NAME, FORK_LOG)
+    mine = (LOCK, FORK_LOG)
     return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
 
 
@@ -76,7 +78,7 @@ def _require_at_rest(path: Path) -> None:
 
 def is_run_in(run_dir: Path) -> bool:
     """Returns whether a job holds a trial's directory, or its checkpoints are written."""
-    return lock.is_held(run_dir / "logs") or lock.is_held(run_dir / "checkpoints" / ".lock")
+    return is_held(run_dir / "logs") or is_held(run_dir / "checkpoints" / ".lock")
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -103,6 +105,24 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
             expected="what the sweep in it began with",
             fix="give this sweep another --sweep_dir, or --overwrite to move the old one aside",
         )
+
+
+@contextlib.contextmanager
+def chief_lock(path: Path) -> Iterator[None]:
+    """Hold a sweep for its one chief; raise UsageError where another process does."""
+    lock = FileLock(path / LOCK)
+    try:
+        with one_line_errors(lock.path):
+            lock.acquire()
+    except Held as held:
+        raise UsageError(
+            f"sweep directory {path}",
+            received=f"a second chief while process {held.holder} runs the sweep",
+            expected="one chief",
+            fix="wait for it or end it; --show prints how far it is",
+        ) from held
+    with lock:
+        yield
 
 
 def make(path: Path) -> None:

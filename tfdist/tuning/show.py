@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tfdist.errors import UsageError
-from tfdist.tuning import directory, journal, lock
+from tfdist.files import is_held
+from tfdist.tuning import directory, journal
 from tfdist.tuning.screen import leaderboard
 from tfdist.tuning.state import fold
 
@@ -20,4 +21,4 @@ def show(path: Path) -> None:
             expected=f"a sweep directory, with {directory.JOURNAL}",
             fix="give the --sweep_dir of the sweep",
         )
-    leaderboard(fold(lines), path, is_running=lock.is_held(path / lock.FILE_NAME))
+    leaderboard(fold(lines), path, is_running=is_held(path / directory.LOCK))
