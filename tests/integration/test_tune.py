@@ -21,7 +21,7 @@ from tfdist.launch.machine import Machine
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import Chief, Plan
 from tfdist.tuning.conduct import launch_flags
-from tfdist.tuning.directory import ChiefLock
+from tfdist.tuning.directory import chief_lock
 from tfdist.tuning.journal import Journal, Place, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
@@ -467,7 +467,7 @@ def test_more_processes_than_cpus_are_warned_of(
 
 def test_overwrite_is_refused_while_a_sweep_runs(tmp_path: Path) -> None:
     options = dataclasses.replace(finished(tmp_path), overwrite=True)
-    with ChiefLock(options.sweep_dir), pytest.raises(UsageError, match="a second chief"):
+    with chief_lock(options.sweep_dir), pytest.raises(UsageError, match="a second chief"):
         run(options)
     assert not (options.sweep_dir / "old-1").exists()
 

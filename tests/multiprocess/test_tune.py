@@ -20,8 +20,8 @@ import pytest
 from tests import forked_python
 from tests.multiprocess import warm
 from tfdist.cluster import HeldPort, hold_ports
+from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning.directory import is_held
 from tfdist.tuning.journal import SweepState, fold, read
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, RunningTrial, TrialJob

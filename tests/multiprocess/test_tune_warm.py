@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.test_tune import ROOT, Trial, _logs, until  # noqa: F401  # shows the logs
+from tfdist.files import is_held
 from tfdist.launch.fork_server import WarmServer
-from tfdist.tuning.directory import is_held
 from tfdist.tuning.trial_job import Completed, Killed
 
 MODULES = ("decimal", "wave")  # stand for TensorFlow and Keras; nothing else imports them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -405,7 +406,9 @@ def test_a_port_that_is_taken_has_a_holder() -> None:
             (found,) = opened.ports
     assert found.error == "address already in use"
     assert found.on_all_interfaces
-    assert re.fullmatch(r".+ \(\d+\)", found.holder)
+    assert re.fullmatch(rf".+ \({os.getpid()}\)", found.holder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert door.holder_of(taken.getsockname()[1]) == (found.holder, False)
 
 
 def test_the_other_end_says_who_it_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -327,27 +326,6 @@ def test_a_directory_that_was_only_tried_out_is_given_back(tmp_path: Path) -> No
     there.close()
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "there"]
     assert assert_whole(store) == 1
-
-
-def test_a_lock_that_its_holder_removed_is_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file is removed between opening and locking it: the lock must be on the new one."""
-    flock, held = fcntl.flock, []
-
-    def remove_first(descriptor: int, operation: int) -> None:
-        if not held:
-            (tmp_path / ".lock").unlink()
-        held.append(descriptor)
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", remove_first)
-    store = CheckpointStore(tmp_path)
-    store.prepare()
-    assert len(held) == 2
-    with pytest.raises(UsageError, match="a second writer"):
-        CheckpointStore(tmp_path).prepare()
-    store.close()
 
 
 # Memory

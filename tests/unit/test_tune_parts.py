@@ -23,11 +23,12 @@ import pytest
 from rich.console import Console
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
 from tfdist.tuning import conduct as conduct_module
 from tfdist.tuning import directory, plot
 from tfdist.tuning.conduct import Sweep, conduct
-from tfdist.tuning.directory import LOCK, ChiefLock, differences, is_held
+from tfdist.tuning.directory import differences
 from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
 from tfdist.tuning.runner import LauncherRunner
@@ -183,32 +184,16 @@ def test_a_program_with_many_open_files_waits_for_its_trials() -> None:
 # --- lock
 
 
-def test_a_second_chief_is_refused_and_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
-    program = (
-        "import pathlib, sys; from tfdist.tuning.directory import ChiefLock\n"
-        "with ChiefLock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        assert is_held(tmp_path / LOCK)
-        with (
-            pytest.raises(UsageError, match=f"while process {holder.pid} runs"),
-            ChiefLock(tmp_path),
-        ):
-            pass
-    finally:
-        holder.kill()
-        holder.communicate()
-    assert not is_held(tmp_path / LOCK)
-    with ChiefLock(tmp_path):
-        assert is_held(tmp_path / LOCK)
+def test_a_second_chief_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    with (
+        directory.chief_lock(tmp_path),
+        pytest.raises(UsageError, match=f"a second chief while process {os.getpid()} runs"),
+        directory.chief_lock(tmp_path),
+    ):
+        pass
+    assert not is_held(tmp_path / directory.LOCK)
+    with pytest.raises(TfdistError, match=r"no/\.chief\.lock: No such file or directory$"):
+        directory.chief_lock(tmp_path / "no").__enter__()
 
 
 # --- results
@@ -276,7 +261,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_start_leaves_that_came_to_no_journal_is_no_hindrance(tmp_path: Path) -> None:
-    with ChiefLock(tmp_path):
+    with directory.chief_lock(tmp_path):
         (tmp_path / directory.FORK_LOG).touch()
         directory.require_own(tmp_path)
     directory.set_aside(tmp_path)
@@ -527,7 +512,7 @@ def test_a_running_sweep_is_shown_as_one_also_where_nothing_can_be_written(
 
     sweep(tmp_path)
     open_ = os.open
-    with ChiefLock(tmp_path), monkeypatch.context() as patched:
+    with directory.chief_lock(tmp_path), monkeypatch.context() as patched:
         patched.setattr(os, "open", read_only)
         show(tmp_path)
     assert "not finished: its chief is running; best 0.3000" in capsys.readouterr().out

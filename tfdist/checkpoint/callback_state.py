@@ -10,12 +10,14 @@ import csv
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
 from tfdist.errors import UsageError
+from tfdist.files import replacing
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
@@ -129,7 +131,5 @@ def _cut(path: str, *, separator: str, epoch: int) -> None:
     with open(path, newline="") as file:
         rows = list(csv.reader(file, delimiter=separator))
     kept = rows[:1] + [row for row in rows[1:] if row and int(float(row[0])) < epoch]
-    beside = f"{path}.unfinished"
-    with open(beside, "w", newline="") as file:
+    with replacing(Path(path)) as unfinished, open(unfinished, "w", newline="") as file:
         csv.writer(file, delimiter=separator).writerows(kept)
-    os.replace(beside, path)

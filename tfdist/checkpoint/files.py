@@ -13,6 +13,7 @@ from typing import Any
 from tfdist.checkpoint import shards as shard_files
 from tfdist.checkpoint.manifest import FILE_NAME, Manifest
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import fsync
 
 UNFINISHED, DISCARDED = ".unfinished-", ".discarded-"
 _SHARD = "arrays"
@@ -42,7 +43,7 @@ def write_files(
     )
     manifest = Manifest(step=step, best=best, meta=meta, shards={_SHARD: shard}, arrays=entries)
     shard_files.write_bytes(directory / FILE_NAME, manifest.to_bytes())
-    fsync_directory(directory)
+    fsync(directory)
 
 
 def make_directory(directory: Path) -> bool:
@@ -53,7 +54,7 @@ def make_directory(directory: Path) -> bool:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     make_directory(directory.parent)
     directory.mkdir(exist_ok=True)
-    fsync_directory(directory.parent)
+    fsync(directory.parent)
     return True
 
 
@@ -75,7 +76,7 @@ def try_out(directory: Path) -> None:
     try:
         os.mkdir(beside)
         shard_files.write_bytes(beside / _PROBE, b"\0")
-        fsync_directory(beside)
+        fsync(beside)
         _try_rename(beside, place)
     finally:
         for leftover in (beside, place):
@@ -112,15 +113,6 @@ def failure(
         safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
     where = what or "checkpoints in "
     return TfdistError(f"{where}{directory}: {error.strerror or error}{free}; {safe}")
-
-
-def fsync_directory(directory: Path) -> None:
-    """Returns once what was made or renamed in `directory` is on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _try_rename(source: Path, target: Path) -> None:

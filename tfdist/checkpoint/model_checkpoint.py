@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
+from pathlib import Path
 from typing import Any
 
 import keras
 
-from tfdist.errors import TfdistError
+from tfdist.files import one_line_errors, replacing
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -51,18 +51,8 @@ def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
 
 
 def _whole_or_not(filepath: str, write: Any) -> None:
-    folder, name = os.path.split(os.path.abspath(filepath))
-    # Of one name, so that what a kill leaves there is gone with the next file.
-    beside = os.path.join(folder, f".{name}.unfinished")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        os.mkdir(beside)
-        unfinished = os.path.join(beside, name)
-        write(unfinished)
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, filepath)
-    except OSError as error:
-        raise TfdistError(f"model: cannot write {filepath}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with (
+        one_line_errors(f"model: cannot write {filepath}"),
+        replacing(Path(filepath)) as unfinished,
+    ):
+        write(str(unfinished))

@@ -21,15 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.checkpoint import files, lock
+from tfdist.checkpoint import files
 from tfdist.checkpoint import shards as shard_files
-from tfdist.checkpoint.lock import WriterLock
 from tfdist.checkpoint.manifest import VERSION, Damaged, Manifest, NewerFormat, Unreadable
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import FileLock, Held, fsync
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
+_LOCK = ".lock"
+
+
+class SecondWriter(UsageError):
+    """Another process writes to the directory."""
 
 
 class NothingWhole(TfdistError):
@@ -71,7 +76,7 @@ class CheckpointStore:
         self._directory = Path(directory)
         self._keep = keep
         self._writing = threading.Lock()
-        self._lock = WriterLock(self._directory)
+        self._lock = FileLock(self._directory / _LOCK)
         self._made = False
         self._known_damaged: set[Path] = set()
 
@@ -130,7 +135,7 @@ class CheckpointStore:
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            files.fsync_directory(self._directory)
+            fsync(self._directory)
             self._discard_old()
         return self._directory / name
 
@@ -266,14 +271,22 @@ class CheckpointStore:
             return
         self._made = files.make_directory(self._directory)
         self._sound()  # refuses a directory of a later format before it is touched
-        self._lock.acquire()
+        try:
+            self._lock.acquire()
+        except Held as held:
+            raise SecondWriter(
+                f"checkpoints in {self._directory}",
+                received=f"a second writer while process {held.holder} writes there",
+                expected="one writer",
+                fix="end the other run, or give this one a directory of its own",
+            ) from held
         for leftover in os.listdir(self._directory):
             if leftover.startswith((files.UNFINISHED, files.DISCARDED)):
                 shutil.rmtree(self._directory / leftover, ignore_errors=True)
 
     def _give_up(self) -> None:
         if self._made and self._lock.held:
-            files.remove_unused(self._directory, but=lock.FILE_NAME)
+            files.remove_unused(self._directory, but=_LOCK)
         self._made = False
         self._lock.release()
 

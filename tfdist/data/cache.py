@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -15,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfdist.errors import StartupTimeout
+from tfdist.files import FileLock, Held, replacing
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.2
 _REPORT_EVERY_S = 10.0
 _MAKING_S = 3600.0
 _OWNER_LOCK = "owner.lock"
@@ -40,37 +39,20 @@ def exclusive(lock_file: Path, *, purpose: str, timeout_s: float) -> Iterator[No
     Raises `StartupTimeout` after `timeout_s` seconds.
     """
     lock_file.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock_file, "a+") as handle:
-        _acquire(handle.fileno(), lock_file, purpose=purpose, timeout_s=timeout_s)
-        handle.seek(0)
-        handle.truncate()
-        handle.write(f"process {os.getpid()}")
-        handle.flush()
-        try:
-            yield
-        finally:
-            handle.truncate(0)
-            fcntl.flock(handle, fcntl.LOCK_UN)
-
-
-def _acquire(descriptor: int, lock_file: Path, *, purpose: str, timeout_s: float) -> None:
-    begin = time.monotonic()
-    next_report = begin
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            now = time.monotonic()
-        owner = lock_file.read_text() or "another process"
-        if now - begin > timeout_s:
-            raise StartupTimeout(
-                f"{purpose}: {owner} has held {lock_file} for more than {timeout_s:g} s"
-            ) from None
-        if now >= next_report:
-            _log.info("%s: waiting for %s (%s)", purpose, owner, lock_file)
-            next_report = now + _REPORT_EVERY_S
-        time.sleep(_POLL_S)
+    deadline_s, wait_s = time.monotonic() + timeout_s, 0.0
+    with FileLock(lock_file) as lock:
+        while not lock.held:
+            try:
+                lock.acquire(within_s=wait_s)
+            except Held as held:
+                wait_s = min(_REPORT_EVERY_S, deadline_s - time.monotonic())
+                if wait_s <= 0:
+                    raise StartupTimeout(
+                        f"{purpose}: process {held.holder} has held {lock_file} "
+                        f"for more than {timeout_s:g} s"
+                    ) from None
+                _log.info("%s: waiting for process %s (%s)", purpose, held.holder, lock_file)
+        yield
 
 
 def cached_file(
@@ -91,12 +73,8 @@ def cached_file(
         return target
     with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=_MAKING_S):
         if not target.exists():
-            beside = Path(f"{target}.{os.getpid()}.part")
-            try:
-                write(beside)
-                os.replace(beside, target)
-            finally:
-                beside.unlink(missing_ok=True)
+            with replacing(target) as unfinished:
+                write(unfinished)
     return target
 
 
@@ -113,25 +91,23 @@ class SpillDirectory:
         _remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
         # Locked before it is in its place: another process removes a folder whose lock is free.
-        descriptor, lock_file = tempfile.mkstemp(prefix="lock-", dir=parent)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.rename(lock_file, self.path / _OWNER_LOCK)
-        self._close = weakref.finalize(self, _remove_own, self.path, descriptor, os.getpid())
+        lock = FileLock(parent / f"lock-{self.path.name}").acquire()
+        os.rename(lock.path, self.path / _OWNER_LOCK)
+        self._close = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
     def close(self) -> None:
         """Deletes the folder now. What has been mapped from it stays readable."""
         self._close()
 
 
-def _remove_own(path: Path, descriptor: int, owner: int) -> None:
+def _remove_own(path: Path, lock: FileLock, owner: int) -> None:
     if os.getpid() == owner:  # a forked child holds the same object and must not delete it
         shutil.rmtree(path, ignore_errors=True)
-        os.close(descriptor)
+        lock.release()
 
 
 def _remove_abandoned(parent: Path) -> None:
     for lock_file in parent.glob(f"run-*/{_OWNER_LOCK}"):
-        with contextlib.suppress(OSError), open(lock_file, "r+") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError, Held), FileLock(lock_file).acquire(within_s=0):
             _log.info("removing %s, left by a process that was killed", lock_file.parent)
             shutil.rmtree(lock_file.parent, ignore_errors=True)

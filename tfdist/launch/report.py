@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tfdist.cluster import Task
+from tfdist.files import write_json
 
 FILE_NAME = "report.json"
 _RESERVE_BYTES = 1 << 20
@@ -205,15 +206,4 @@ def write_report(
     run_dir: Path, *, exit_code: int | None, attempts: Sequence[dict[str, Any]]
 ) -> None:
     """Writes the report in one piece; `exit_code` None means that the job still runs."""
-    text = json.dumps({"exit_code": exit_code, "attempts": list(attempts)}, indent=1) + "\n"
-    handle, temporary = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=run_dir)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, run_dir / FILE_NAME)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_json(run_dir / FILE_NAME, {"exit_code": exit_code, "attempts": list(attempts)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tfdist.errors import UsageError
+from tfdist.files import FileLock, Held
 
 _LOGS = "logs"
 
@@ -52,20 +52,15 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        logs = path / _LOGS
+        self._lock = FileLock(path / _LOGS)
         try:
-            logs.mkdir(parents=True, exist_ok=True)
+            self._lock.path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            self._lock_fd = os.open(logs, os.O_RDONLY | os.O_CLOEXEC)
+            self._lock.acquire()
         except OSError as error:
             raise not_writable(path, error) from None
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            if not isinstance(error, BlockingIOError):
-                raise not_writable(path, error) from None
+        except Held:
             raise UsageError(
                 "--run_dir",
                 received=f"{path}, where a job runs",
@@ -101,7 +96,7 @@ class RunDir:
 
     def close(self) -> None:
         """Lets other jobs use the directory."""
-        os.close(self._lock_fd)
+        self._lock.release()
 
 
 def not_writable(path: Path, error: OSError) -> UsageError:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError
-from tfdist.outputs.run_directory import to_json, write_atomically
+from tfdist.files import one_line_errors, write_text
+from tfdist.outputs.run_directory import to_json
 
 
 class Evaluations:
@@ -47,22 +47,17 @@ class Evaluations:
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Writes these lines in place of those there are."""
         with self._one_line_errors():
-            write_atomically(self.metrics_file, "\n".join(map(to_json, lines)))
+            write_text(self.metrics_file, "".join(to_json(line) + "\n" for line in lines))
 
     def ask_to_stop(self, why: Mapping[str, Any]) -> None:
         """Has the chief end the training before its next range of steps."""
         with self._one_line_errors():
-            write_atomically(self.stop_file, to_json(why))
+            write_text(self.stop_file, to_json(why) + "\n")
 
     @property
     def asks_to_stop(self) -> bool:
         """Returns whether the evaluator has asked for the end of the training."""
         return self.stop_file.exists()
 
-    @contextlib.contextmanager
-    def _one_line_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            where = self.metrics_file.parent
-            raise TfdistError(f"evaluator, in {where}: {error.strerror or error}") from error
+    def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
+        return one_line_errors(f"evaluator, in {self.metrics_file.parent}")

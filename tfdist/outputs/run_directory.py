@@ -11,11 +11,12 @@ import enum
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import one_line_errors, write_text
 
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second"})
@@ -87,7 +88,7 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the resolved configuration, whole or not at all."""
         with self._one_line_errors():
-            write_atomically(self.config_file, to_json(config, indent=1))
+            write_text(self.config_file, to_json(config, indent=1) + "\n")
 
     def read_config(self) -> dict[str, Any] | None:
         """Returns the configuration of the run that owns the directory, None where none does."""
@@ -96,7 +97,7 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the result of the run, whole or not at all."""
         with self._one_line_errors():
-            write_atomically(self.summary_file, to_json(summary, indent=1))
+            write_text(self.summary_file, to_json(summary, indent=1) + "\n")
 
     def read_summary(self) -> dict[str, Any] | None:
         """Returns the summary, None before there is one."""
@@ -137,8 +138,7 @@ class RunDirectory:
     def _keep_metrics(self, lines: list[dict[str, Any]]) -> None:
         with self._one_line_errors():
             if self.metrics_file.exists():
-                text = "".join(to_json(line) + "\n" for line in lines)
-                write_atomically(self.metrics_file, text.rstrip("\n"))
+                write_text(self.metrics_file, "".join(to_json(line) + "\n" for line in lines))
 
     def _require_same(
         self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
@@ -176,12 +176,8 @@ class RunDirectory:
             if name not in _LAUNCHERS_OWN and not name.startswith("old-"):
                 os.replace(self.path / name, aside / name)
 
-    @contextlib.contextmanager
-    def _one_line_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise TfdistError(f"run directory {self.path}: {error.strerror or error}") from error
+    def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
+        return one_line_errors(f"run directory {self.path}")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -227,17 +223,3 @@ def _read_json(file: Path) -> dict[str, Any] | None:
             fix="give this run a run_dir of its own",
         )
     return content
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    try:
-        with open(unfinished, "w", encoding="utf-8") as stream:
-            stream.write(f"{text}\n" if text else "")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(unfinished, file)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise

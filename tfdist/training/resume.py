@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.lock import SecondWriter
+from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.stream_graph import DRAWING

@@ -21,7 +21,6 @@ from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import directory
 from tfdist.tuning.board import HParamsBoard
 from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.directory import ChiefLock
 from tfdist.tuning.hosts import Meeting, listener_of
 from tfdist.tuning.journal import Journal, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions
@@ -69,7 +68,7 @@ def conduct(sweep: Sweep) -> tuple[int, SweepState]:
     directory.make(sweep_dir)
     directory.require_own(sweep_dir)  # before the lock's file is in it, too
     with ExitStack() as stack:
-        stack.enter_context(ChiefLock(sweep_dir))
+        stack.enter_context(directory.chief_lock(sweep_dir))
         directory.require_own(sweep_dir)
         stack.callback(sweep.runner.close)
         if _may_have_trials(sweep):

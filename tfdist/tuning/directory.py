@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import secrets
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist import files
+from tfdist.errors import UsageError
+from tfdist.files import FileLock, Held, is_held, one_line_errors
 from tfdist.tuning import journal
 
 JOURNAL = journal.FILE_NAME
@@ -21,6 +21,7 @@ SWEEP = "sweep.json"
 PLOT = "sweep.png"
 TRIALS = "trials"
 FORK_LOG = "fork-server.log"
+LOCK = ".chief.lock"
 
 _SAME = (
     *("tuner", "objective", "direction", "factor"),
@@ -108,104 +109,34 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
         )
 
 
+@contextlib.contextmanager
+def chief_lock(path: Path) -> Iterator[None]:
+    """Hold a sweep for its one chief; raise UsageError where another process does."""
+    lock = FileLock(path / LOCK)
+    try:
+        with one_line_errors(lock.path):
+            lock.acquire()
+    except Held as held:
+        raise UsageError(
+            f"sweep directory {path}",
+            received=f"a second chief while process {held.holder} runs the sweep",
+            expected="one chief",
+            fix="wait for it or end it; --show prints how far it is",
+        ) from held
+    with lock:
+        yield
+
+
 def make(path: Path) -> None:
     """Makes the directory; raises TfdistError where it cannot."""
-    try:
+    with one_line_errors(f"sweep directory {path}"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TfdistError(f"sweep directory {path}: {error.strerror or error}") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a file whole or not at all, for those who read it while the sweep runs."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise TfdistError(f"{path}: {error.strerror or error}") from error
-
-
-# One chief to a sweep, held by `flock`: the kernel lets go when the process ends.
-
-LOCK = ".chief.lock"
-_MOMENT_S = 0.1
-
-
-class ChiefLock:
-    """Held while it is entered. The file stays: only the kernel's lock on it says anything.
-
-    Raises UsageError where another process has it.
-    """
-
-    def __init__(self, sweep_dir: Path) -> None:
-        self._sweep_dir = sweep_dir
-        self._descriptor = -1
-
-    def __enter__(self) -> ChiefLock:
-        path = self._sweep_dir / LOCK
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise TfdistError(f"{path}: {error.strerror or error}") from error
-        if not _locked(descriptor) and not self._locked_a_moment_later(descriptor):
-            holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise UsageError(
-                f"sweep directory {self._sweep_dir}",
-                received=f"a second chief while process {holder} runs the sweep",
-                expected="one chief",
-                fix="wait for it or end it; --show prints how far it is",
-            )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-        self._descriptor = descriptor
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        os.close(self._descriptor)
-
-    def _locked_a_moment_later(self, descriptor: int) -> bool:
-        """Tries once more: `is_held`, of a --show, takes a lock for a moment too."""
-        time.sleep(_MOMENT_S)
-        return _locked(descriptor)
-
-
-def is_held(path: Path) -> bool:
-    """Returns whether some process has a `flock` on the file or directory; False without one.
-
-    A file is opened to be written where that is allowed: NFS locks no other.
-    """
-    try:
-        descriptor = _opened(path)
-    except OSError:
-        return False
-    try:
-        return not _locked(descriptor)
-    except OSError:  # it cannot be locked, and so is not
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _opened(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # a directory, another user's, or a file system that is read only
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    with one_line_errors(path):
+        files.write_json(path, content, durable=False)
 
 
 # The mark in the directory of a sweep that is served: whose it is, and where its chief is.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import fsync, one_line_errors
 
 FILE_NAME = "journal.jsonl"
 
@@ -43,13 +44,11 @@ class Journal:
         line = {"event": event, "at": round(self._time_of_day(), 3), **fields}
         is_new = not self.path.exists()
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
-        try:
+        with one_line_errors(self.path):
             with FileIO(self.path, "a") as file:
                 self._write(file, data)
             if is_new:
-                _sync_directory(self.path.parent)
-        except OSError as error:
-            raise TfdistError(f"{self.path}: {error.strerror or error}") from error
+                fsync(self.path.parent)
         self.lines.append(line)
         return line
 
@@ -78,14 +77,8 @@ class Journal:
         finally:
             self._is_together = False
             if len(self.lines) > before:
-                self._sync()
-
-    def _sync(self) -> None:
-        try:
-            with open(self.path, "ab") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise TfdistError(f"{self.path}: {error.strerror or error}") from error
+                with one_line_errors(self.path):
+                    fsync(self.path)
 
     def _cut_unfinished_line(self) -> None:
         """Takes away what a killed chief had not finished, so that the next line is whole."""
@@ -123,14 +116,6 @@ def read(path: Path) -> list[dict[str, Any]]:
             )
         lines.append(dict(line))
     return lines
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # The state of a sweep: a fold over the journal's lines.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,8 @@ from typing import Any
 import keras_tuner
 from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import UsageError
+from tfdist.files import one_line_errors, write_text
 from tfdist.tuning.chief import RUNNING, Answer
 
 logger = logging.getLogger(__name__)
@@ -93,21 +93,16 @@ class Search:
 
         Raises TfdistError where it cannot be written.
         """
-        try:
-            self._publish(trials)
-        except OSError as error:
-            raise TfdistError(f"{self._project}: {error.strerror or error}") from error
-
-    def _publish(self, trials: Iterable[str] | None) -> None:
-        self._project.mkdir(exist_ok=True)
-        if trials is None:
-            self._remove_unknown()
-        for name in self._oracle.trials if trials is None else trials:
-            directory = self._project / f"trial_{name}"
-            directory.mkdir(exist_ok=True)
-            _write(directory / "trial.json", self._oracle.trials[name].get_state())
-        _write(self._project / "oracle.json", self._oracle.get_state())
-        _write(self._project / "tuner0.json", {})
+        with one_line_errors(self._project):
+            self._project.mkdir(exist_ok=True)
+            if trials is None:
+                self._remove_unknown()
+            for name in self._oracle.trials if trials is None else trials:
+                directory = self._project / f"trial_{name}"
+                directory.mkdir(exist_ok=True)
+                _write(directory / "trial.json", self._oracle.trials[name].get_state())
+            _write(self._project / "oracle.json", self._oracle.get_state())
+            _write(self._project / "tuner0.json", {})
 
     def _ask(self, asker: str) -> Answer:
         trial = self._oracle.create_trial(asker)
@@ -232,6 +227,4 @@ def _plain(value: Any) -> Any:
 
 
 def _write(path: Path, content: Any) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(unfinished, path)
+    write_text(path, json.dumps(content), durable=False)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tfdist.errors import UsageError
+from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import directory, journal, plot
 from tfdist.tuning.journal import COMPLETED, FAILED, WAITING, SweepState, Trial, fold
@@ -253,4 +254,4 @@ def show(path: Path) -> None:
             expected=f"a sweep directory, with {directory.JOURNAL}",
             fix="give the --sweep_dir of the sweep",
         )
-    leaderboard(fold(lines), path, is_running=directory.is_held(path / directory.LOCK))
+    leaderboard(fold(lines), path, is_running=is_held(path / directory.LOCK))

@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 from tfdist.cluster.ports import ephemeral_ports
 from tfdist.launch.multihost.connection import Link, Message, Violation, WrongToken
@@ -111,7 +112,6 @@ _MAX_GUESTS = 256
 _PATIENCE_S = 10.0
 _HELLO_S = 3.0
 _ASKED_BYTES = 5  # of each request: "meet\n", "echo\n" or "sink\n"
-_LISTENING = "0A"
 _SPARE_PORTS = 3
 _AGAIN_S = 0.2
 
@@ -225,35 +225,15 @@ def spare_ports(ports: Sequence[int]) -> tuple[int, ...]:
 
 
 def holder_of(port: int) -> tuple[str, bool]:
-    """Returns who listens at a port, and whether on all interfaces, as far as /proc tells."""
-    everywhere, inodes = False, set()
-    for table in ("tcp", "tcp6"):
-        for line in _lines(Path("/proc/net") / table):
-            fields = line.split()
-            if len(fields) < 10 or fields[3] != _LISTENING:
-                continue
-            address, _, number = fields[1].rpartition(":")
-            if int(number, 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-                everywhere |= not int(address, 16)
-    return _process_with(inodes), everywhere
-
-
-def _process_with(inodes: set[str]) -> str:
-    for process in Path("/proc").glob("[1-9]*") if inodes else ():
-        with contextlib.suppress(OSError):  # another user's, or gone
-            for fd in (process / "fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    if os.readlink(fd) in inodes:
-                        return f"{(process / 'comm').read_text().strip()} ({process.name})"
-    return ""
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()[1:]
-    except OSError:
-        return []
+    """Returns who listens at a port, and whether on all interfaces, as far as can be told."""
+    holder, everywhere = "", False
+    with contextlib.suppress(OSError, psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                everywhere |= connection.laddr.ip in ("0.0.0.0", "::")
+                if connection.pid is not None:  # else it is another user's
+                    holder = f"{psutil.Process(connection.pid).name()} ({connection.pid})"
+    return holder, everywhere
 
 
 def _listen(port: int) -> socket.socket:

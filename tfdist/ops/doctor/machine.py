@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+import psutil
+
 from tfdist.launch.machine import this_machine
 from tfdist.ops.doctor.facts import Machine, NameFacts, Proxy, ReverseFacts
 
@@ -54,7 +56,7 @@ def look(environ: Mapping[str, str]) -> Machine:
         cpus=usable.cpus,
         cpu_features=features,
         gpus=len(usable.gpus),
-        memory_available=_memory_available(),
+        memory_available=psutil.virtual_memory().available,
         memory_limit=limit,
         memory_used=used,
         shared_memory=_free("/dev/shm"),
@@ -121,11 +123,6 @@ def _processor() -> tuple[str, tuple[str, ...]]:
         model[1].strip() if model else platform.machine(),
         tuple(sorted(name for name in features if _FEATURE.fullmatch(name))),
     )
-
-
-def _memory_available() -> int | None:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
-    return int(found[1]) << 10 if found else None
 
 
 def _memory_limit() -> tuple[int | None, int | None]:

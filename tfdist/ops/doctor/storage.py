@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tfdist.files import fsync
 from tfdist.ops.doctor.facts import Directory
 
 _PAGE_BYTES = 64 << 10
@@ -58,7 +59,7 @@ class Storage:
         start = time.perf_counter()
         try:
             for path in (self._file(self._index), self._place):
-                _sync(path)
+                fsync(path)
         except OSError as error:
             return replace(found, sync_error=_said(error))
         return replace(found, sync_s=time.perf_counter() - start)
@@ -137,14 +138,6 @@ def _turn(page: Path, number: int) -> None:
 
 def _beside(page: Path) -> Path:
     return page.with_suffix(".next")
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _said(error: OSError) -> str:

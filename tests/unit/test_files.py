@@ -1,0 +1,219 @@
+"""Files against the machine: failed writes, kills, second holders, forks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tfdist import files
+from tfdist.errors import TfdistError
+from tfdist.files import FileLock, Held, is_held
+
+# Atomic writes
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def test_a_file_is_on_the_disk_before_it_is_renamed_and_its_directory_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        events.append(("rename", str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    path = tmp_path / "a.json"
+    files.write_json(path, {"b": 1})
+    beside = str(tmp_path / ".partial-a.json")
+    assert events == [("fsync", beside), ("rename", str(path)), ("fsync", str(tmp_path))]
+    assert path.read_text() == '{\n "b": 1\n}\n'
+    events.clear()
+    files.write_json(path, {"b": 2}, durable=False)
+    assert events == [("rename", str(path))]
+    assert json.loads(path.read_text()) == {"b": 2}
+    assert names_in(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_write_that_fails_half_way_leaves_the_old_file_alone(
+    tmp_path: Path, error: BaseException
+) -> None:
+    path = tmp_path / "model.keras"
+    files.write_text(path, "old")
+
+    def write() -> None:
+        with files.replacing(path) as unfinished:
+            assert unfinished.suffix == ".keras", "Keras tells the format from it"
+            unfinished.write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert path.read_text() == "old"
+    assert names_in(tmp_path) == ["model.keras"]
+
+
+def test_what_a_kill_left_is_overwritten(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with files.replacing(tmp_path / "a") as unfinished:
+            unfinished.write_text("much of what was to be written")
+            os._exit(9)
+    os.waitpid(child, 0)
+    assert len(names_in(tmp_path)) == 1
+    assert not (tmp_path / "a").exists()
+    files.write_text(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new"
+    assert names_in(tmp_path) == ["a"]
+
+
+def test_a_file_system_without_fsync_of_directories_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_directories(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    files.write_text(tmp_path / "a", "x")
+    assert (tmp_path / "a").read_text() == "x"
+
+
+def test_an_error_names_where_in_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(TfdistError, match=r"^run directory x: No such file or directory$"),
+        files.one_line_errors("run directory x"),
+    ):
+        files.write_text(tmp_path / "no" / "a", "x")
+
+
+# Locks
+
+HOLD = """
+import os, pathlib, sys
+from tfdist.files import FileLock
+with FileLock(pathlib.Path(sys.argv[1])).acquire():
+    if os.fork() == 0:  # as a process that reads data
+        print(flush=True), sys.stdin.read(), os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds `tmp_path / "lock"`, and has a child that lives until its input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path / "lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "\n"
+        yield process
+        process.kill()
+
+
+def test_a_lock_names_its_holder_and_ends_with_it_though_a_child_lives_on(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    lock = FileLock(tmp_path / "lock")
+    assert is_held(lock.path)
+    with pytest.raises(Held, match=f"lock is locked by process {holder.pid}$"):
+        lock.acquire()
+    assert not lock.held
+    holder.kill()
+    holder.wait()
+    assert not is_held(lock.path)
+    with lock.acquire():
+        assert is_held(lock.path)
+        assert lock.path.read_text() == f"{os.getpid()}\n"
+    assert not is_held(lock.path)
+
+
+def test_a_fork_does_not_let_go_of_its_parents_lock(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "lock").acquire() as lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(lock.held)
+        assert os.waitpid(child, 0)[1] == 0
+        assert is_held(lock.path)
+
+
+def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock").acquire()
+    assert is_held(tmp_path / "lock")
+    del lock
+    assert not is_held(tmp_path / "lock")
+
+
+def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "lock").acquire(), FileLock(tmp_path / "lock")
+    with pytest.raises(Held):
+        second.acquire(within_s=0)
+    threading.Timer(0.05, first.release).start()
+    second.acquire(within_s=60)
+    assert second.held
+    assert not first.held
+    second.release()
+
+
+def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is removed between opening and locking it: the lock must be on the new one."""
+    flock, held = fcntl.flock, []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        if not held:
+            (tmp_path / "lock").unlink()
+        held.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with FileLock(tmp_path / "lock").acquire():
+        assert len(held) == 2
+        assert is_held(tmp_path / "lock")
+
+
+def test_a_directory_is_locked_too(tmp_path: Path) -> None:
+    with FileLock(tmp_path).acquire():
+        assert is_held(tmp_path)
+        with pytest.raises(Held, match="locked by process unknown"):
+            FileLock(tmp_path).acquire(within_s=0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_locked_is_an_error_and_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No locks available"):
+        FileLock(tmp_path / "lock").acquire()
+    assert not is_held(tmp_path / "lock")
+    assert not is_held(tmp_path / "no")
+    assert os.listdir("/proc/self/fd") == before
