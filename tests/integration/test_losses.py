@@ -168,7 +168,7 @@ class SummedAndMeant(SummedByTheTape):
 
 
 @pytest.mark.parametrize("kind", [SummedByTheTape, SummedAndMeant])
-@pytest.mark.parametrize("examples", [60, 57, 48])  # of a last batch of 4, of 1, and none smaller
+@pytest.mark.parametrize("examples", [57, 48])  # a last batch of 1, and one of 8 like all
 def test_a_loss_per_example_is_a_sum(strategies, kind, examples):
     def make():
         model = kind([keras.Input((6,)), keras.layers.Dense(1)])
@@ -187,7 +187,7 @@ class PerExample(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("examples", [60, 57, 48])
+@pytest.mark.parametrize("examples", [57, 48])
 @pytest.mark.parametrize("loss", ["mse", None])
 def test_a_vector_of_add_loss_is_a_sum(strategies, examples, loss):
     def make():
