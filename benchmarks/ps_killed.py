@@ -61,7 +61,7 @@ def _kill_when_told(order: Path) -> None:
 
 
 def _sampler(keras: Any, strategy: Any, order: Path) -> Any:
-    from tfdist.ps.workers import crew_of
+    from tfdist.ps.workers import worker_pool_of
 
     class Sampler(keras.callbacks.Callback):
         """At each epoch's end, when no piece is under way: the time, and the steps of each."""
@@ -69,7 +69,7 @@ def _sampler(keras: Any, strategy: Any, order: Path) -> Any:
         taken: list[tuple[float, list[int]]] = []  # noqa: RUF012
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            shares = crew_of(strategy, patience_s=0).shares
+            shares = worker_pool_of(strategy, patience_s=0).shares
             self.taken.append((time.perf_counter(), [share.steps for share in shares.values()]))
             if epoch + 1 == WARM_EPOCHS + EPOCHS_BEFORE:
                 order.touch()

@@ -63,7 +63,7 @@ class Runner:
                 self.trial = told["trial"]
                 metrics = {"virtual_epoch": 1, "val_accuracy": 0.5}
                 done = Completed(history=(metrics,), score=0.5, best_virtual_epoch=1)
-                outcome = hosts.told_outcome(done)
+                outcome = hosts.encode_outcome(done)
                 self._ended = {"lease": [told["trial"], told["lease"]], "outcome": outcome}
 
     def ask(self) -> None:
@@ -124,11 +124,11 @@ def _run(
     """Has all come, then ask at once, then end their trials; returns when the sweep is over."""
     options = parse(flags)
     assert isinstance(options, SweepOptions)
-    meeting = sweep.sweep_meeting(options, environ)
-    assert meeting is not None
-    runners = [_come(number, address, meeting.token) for number in range(1, count + 1)]
+    sweep_address = sweep.sweep_meeting(options, environ)
+    assert sweep_address is not None
+    runners = [_come(number, address, sweep_address.token) for number in range(1, count + 1)]
     with selectors.EpollSelector() as selector:
-        crowd = Crowd(runners, selector, terms=dict(meeting.terms))
+        crowd = Crowd(runners, selector, terms=dict(sweep_address.terms))
         while not all(one.is_in for one in runners):
             crowd.turn()
         for one in runners:

@@ -1,4 +1,4 @@
-"""argparse with the mistakes of a command line in one line, as everything else tells them."""
+"""An argparse parser that reports a wrong command line as a one-line `UsageError`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = {"int": "an integer", "float": "a number"}
 
 
 def is_plain(text: str) -> bool:
-    """Returns whether a number is written as people do, and not in a way that only Python reads.
+    """Return whether a number is written as people do, and not in a way that only Python reads.
 
     Python takes digits of other scripts, a plus sign, underscores and spaces.
     """
@@ -22,14 +22,14 @@ def is_plain(text: str) -> bool:
 
 
 def integer(text: str) -> int:
-    """Returns the integer that the text of a flag is; ValueError if it is none."""
+    """Return the integer that the text of a flag is; ValueError if it is none."""
     if not is_plain(text):
         raise ValueError(text)
     return int(text)
 
 
 def number(text: str) -> float:
-    """Returns the number that the text of a flag is; ValueError if it is none."""
+    """Return the number that the text of a flag is; ValueError if it is none."""
     if not is_plain(text):
         raise ValueError(text)
     return float(text)
@@ -44,19 +44,19 @@ class Parser(argparse.ArgumentParser):
         self.register("type", float, number)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns the values and what is left; raises UsageError for a flag that comes twice."""
+        """Return the values and what is left; raise UsageError for a flag that comes twice."""
         self._refuse_twice(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns the values; raises UsageError, with the near name, for a flag that is unknown."""
+        """Return the values; raise UsageError, with the near name, for a flag that is unknown."""
         values, rest = self.parse_known_args(args, namespace)
         if rest:
             raise self.unknown(rest[0])
         return values
 
     def unknown(self, word: str) -> UsageError:
-        """Returns the error for a word that is no flag; a value behind it may be a secret."""
+        """Return the error for a word that is no flag; a value behind it may be a secret."""
         name = word.partition("=")[0]
         flags = [option for action in self._actions for option in action.option_strings]
         is_flag = name.startswith("--")
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             seen |= set() if action is None else {action.dest}
 
     def error(self, message: str) -> NoReturn:
-        """Raises what argparse has found as a UsageError."""
+        """Raise what argparse has found as a UsageError."""
         where, received, fix = "command line", message, "see --help"
         expected = f"what {self.prog} takes"
         if match := re.fullmatch(r"argument (\S+): (.*)", message):

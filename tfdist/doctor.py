@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from tfdist.ops.doctor import report
 from tfdist.ops.doctor.checks import RULES
-from tfdist.ops.doctor.command_line import HELP, Command, parse
-from tfdist.ops.doctor.examine import Verdict, Wanted, follow, lead
+from tfdist.ops.doctor.command_line import HELP, DoctorCommand, parse
+from tfdist.ops.doctor.examine import PreflightResult, Wanted, follow, lead
 from tfdist.ops.doctor.job import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 
@@ -21,7 +21,7 @@ _EXIT_SIGPIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; return its exit code."""
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
         if command.help:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_SIGPIPE
 
 
-def _run(command: Command, environ: Mapping[str, str]) -> int:
+def _run(command: DoctorCommand, environ: Mapping[str, str]) -> int:
     job = job_of(
         environ,
         hosts=command.hosts,
@@ -69,7 +69,7 @@ def _run(command: Command, environ: Mapping[str, str]) -> int:
     return _show(verdict, command)
 
 
-def _show(verdict: Verdict, command: Command) -> int:
+def _show(verdict: PreflightResult, command: DoctorCommand) -> int:
     print(report.as_json(verdict) if command.json else report.as_text(verdict), flush=True)
     return report.exit_code(verdict.findings)
 

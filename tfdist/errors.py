@@ -1,4 +1,4 @@
-"""What can go wrong, and the exit code each kind ends a task with.
+"""Exception types and the exit code of each.
 
 A user's mistake is one line, ``where: received X; expected Y. Fix: Z``, and no traceback.
 """
@@ -80,13 +80,13 @@ class Stopped(SystemExit):
 
 
 def near(name: str, choices: Iterable[str]) -> str:
-    """Returns ``" (did you mean 'x'?)"`` for the choice closest to `name`, or ``""``."""
+    """Return ``" (did you mean 'x'?)"`` for the choice closest to `name`, or ``""``."""
     match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def given_twice(flag: str) -> UsageError:
-    """Returns the error for a flag given twice, of which the last would silently be taken."""
+    """Return the error for a flag given twice, of which the last would silently be taken."""
     return UsageError(flag, received="it twice", expected="one value", fix="give it once")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; return its exit code."""
     try:
         arguments = _parser().parse_args(argv)
         if arguments.same_as:

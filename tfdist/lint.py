@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_OK, UsageError, near
-from tfdist.ops.lint.files import KINDS, Source, lint
+from tfdist.ops.lint.files import KINDS, LintSource, lint
 from tfdist.ops.lint.findings import Finding
 from tfdist.ops.lint.rules import RULES
 from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         as_rules = rules_as_json if arguments.json else rules_as_text
         print(as_rules(RULES.values()), flush=True)
         return EXIT_OK
-    sources = [Source(name=n, data=_bytes(n), kind=arguments.kind) for n in arguments.files]
+    sources = [LintSource(name=n, data=_bytes(n), kind=arguments.kind) for n in arguments.files]
     findings = lint(
         sources,
         environ=dict(os.environ) if arguments.environ else None,

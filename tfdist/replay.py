@@ -24,7 +24,7 @@ _SHOWN_EXAMPLES = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; return its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     try:

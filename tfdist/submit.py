@@ -16,7 +16,7 @@ from typing import Any
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
-from tfdist.ops.submit import asked, tools
+from tfdist.ops.submit import rendering, tools
 from tfdist.ops.submit.flags import Given, check_scheduler, help_text, split
 from tfdist.ops.submit.pods import INSTANCE
 
@@ -76,13 +76,13 @@ def _answer(given: Given) -> str:
     if given.one("status") or given.one("logs"):
         return _look(given, to).rstrip("\n")
     options = _launch_options(given, to)
-    rendered = asked.render(given, to=to, job=_common(options))
+    rendered = rendering.render(given, to=to, job=_common(options))
     if options.dry_run:
         done = tools.Submitted(text=rendered.text)
     elif to == "slurm":
         done = tools.sbatch(rendered.text, name=rendered.name)
     else:
-        kind, namespace = asked.kind(given), given.one("namespace")
+        kind, namespace = rendering.kind(given), given.one("namespace")
         done = tools.apply(rendered.text, name=rendered.name, kind=kind, namespace=namespace)
     for line in (*rendered.notes, *done.warnings):
         print(f"tfdist.submit: {line}", file=sys.stderr)
@@ -92,7 +92,7 @@ def _answer(given: Given) -> str:
 def _look(given: Given, to: str) -> str:
     status, logs, namespace = (given.one(name) for name in ("status", "logs", "namespace"))
     for name in filter(None, (status, logs)):
-        asked.check_name(name)
+        rendering.check_name(name)
     if to == "slurm":
         if status:
             return tools.squeue(status)
@@ -103,13 +103,13 @@ def _look(given: Given, to: str) -> str:
             raise UsageError("--logs", received=str(path), expected=expected, fix=fix)
         return path.read_text(errors="replace")
     if status:
-        kind = asked.kind(given)
+        kind = rendering.kind(given)
         return tools.pods(status, kind=kind, namespace=namespace, label=INSTANCE)
     return tools.pod_logs(logs or "", namespace=namespace, label=INSTANCE)
 
 
 def _launch_options(given: Given, to: str) -> LaunchOptions:
-    """Returns the launcher's flags, checked by the launcher, with the defaults of a cluster."""
+    """Return the launcher's flags, checked by the launcher, with the defaults of a cluster."""
     refused = _NOT_HERE if to == "slurm" else {**_NOT_HERE, **_SLURM_ALONE}
     for name, expected in refused.items():
         if name in given.launcher:
@@ -122,12 +122,14 @@ def _launch_options(given: Given, to: str) -> LaunchOptions:
     return options
 
 
-def _common(options: LaunchOptions) -> asked.Job:
+def _common(options: LaunchOptions) -> rendering.LauncherFlags:
     program = options.program
     of_program: dict[str, Any] = {"program": program.python_args, "program_name": program.name}
-    names = (field.name for field in fields(asked.Job) if field.name not in of_program)
+    names = (
+        field.name for field in fields(rendering.LauncherFlags) if field.name not in of_program
+    )
     flags: dict[str, Any] = {name: getattr(options, name) for name in names}
-    return asked.Job(**flags, **of_program)
+    return rendering.LauncherFlags(**flags, **of_program)
 
 
 if __name__ == "__main__":

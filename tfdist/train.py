@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from tfdist.cluster import read_environment
-from tfdist.configs.command_line import Command, help_text, parse
+from tfdist.configs.command_line import TrainCommand, help_text, parse
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; return its exit code."""
     _set_up_logging()
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
@@ -44,7 +44,7 @@ def _set_up_logging() -> None:
     logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
 
 
-def _train(command: Command) -> int:
+def _train(command: TrainCommand) -> int:
     read_environment(os.environ)
     # Only now: a wrong flag or variable is answered without the seconds that TensorFlow takes to
     # load, and the lines that it prints.

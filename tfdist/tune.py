@@ -18,7 +18,7 @@ from tfdist.tuning.options import Show, SweepOptions, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:

@@ -180,7 +180,7 @@ def test_custom_train_step_equals_one_device(strategies, kind):
     assert list(many_history.history) == ["mine"]
 
 
-def test_an_empty_share_counts_nothing(strategies):
+def test_an_empty_batch_fraction_counts_nothing(strategies):
     # 41 examples in batches of 4: the last step has one example for three replicas.
     one, one_history = trained(strategies[1], examples=41, batch_size=4, epochs=2)
     many, many_history = trained(strategies[3], examples=41, batch_size=4, epochs=2)

@@ -80,7 +80,7 @@ def test_the_last_checkpoint_is_evaluated_written_down_and_kept(tmp_path):
     best = keras.models.load_model(files.best_file)
     np.testing.assert_array_equal(best.get_weights()[0], trained.get_weights()[0])
     assert list((tmp_path / "board" / "evaluator").iterdir())
-    assert not files.asks_to_stop
+    assert not files.is_stop_requested
 
     assert evaluate(folder)[1] == 0  # started again, it has nothing left to do
     assert len(files.lines()) == 1
@@ -148,7 +148,7 @@ def test_it_asks_to_stop_when_nothing_gets_better(tmp_path):
     for epochs in (1, 2, 3):
         train(folder, epochs=epochs)
         evaluate(folder, tfdist.Evaluator("val_mae", mode="max", patience=2))
-        assert Evaluations(folder).asks_to_stop is (epochs == 3)
+        assert Evaluations(folder).is_stop_requested is (epochs == 3)
     assert [line["step"] for line in Evaluations(folder).lines()] == [5, 10, 15]
 
 

@@ -450,7 +450,7 @@ def test_a_callback_with_every_hook_gets_the_calls_of_keras(strategies, replicas
 
 
 def test_in_every_hook_a_task_says_that_it_runs_code_of_the_programs_own(strategies):
-    """Where one stands still in its hook, it is told from those that wait for it."""
+    """Where one hangs in its hook, it is told from those that wait for it."""
     doing = {}
     hooks = [n for n in vars(keras.callbacks.Callback) if re.match("on_(epoch|train|test)_", n)]
 

@@ -127,7 +127,7 @@ def test_stock_metrics_undo_the_number_of_replicas_and_not_the_share(strategies)
 
 
 def test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them(strategies):
-    """A loss that is a sum looks like one made by hand, which the door would weight."""
+    """A loss that is a sum looks like one made by hand, which the gradient hook would weight."""
     loss = keras.losses.MeanSquaredError(reduction="sum")
     ones, zeros = tf.ones([4, 1]), tf.zeros([4, 1])
     assert per_replica(strategies[2], lambda: loss(ones, zeros)) == [4.0, 4.0]

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.checkpoint.preemption import SIGNALS, Asked
+from tfdist.checkpoint.preemption import SIGNALS, StopRequested
 from tfdist.training import loop as loop_module
 from tfdist.training.engines.synchronous import SynchronousEngine
 from tfdist.training.loop import Loop
@@ -103,7 +103,7 @@ def test_nothing_is_under_way_when_a_training_is_stopped(made, how):
 
     loop._callbacks.on_train_batch_end = stop
     if how == "signal":
-        with pytest.raises(Asked):
+        with pytest.raises(StopRequested):
             loop.run_epoch(0)
     else:
         loop.run_epoch(0)
@@ -138,8 +138,8 @@ def test_a_wrong_label_in_a_step_that_was_under_way_is_told_in_one_line():
 
 
 def test_what_is_under_way_is_let_go_when_a_callback_raises(monkeypatch):
-    let_go = []
-    monkeypatch.setattr(SynchronousEngine, "let_go", lambda engine: let_go.append(engine))
+    release = []
+    monkeypatch.setattr(SynchronousEngine, "close", lambda engine: release.append(engine))
 
     def fail(epoch, logs):
         raise LookupError("mine")
@@ -150,4 +150,4 @@ def test_what_is_under_way_is_let_go_when_a_callback_raises(monkeypatch):
     callback = keras.callbacks.LambdaCallback(on_epoch_end=fail)
     with pytest.raises(LookupError, match="mine"):
         tfdist.fit(model, x, x[:, :1], verbose=0, callbacks=[callback])
-    assert let_go
+    assert release

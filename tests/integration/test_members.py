@@ -15,7 +15,7 @@ from tfdist.errors import UsageError
 from tfdist.ps import members as members_module
 from tfdist.ps import serve
 from tfdist.ps.members import Members
-from tfdist.ps.serve import Introductions, introduce
+from tfdist.ps.serve import VersionHandshake, send_version
 from tfdist.strategy import rendezvous
 
 DEADLINE_S = 20.0
@@ -105,15 +105,15 @@ class Start:
 
     def wait(self):
         config = self.config(Task("chief", 0))
-        guests = Introductions(config, version=self.version)
+        clients = VersionHandshake(config, version=self.version)
         with (
             contextlib.ExitStack() as listening,
             rendezvous.answering(config) as listener,
-            guests.heard_at(listener),
+            clients.receiving_at(listener),
         ):
             for task in self.others():
                 listening.enter_context(rendezvous.answering(self.config(task)))
-            return Members(self.cluster).wait(timeout_s=DEADLINE_S, guests=guests)
+            return Members(self.cluster).wait(timeout_s=DEADLINE_S, clients=clients)
 
     def others(self):
         return [task for task in self.cluster.tasks() if task.type != "chief"]
@@ -129,7 +129,7 @@ def start():
 def test_a_task_of_another_version_of_tensorflow_is_refused_by_its_name(start, teller, monkeypatch):
     monkeypatch.setattr(serve, "_SHY_S", DEADLINE_S)
     for task in start.others():
-        introduce(start.config(task), version="2.20.1" if task == teller else "2.21.0")
+        send_version(start.config(task), version="2.20.1" if task == teller else "2.21.0")
     with pytest.raises(UsageError, match=r"expected 2[.]21[.]0, as chief-0 has") as told:
         start.wait()
     assert f"{teller} ({start.cluster.address(teller)}): received TensorFlow 2.20.1" in str(
@@ -142,7 +142,7 @@ def test_tasks_alike_begin_and_those_that_never_say_what_they_are_do(start, monk
     assert start.wait() == {0, 1}
     monkeypatch.setattr(serve, "_SHY_S", DEADLINE_S)
     for task in start.others():
-        introduce(start.config(task), version="2.21.0")
+        send_version(start.config(task), version="2.21.0")
     assert start.wait() == {0, 1}
 
 

@@ -12,11 +12,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.integration.test_crew import DEADLINE_S, Members
+from tests.integration.test_worker_pool import DEADLINE_S, Members
 from tfdist.errors import PeerLost
 from tfdist.ps import engine as engine_module
 from tfdist.ps.engine import ParameterServerEngine
-from tfdist.ps.workers import Crew
+from tfdist.ps.workers import WorkerPool
 from tfdist.training import building
 from tfdist.training.engines import base
 from tfdist.training.engines.base import naming_a_lost_server
@@ -64,15 +64,15 @@ class Clock:
 
 
 @pytest.fixture
-def crew():
-    made = Crew(Members(), patience_s=DEADLINE_S)
+def pool():
+    made = WorkerPool(Members(), patience_s=DEADLINE_S)
     yield made
     made._fail(PeerLost("the test is over"))
 
 
 @pytest.fixture
-def engine(crew, monkeypatch):
-    monkeypatch.setattr(engine_module, "crew_of", lambda strategy, patience_s: crew)
+def engine(pool, monkeypatch):
+    monkeypatch.setattr(engine_module, "worker_pool_of", lambda strategy, patience_s: pool)
     return ParameterServerEngine(SimpleNamespace(strategy=None, config=None))
 
 
@@ -82,10 +82,10 @@ def program(engine, do):
     return made, engine._work[made]
 
 
-def test_after_an_error_no_worker_changes_the_model_any_more(engine, crew, monkeypatch):
+def test_after_an_error_no_worker_changes_the_model_any_more(engine, pool, monkeypatch):
     others, dropped = threading.Barrier(3), threading.Event()
-    drop = crew.drop
-    monkeypatch.setattr(crew, "drop", lambda: (drop(), dropped.set()))
+    drop = pool.drop
+    monkeypatch.setattr(pool, "drop", lambda: (drop(), dropped.set()))
 
     def do(step):
         if step < 3:
@@ -104,7 +104,7 @@ def test_after_an_error_no_worker_changes_the_model_any_more(engine, crew, monke
     assert engine.steps_under_way == 0
     work.do = lambda step: None
     assert engine.run(made, 6, 12) == {"done": 12.0}
-    assert crew.account.applied_twice == 0  # those of the error are nobody's
+    assert pool.account.applied_twice == 0  # those of the error are nobody's
 
 
 def test_what_the_last_step_says_is_told_when_all_is_done(engine):
@@ -126,22 +126,22 @@ def test_what_the_last_step_says_is_told_when_all_is_done(engine):
     assert engine.steps_under_way == 0
 
 
-def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine, crew, monkeypatch):
+def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine, pool, monkeypatch):
     go_on = threading.Event()
-    drop = crew.drop
-    monkeypatch.setattr(crew, "drop", lambda: (drop(), go_on.set()))
+    drop = pool.drop
+    monkeypatch.setattr(pool, "drop", lambda: (drop(), go_on.set()))
     made, work = program(engine, lambda step: go_on.wait(DEADLINE_S))
     engine._under_way = [
-        engine_module.HandedOut(made, work, step, step + 1, engine._hand_out(work, step, step + 1))
+        engine_module.HandedOut(made, work, step, step + 1, engine._dispatch(work, step, step + 1))
         for step in range(9)
     ]
     end_s = time.monotonic() + DEADLINE_S
     while len(work.begun) < 3:
         assert time.monotonic() < end_s
         time.sleep(0.01)
-    engine.let_go()
+    engine.close()
     assert len(work.begun) == len(work.ended) == 3
-    assert not crew._waiting
+    assert not pool._waiting
 
 
 def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
@@ -152,11 +152,11 @@ def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
     for total in (3.0, 5.0):
         work.totals = np.array([total])
         made.metrics[0].assign(0.0)  # as `reset_state` of a program that has no say in it
-        engine.settle_metrics(made)
+        engine.publish_metrics(made)
         assert made.metrics[0].numpy() == total
     engine.reset_metrics()
     made.metrics[0].assign(0.0)
-    engine.settle_metrics(made)
+    engine.publish_metrics(made)
     assert made.metrics[0].numpy() == 0.0
 
 
@@ -190,7 +190,7 @@ def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch):
     monkeypatch.setattr(building, "job_for", lost)
     monkeypatch.setattr(building, "require_compiled_functions", lost)
     loop = object.__new__(tfdist.StepLoop)
-    loop._engine = SimpleNamespace(run=lost, settle_metrics=lost)
+    loop._engine = SimpleNamespace(run=lost, publish_metrics=lost)
     loop._program, loop.step = None, 0
     acts = {"run": lambda: loop.run(1), "results": loop.results}
     with pytest.raises(PeerLost, match="ps-1 does not answer any more"):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.ps import costs
-from tfdist.ps.messages import Link, Places, traffic
+from tfdist.ps.messages import Places, TrafficLink, traffic
 from tfdist.ps.profile import PsProfile
 
 PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
@@ -29,7 +29,7 @@ def test_a_tensor_is_sent_once_to_each_task_that_uses_it():
             tf.reduce_sum(weights)
             tf.identity(used)
 
-    one = Link(tensors=1, size_bytes=160)
+    one = TrafficLink(tensors=1, size_bytes=160)
     links = counted(build)
     assert links[("ps-0", "worker")] == one
     assert links[("ps-0", "ps-1")] == one
@@ -43,7 +43,7 @@ def test_a_shape_that_is_not_known_is_counted_as_such():
             rows = tf.where(tf.random.normal([10]) > 0)
         tf.identity(rows)
 
-    assert counted(build) == {("ps-0", "worker"): Link(tensors=1, unknown=1)}
+    assert counted(build) == {("ps-0", "worker"): TrafficLink(tensors=1, unknown=1)}
 
 
 def test_of_a_condition_the_branch_that_sends_most_counts():

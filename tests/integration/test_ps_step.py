@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.data import ArraySource
 from tfdist.ps import messages
-from tfdist.ps.messages import Link, Places, read_together, sent_together, traffic
+from tfdist.ps.messages import Places, TrafficLink, read_together, sent_together, traffic
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Layout, Order
 from tfdist.training.keras_compat import variables
@@ -38,8 +38,8 @@ def test_small_gradients_go_to_each_server_as_one_tensor():
                 tf.identity(gradient) if gradient is not slices else None
         links = traffic(graph.get_operations(), Places({}))
     assert links == {
-        ("worker", "ps-0"): Link(tensors=2, size_bytes=4 * (28 + 40_000)),
-        ("worker", "ps-1"): Link(tensors=1, size_bytes=4 * 9),
+        ("worker", "ps-0"): TrafficLink(tensors=2, size_bytes=4 * (28 + 40_000)),
+        ("worker", "ps-1"): TrafficLink(tensors=1, size_bytes=4 * 9),
     }
 
 
@@ -65,7 +65,7 @@ def test_a_count_is_made_where_it_is_added():
             tf.identity(one)
             tf.identity(sent)
         links = traffic(graph.get_operations(), Places({}))
-    assert links == {("worker", "ps-1"): Link(tensors=1, size_bytes=8)}
+    assert links == {("worker", "ps-1"): TrafficLink(tensors=1, size_bytes=8)}
 
 
 class Reading:
@@ -114,8 +114,8 @@ class Reading:
 @pytest.mark.parametrize(
     ("together", "of_ps_0", "of_ps_1"),
     [
-        (False, Link(tensors=5, size_bytes=4 * (15 + 5 + 2 * 20_000 + 5)), 4),
-        (True, Link(tensors=3, size_bytes=4 * (15 + 5 + 20_000 + 5)), 2),
+        (False, TrafficLink(tensors=5, size_bytes=4 * (15 + 5 + 2 * 20_000 + 5)), 4),
+        (True, TrafficLink(tensors=3, size_bytes=4 * (15 + 5 + 20_000 + 5)), 2),
     ],
 )
 def test_what_is_small_comes_together_and_what_is_large_once(together, of_ps_0, of_ps_1):
@@ -165,7 +165,7 @@ def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform
     for found, batch in zip(parts(given), expected, strict=True):
         for one, other in zip(keras.tree.flatten(found), keras.tree.flatten(batch), strict=True):
             np.testing.assert_array_equal(one, other)
-    # A dataset is traced, optimized and started anew in each piece of work.
+    # A dataset is traced, optimized and started anew in each work unit.
     kinds = {op.type for op in parts.get_concrete_function(given).graph.get_operations()}
     assert any("Dataset" in kind for kind in kinds) == (transform is not None)
 

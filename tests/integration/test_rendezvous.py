@@ -41,11 +41,11 @@ class Waiting(threading.Thread):
         return server
 
 
-def said_by(guest):
-    """Reads until the guest leaves, or has said that it speaks HTTP/2."""
-    guest.settimeout(DEADLINE_S)
+def said_by(client):
+    """Reads until the client leaves, or has said that it speaks HTTP/2."""
+    client.settimeout(DEADLINE_S)
     data = b""
-    while not data.startswith(b"PRI * HTTP/2.0") and (more := guest.recv(100)):
+    while not data.startswith(b"PRI * HTTP/2.0") and (more := client.recv(100)):
         data += more
     return data
 
@@ -53,9 +53,9 @@ def said_by(guest):
 def await_question(listener, stack):
     """Takes connections until one of them asks for a server of gRPC, and leaves that open."""
     while True:
-        guest = stack.enter_context(listener.accept()[0])
-        if said_by(guest):
-            return guest
+        client = stack.enter_context(listener.accept()[0])
+        if said_by(client):
+            return client
 
 
 def test_a_worker_goes_on_once_the_chiefs_server_is_there_and_not_sooner():

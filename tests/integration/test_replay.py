@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from tests import forked_python
 from tfdist import replay
-from tfdist.audit.replay import Place, place_of
+from tfdist.audit.replay import StepEnvironment, step_environment_of
 from tfdist.checkpoint import CheckpointStore
 from tfdist.outputs.run_directory import RunDirectory
 
@@ -112,15 +112,15 @@ def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_pa
         newest = store.write(step, {"x": np.ones(3)}, meta={"place": place})
     config = ConfigDict({"strategy": "mirrored"})
 
-    def place_at(step: int) -> Place:
-        return place_of(directory, store, config, step=step, kind=None, replicas=None)
+    def place_at(step: int) -> StepEnvironment:
+        return step_environment_of(directory, store, config, step=step, kind=None, replicas=None)
 
-    assert place_at(6) == Place(kind="mirrored", replicas=3, threads=4)
-    assert place_at(10) == Place(kind="mirrored", replicas=4, threads=5)
+    assert place_at(6) == StepEnvironment(kind="mirrored", replicas=3, threads=4)
+    assert place_at(10) == StepEnvironment(kind="mirrored", replicas=4, threads=5)
     damaged = bytearray((newest / "arrays.bin").read_bytes())
     damaged[0] ^= 1
     (newest / "arrays.bin").write_bytes(damaged)
-    assert place_at(10) == Place(kind="mirrored", replicas=3, threads=4)
+    assert place_at(10) == StepEnvironment(kind="mirrored", replicas=3, threads=4)
 
 
 def test_what_cannot_be_replayed_is_one_line(

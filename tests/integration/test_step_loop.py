@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.ps.closure import PieceGraph, Work, told
+from tfdist.ps.closure import UnitGraph, Work, told
 
 X = np.arange(24, dtype="float32").reshape(8, 3)
 
@@ -57,7 +57,7 @@ def test_metrics_of_any_shape_are_results(strategies, replicas):
 
 @pytest.mark.parametrize("options", [{"max_staleness": -1}, {"max_staleness": 0.5}])
 def test_what_could_only_wait_for_ever_is_refused(strategies, options):
-    """No piece of work of a ps job ever meets such a bound."""
+    """No work unit of a ps job ever meets such a bound."""
     with strategies[1].scope(), pytest.raises(tfdist.UsageError, match="max_staleness: received"):
         tfdist.StepLoop(lambda x: {"loss": x}, X, global_batch_size=4, **options)
 
@@ -89,7 +89,7 @@ def ready(*, log_shapes=(), counted=(), num_totals=0):
 
 def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
     """Among totals and stalenesses, as one vector."""
-    graph = object.__new__(PieceGraph)
+    graph = object.__new__(UnitGraph)
     graph.log_shapes = {}
     returned = {"table": tf.ones([2, 2]), "each": tf.constant([5, 6, 7]), "loss": tf.constant(0.5)}
     numbers = told([tf.constant([8.0, 9.0])], graph._logs(returned), tf.constant([3, 0]))
@@ -105,7 +105,7 @@ def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
 
 
 def test_what_a_step_returns_of_a_shape_that_is_not_known_is_refused_under_ps():
-    graph = object.__new__(PieceGraph)
+    graph = object.__new__(UnitGraph)
     graph.log_shapes = {}
 
     @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)

@@ -19,13 +19,13 @@ from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.machine import Machine
 from tfdist.tuning import sweep
-from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.conduct import launch_flags
+from tfdist.tuning.chief import Chief, SweepPlan
 from tfdist.tuning.directory import chief_lock
-from tfdist.tuning.journal import Journal, Place, SweepState, Trial, fold, read
+from tfdist.tuning.journal import Journal, Slot, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.space import SearchSpace
+from tfdist.tuning.sweep_run import launch_flags
 from tfdist.tuning.trial_job import Completed, Failed, Outcome, TrialJob
 
 CHECKPOINTS = 9
@@ -90,8 +90,8 @@ class Trials:
         self.reached: dict[str, int] = {}
         self.places = 1
 
-    def free_places(self, taken: Collection[Place]) -> list[Place]:
-        places = [Place(number=number) for number in range(self.places)]
+    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
+        places = [Slot(number=number) for number in range(self.places)]
         return [place for place in places if place not in taken]
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
@@ -184,7 +184,7 @@ def make_chief(
     search.replay(journal.lines)
     search.publish()
     trials.places = parallel
-    plan = Plan(
+    plan = SweepPlan(
         sweep_dir=sweep_dir,
         objective="val_accuracy",
         direction="max",

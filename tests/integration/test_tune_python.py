@@ -28,8 +28,8 @@ from tfdist.strategy import Job, job
 from tfdist.tuning import directory, from_python, inside, trial
 from tfdist.tuning import space as space_module
 from tfdist.tuning.chief import Chief
-from tfdist.tuning.from_python import Asked, plan_of
-from tfdist.tuning.journal import Journal, Place
+from tfdist.tuning.from_python import SweepRequest, plan_of
+from tfdist.tuning.journal import Journal, Slot
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.own_tuner import imports_of, own_program, require_alone
 from tfdist.tuning.trial_job import (
@@ -605,8 +605,8 @@ class ByValues:
     def metrics(self, run_dir: Path) -> list[Any]:
         return []
 
-    def free_places(self, taken: Collection[Place]) -> list[Place]:
-        return [] if taken else [Place(number=0)]
+    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
+        return [] if taken else [Slot(number=0)]
 
     def start(self, job: TrialJob) -> Any:
         self.done.add(job.run_dir.name)
@@ -639,7 +639,7 @@ def own_chief(kind: Any, sweep_dir: Path, runner: ByValues, *, at: int | None = 
     book.left = at
     search = from_python._search(tuner, sweep_dir, book.lines[0])
     search.replay(book.lines)
-    asked = Asked(options=RunOptions(sweep_dir=sweep_dir), backup_every_steps=None)
+    asked = SweepRequest(options=RunOptions(sweep_dir=sweep_dir), backup_every_steps=None)
     plan = plan_of(tuner, asked, seed=3)
     return Chief(plan, search=search, journal=book, runner=runner, observer=Nobody())
 

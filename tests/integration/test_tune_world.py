@@ -1,4 +1,4 @@
-"""KerasTuner's bayesian and hyperband with runners that die, stand still and are cut off."""
+"""KerasTuner's bayesian and hyperband with runners that die, hang and are cut off."""
 
 from __future__ import annotations
 

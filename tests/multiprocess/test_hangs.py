@@ -1,4 +1,4 @@
-"""A job that stands still ends, names the task that holds it up, and shows where the others are.
+"""A job that hangs ends, names the task that holds it up, and shows where the others are.
 
 The tasks are plain Python: they say what they are doing, as the training does. Each case has its
 job wait in its first half, which ends at `yield`, and looks at it in its second: so that jobs wait

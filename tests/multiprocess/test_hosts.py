@@ -202,7 +202,7 @@ HOLDS = "import ctypes; [ctypes.PyDLL(None).sleep(600) for _ in range(9)]"  # wi
 @pytest.mark.parametrize(
     ("what", "cause"), [(STOPS, "SIGSTOP"), (HOLDS, "does not answer")], ids=["stopped", "silent"]
 )
-def test_a_task_that_stands_still_on_another_host_is_found(both, what, cause):
+def test_a_task_that_hangs_on_another_host_is_found(both, what, cause):
     source = INDEX + f"import signal, time\ntime.sleep(5)\nif index: {what}\nelse: {PAUSE}"
     jobs = both(source, "--hang_timeout_s", "3", "--startup_timeout_s", "10", "--grace_s", "1")
     assert codes(jobs) == [1, 1]

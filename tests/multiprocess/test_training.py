@@ -66,7 +66,7 @@ def test_workers_equal_one_device(synchronous, optimizer):
         np.testing.assert_allclose(task[f"weights {optimizer}"], expected, atol=1e-6)
 
 
-def test_a_custom_step_and_an_empty_share_equal_one_device(synchronous):
+def test_a_custom_step_and_an_empty_batch_fraction_equal_one_device(synchronous):
     for task in synchronous[1]:
         expected = on_one_device(kind=zoo.CustomStep)
         np.testing.assert_allclose(task["weights custom step"], expected, atol=1e-6)
@@ -215,7 +215,7 @@ def test_ps_puts_metrics_of_every_kind_together(parameter_server):
     assert "metrics: received a metric that sets its most/most, and does not add" in seen["most"]
 
 
-def test_ps_optimizers_go_by_the_step_that_was_handed_out(parameter_server):
+def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):
     """Whatever the workers' order: each learning rate once, and one update of three steps."""
     _, _, seen = parameter_server
     assert seen["went down by ramp"] == sum(range(2 * 7 * 15 + 1))

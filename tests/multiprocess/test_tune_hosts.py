@@ -166,7 +166,7 @@ def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts: Hosts)
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_runner_that_vanishes_or_stands_still_loses_its_trial_to_another(hosts: Hosts) -> None:
+def test_a_runner_that_vanishes_or_hangs_loses_its_trial_to_another(hosts: Hosts) -> None:
     hosts.chief()
     hosts.runner("a")
     first = hosts.writer("0")

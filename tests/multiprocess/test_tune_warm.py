@@ -14,7 +14,7 @@ import pytest
 
 from tests.multiprocess.test_tune import ROOT, Trial, _logs, until  # noqa: F401  # shows the logs
 from tfdist.files import is_held
-from tfdist.launch.fork_server import WarmServer
+from tfdist.launch.fork_server import ForkTemplate
 from tfdist.tuning.trial_job import Completed, Killed
 
 MODULES = ("decimal", "wave")  # stand for TensorFlow and Keras; nothing else imports them
@@ -30,7 +30,7 @@ told = {"warm": server, "server": ppid, "is_imported": "wave" in sys.modules, "p
 def warmed(tmp_path: Path, source: str, *, more: Sequence[str] = ()) -> Iterator[Trial]:
     trial = Trial(tmp_path, TELL + source)
     trial.runner._launch_flags += ("--start", "fork")
-    trial.runner.warm = WarmServer(
+    trial.runner.warm = ForkTemplate(
         MODULES, more=more, environ=trial.runner._environ, log_path=tmp_path / "fork-server.log"
     )
     try:

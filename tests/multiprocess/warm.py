@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tfdist.launch.fork_server import WarmServer
+from tfdist.launch.fork_server import ForkTemplate
 
 IMPORTS = ("tensorflow", "keras", "tfdist.app.run")
 Started = tuple[tuple[str, ...], tuple[int, ...]]
@@ -26,9 +26,9 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 @functools.cache
-def server() -> WarmServer:
+def server() -> ForkTemplate:
     """The process that imports; it is started with the first job and ends with the tests."""
-    warm = WarmServer(IMPORTS, environ={**os.environ, **QUIET}, log_path=_log())
+    warm = ForkTemplate(IMPORTS, environ={**os.environ, **QUIET}, log_path=_log())
     atexit.register(warm.close)
     return warm
 

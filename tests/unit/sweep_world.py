@@ -17,14 +17,14 @@ from typing import Any
 
 from tests.unit.test_tune_chief import BEGUN, Crash, CrashingJournal, FakeRunner, FakeSearch, Nobody
 from tfdist.errors import UsageError
-from tfdist.launch.multihost.hub import Heard, Joined
-from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.directory import Mark
-from tfdist.tuning.guard import Guard
-from tfdist.tuning.hosts import ALIVE, LEASE_S, Meeting, Message
-from tfdist.tuning.joined import JoinedRunner
+from tfdist.launch.multihost.hub import MessageReceived, PeerJoined
+from tfdist.tuning.chief import Chief, SweepPlan
+from tfdist.tuning.directory import Ownership
+from tfdist.tuning.guard import LeaseGuard
+from tfdist.tuning.hosts import ALIVE, LEASE_S, Message, SweepAddress
 from tfdist.tuning.journal import Trial
 from tfdist.tuning.options import RunOptions
+from tfdist.tuning.remote_runner import RemoteRunner
 from tfdist.tuning.runner import LOG
 from tfdist.tuning.serving import Gone, RunnerNews, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
@@ -37,7 +37,7 @@ LENGTH = 27
 """Ticks that a trial needs for all of them: longer than a lease."""
 FAILS = "3"
 """A trial that raises when it has done half of that."""
-MARK = Mark(sweep="s", chief="c", address="a:1")
+MARK = Ownership(sweep="s", chief="c", address="a:1")
 TOKEN = b"correct horse battery staple"
 
 
@@ -92,7 +92,7 @@ class Here(FakeRunner):
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return [{}] * self.world.done[run_dir.name]
 
-    def free_places(self, taken: Any) -> list[Any]:
+    def free_slots(self, taken: Any) -> list[Any]:
         return []
 
 
@@ -104,7 +104,7 @@ class Host:
     rank: int
     sweep_dir: Path
     held_up: int = 0
-    """Ticks for which the runner's process stands still."""
+    """Ticks for which the runner's process hangs."""
     asleep: int = 0
     """Ticks for which the whole machine does."""
     cut: int = 0
@@ -115,14 +115,14 @@ class Host:
     watched: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.guard = Guard(self.world.now_s)
+        self.guard = LeaseGuard(self.world.now_s)
         self.contact = SimContact(self)
         options = RunOptions(sweep_dir=self.sweep_dir, join="a:1", parallel_trials=1)
-        meeting = Meeting(address="a:1", token=TOKEN, terms={})
-        runner: Any = JoinedRunner(
-            options, HostRunner(self), meeting=meeting, clock=lambda: self.world.now_s
+        sweep_address = SweepAddress(address="a:1", token=TOKEN, terms={})
+        runner: Any = RemoteRunner(
+            options, HostRunner(self), sweep_address=sweep_address, clock=lambda: self.world.now_s
         )
-        runner._contact, runner._guarding = self.contact, self
+        runner._chief, runner._lease_guard = self.contact, self
         self.runner = runner
 
     def watch(self, pid: int) -> None:
@@ -332,7 +332,7 @@ class World:
         if rank in self._heard_s:  # its connection before this one is not known to have ended
             return False
         self._heard_s[rank] = self.now_s
-        self._news.append(Joined(rank=rank))
+        self._news.append(PeerJoined(rank=rank))
         return True
 
     def said(self, rank: int, message: Message) -> bool:
@@ -342,7 +342,7 @@ class World:
         if ALIVE in message:
             self.hosts[rank].contact.deliver(message)
         else:
-            self._news.append(Heard(rank=rank, message=message))
+            self._news.append(MessageReceived(rank=rank, message=message))
         return True
 
     def lose(self, rank: int, cause: str) -> None:
@@ -414,7 +414,7 @@ class World:
         if not journal.lines:
             journal.add("begun", **BEGUN)
         journal._left = at
-        plan = Plan(
+        plan = SweepPlan(
             sweep_dir=self.path,
             objective="val_accuracy",
             direction="max",

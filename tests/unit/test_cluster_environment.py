@@ -22,7 +22,7 @@ from tfdist.cluster import (
 from tfdist.cluster.address import split_address
 from tfdist.cluster.hostlist import compress
 from tfdist.cluster.placement import FIRST_PORT, PORTS_PER_JOB, port_of_job
-from tfdist.cluster.wishes import NAMES, Wishes
+from tfdist.cluster.settings import NAMES, JobSettings
 from tfdist.errors import UsageError
 
 FOLDER = Path(__file__).parent / "environments"
@@ -260,7 +260,7 @@ def test_a_launcher_on_each_node_learns_which_node_it_is_on() -> None:
     hosts = ["gpu1", "gpu2", "node01"]
     assert [slurm.node_of(environ) for environ in environs] == [(hosts, rank) for rank in range(3)]
     assert slurm.node_of(recorded("slurm_sbatch_plain")[0]) is None
-    assert slurm.first_port(environs[0], Wishes()) == port_of_job("2")
+    assert slurm.first_port(environs[0], JobSettings()) == port_of_job("2")
     with pytest.raises(UsageError, match="--ntasks-per-node=1"):
         slurm.node_of(recorded("slurm_srun_n3")[0])
 

@@ -9,7 +9,7 @@ import pytest
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.evaluations import Evaluations
-from tfdist.training.evaluator import standing
+from tfdist.training.evaluator import best_so_far
 
 
 def lines(*losses):
@@ -32,19 +32,19 @@ def lines(*losses):
     ],
 )
 def test_the_best_is_the_first_that_was_better_by_enough(losses, best, since):
-    stands = standing(lines(*losses), monitor="val_loss", less=True, min_delta=0.1)
+    stands = best_so_far(lines(*losses), monitor="val_loss", less=True, min_delta=0.1)
     assert stands.since == since
     assert (stands.best and stands.best["step"]) == (None if best is None else 10 * best)
 
 
 def test_more_may_be_better():
-    stands = standing(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)
+    stands = best_so_far(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)
     assert (stands.best["step"], stands.since) == (10, 1)
 
 
 def test_a_figure_that_no_evaluation_has_is_refused_by_a_near_name():
     with pytest.raises(UsageError, match=r"'val_los' .did you mean 'val_loss'"):
-        standing(lines(1.0), monitor="val_los", less=True)
+        best_so_far(lines(1.0), monitor="val_los", less=True)
 
 
 def test_a_step_that_is_done_again_takes_back_the_lines_from_it_on(tmp_path):
@@ -68,13 +68,13 @@ def test_all_of_it_goes_where_the_checkpoints_go(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     files = Evaluations(folder)
-    assert not files.asks_to_stop
+    assert not files.is_stop_requested
     files.ask_to_stop({"step": 14, "best_step": 7})
-    assert files.asks_to_stop
+    assert files.is_stop_requested
     files.write([{"step": 14}])
     files.best_file.touch()
     folder.rename(tmp_path / "old")
-    assert (files.asks_to_stop, files.lines(), files.best_file.exists()) == (False, [], False)
+    assert (files.is_stop_requested, files.lines(), files.best_file.exists()) == (False, [], False)
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):

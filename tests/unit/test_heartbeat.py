@@ -97,7 +97,7 @@ def test_before_its_training_a_task_says_only_that_it_lives(pipe, run):
 def test_a_task_says_what_it_is_doing(pipe, run):
     source = """
     from tfdist.cluster import phases
-    phases.say_awaited(phases.Awaited(task="worker-1", since_s=2.5, is_first=True))
+    phases.set_pending_work(phases.PendingWork(task="worker-1", since_s=2.5, is_first=True))
     phases.enter("step", step=4); phases.enter("validate", step=8)
     state = phases.current()
     print(state.since_s, state.first_step_s, flush=True)
@@ -256,7 +256,7 @@ def test_a_closed_pipe_at_the_start_is_no_error(run):
 
 def test_stacks_are_printed_while_no_python_code_can_run(run):
     source = """
-    heartbeat.print_stacks_when_asked()
+    heartbeat.print_stacks_on_request()
     import ctypes
     def holds_the_lock_of_the_interpreter():
         print("on", flush=True)
@@ -274,7 +274,7 @@ def test_stacks_are_printed_while_no_python_code_can_run(run):
 
 def test_a_programs_own_handler_of_the_signal_wins(run):
     source = """
-    heartbeat.print_stacks_when_asked()
+    heartbeat.print_stacks_on_request()
     import signal
     signal.signal(signal.SIGQUIT, lambda *_: print("mine", flush=True))
     print("on", flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tfdist.cluster import Task, read_environment
 from tfdist.cluster.placement import node_plan, parse_hosts, ranks_of
-from tfdist.cluster.wishes import Wishes
+from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError
 
 FOLDER = Path(__file__).parent / "environments"
@@ -69,8 +69,8 @@ def test_an_ipv6_address_without_brackets_is_told_how_it_is_written(text: str) -
 
 
 def test_every_node_comes_to_the_same_cluster_and_starts_its_own_tasks() -> None:
-    wished = Wishes(strategy="ps", ps=1)
-    plans = [node_plan("a:2,b:2,c", node_rank=rank, wished=wished) for rank in range(3)]
+    job_settings = JobSettings(strategy="ps", ps=1)
+    plans = [node_plan("a:2,b:2,c", node_rank=rank, job_settings=job_settings) for rank in range(3)]
     assert plans[0].cluster == plans[1].cluster == plans[2].cluster
     assert plans[0].cluster.as_dict() == {
         "chief": ["a:2222"],
@@ -87,11 +87,11 @@ def test_every_node_comes_to_the_same_cluster_and_starts_its_own_tasks() -> None
 @pytest.mark.parametrize("node_rank", [-1, 2])
 def test_a_node_rank_outside_the_list_is_refused(node_rank: int) -> None:
     with pytest.raises(UsageError, match=r"^--node_rank: received "):
-        node_plan("a,b", node_rank=node_rank, wished=Wishes())
+        node_plan("a,b", node_rank=node_rank, job_settings=JobSettings())
 
 
 def test_a_host_that_is_listed_twice_goes_on_counting_its_ports() -> None:
-    plan = node_plan("a:1,b:1,a:1", node_rank=2, wished=Wishes(port=5000))
+    plan = node_plan("a:1,b:1,a:1", node_rank=2, job_settings=JobSettings(port=5000))
     assert plan.cluster.worker == ("a:5000", "b:5000", "a:5001")
     assert plan.tasks == (Task("worker", 2),)
 

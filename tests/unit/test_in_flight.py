@@ -1,4 +1,4 @@
-"""How many steps of others a piece of work may see applied, counted before any is."""
+"""How many steps of others a work unit may see applied, counted before any is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from tfdist.ps.workers import Account, InFlight, Repeat, steps_of_a_piece
+from tfdist.ps.workers import Account, InFlight, Repeat, steps_of_a_unit
 
 
 def test_without_a_bound_everything_may_begin():
     flight = InFlight()
-    for piece in range(9):
+    for unit in range(9):
         assert flight.admits(32, max_staleness=None)
-        flight.begin(piece, steps=32)
+        flight.begin(unit, steps=32)
 
 
 def test_with_a_bound_of_0_one_piece_is_under_way_at_a_time():
@@ -28,10 +28,10 @@ def test_with_a_bound_of_0_one_piece_is_under_way_at_a_time():
 def test_a_slow_piece_holds_up_the_others_once_they_have_done_what_it_may_see():
     flight = InFlight()
     flight.begin("slow", steps=1)
-    for piece in range(4):
+    for unit in range(4):
         assert flight.admits(1, max_staleness=4)
-        flight.begin(piece, steps=1)
-        flight.end(piece)
+        flight.begin(unit, steps=1)
+        flight.end(unit)
     assert not flight.admits(1, max_staleness=4)
     flight.end("slow")
     assert flight.admits(1, max_staleness=4)
@@ -54,7 +54,7 @@ def test_work_that_is_no_training_always_may_begin():
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_no_step_sees_more_than_the_bound_whatever_the_speeds(bound, workers):
     draw = random.Random(100 * bound + workers)
-    each = steps_of_a_piece(most=32, workers=workers, max_staleness=bound)
+    each = steps_of_a_unit(most=32, workers=workers, max_staleness=bound)
     flight, left, most = InFlight(), {}, 0
     applied = {}  # by others, since each piece began
     for number in range(3000):
@@ -63,14 +63,14 @@ def test_no_step_sees_more_than_the_bound_whatever_the_speeds(bound, workers):
             left[number], applied[number] = each, 0
             most = max(most, len(left))
         if left and draw.random() < 0.7:
-            piece = draw.choice(list(left))
-            left[piece] -= 1
+            unit = draw.choice(list(left))
+            left[unit] -= 1
             for other in left:
-                applied[other] += other != piece
+                applied[other] += other != unit
                 assert applied[other] <= bound
-            if not left[piece]:
-                del left[piece], applied[piece]
-                flight.end(piece)
+            if not left[unit]:
+                del left[unit], applied[unit]
+                flight.end(unit)
     assert most == min(workers, bound + 1)
 
 
@@ -79,7 +79,7 @@ def test_no_step_sees_more_than_the_bound_whatever_the_speeds(bound, workers):
     [(3, None, 32), (1, 0, 32), (3, 0, 32), (3, 1, 1), (3, 8, 2), (2, 100, 32)],
 )
 def test_pieces_are_as_long_as_the_bound_leaves_room_for(workers, bound, steps):
-    assert steps_of_a_piece(most=32, workers=workers, max_staleness=bound) == steps
+    assert steps_of_a_unit(most=32, workers=workers, max_staleness=bound) == steps
 
 
 def test_the_account_counts_each_step_once_and_names_what_was_begun_again():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started, task_of
+from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
 from tfdist.launch.multihost.messages import NO_SENSE, heard, told
 
 W1 = Task("worker", 1)
@@ -26,7 +26,7 @@ EVENTS = [
         since_s=80,
         first_step_s=50,
         at_s=90,
-        awaited=Awaited(task=W1, since_s=70, is_first=True),
+        awaited=TaskPendingWork(task=W1, since_s=70, is_first=True),
     ),
     Ended(task=W1, status=-9, at_s=90, cause="out of memory"),
 ]

@@ -13,7 +13,7 @@ from tfdist.launch.console import Console
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import (
-    Attempt,
+    AttemptReport,
     Failure,
     TaskRecord,
     attempt_entry,
@@ -262,7 +262,7 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
 
 
 def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
-    attempt = Attempt(
+    attempt = AttemptReport(
         exit_code=137,
         tasks=(
             TaskRecord(task=W0, pid=7, status=-9, started_at_s=0, ended_at_s=2.5),

@@ -20,7 +20,7 @@ from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
 from tfdist.launch.options import parse
 from tfdist.launch.plan import (
-    Place,
+    LaunchContext,
     decided_strategy,
     plan,
     render,
@@ -35,7 +35,7 @@ def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=Fa
     options = parse([*line.split(), "train.py"])
     machine = machine or Machine(cpus=cpus, gpus=tuple(gpus))
     strategy = decided_strategy(options, machine)
-    place = Place(
+    place = LaunchContext(
         machine=machine,
         environ=environ or {"PATH": "/bin"},
         python="/usr/bin/python",

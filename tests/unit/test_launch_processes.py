@@ -17,7 +17,7 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
-from tfdist.launch.events import Asked, Awaited, Beat, Ended, Raised, Started
+from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest, TaskPendingWork
 from tfdist.launch.fork_server import ForkStarter
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
@@ -150,7 +150,10 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
 
 def test_requests_to_stop_are_events_and_other_signals_are_not(world, processes):
     os.write(world.write_fd, bytes([signal.SIGTERM, signal.SIGUSR2, signal.SIGINT]))
-    assert processes.wait(1) == [Asked(signum=signal.SIGTERM), Asked(signum=signal.SIGINT)]
+    assert processes.wait(1) == [
+        StopRequest(signum=signal.SIGTERM),
+        StopRequest(signum=signal.SIGINT),
+    ]
 
 
 def test_nothing_happening_is_no_event(processes):
@@ -220,7 +223,7 @@ def test_a_sign_of_life_is_an_event(processes):
     bad = {**note, "beat": {"phase": "step"}}
     write_note(processes, *[json.dumps(one) for one in (stray, bad, note)])
     (event,) = processes.wait(1)
-    awaited = Awaited(task=W0, since_s=3.0, is_first=False)
+    awaited = TaskPendingWork(task=W0, since_s=3.0, is_first=False)
     said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
@@ -235,7 +238,7 @@ def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, proces
     world.started = [Started(task=W0, pid=4711, at_s=0)]
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     processes.wait(1)
-    processes.kill_alone(W0)
+    processes.kill_one(W0)
     assert world.ended_sessions == [4711]
 
 
@@ -267,7 +270,7 @@ def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, t
     world.is_full = True
     with pytest.raises(OSError, match="unavailable"):
         processes.start(again)
-    processes.kill_alone(again.task)
+    processes.kill_one(again.task)
     world.is_full, world.begun = False, True
     processes.start(again)
     assert [type(event) for event in processes.wait(0)] == [Started]
@@ -277,7 +280,7 @@ def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, t
 def test_a_start_that_was_to_be_killed_and_failed_leaves_nothing_either(
     world, processes, tmp_path, sent
 ):
-    processes.kill_alone(W0)
+    processes.kill_one(W0)
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     assert Ended in [type(event) for event in processes.wait(1)]
     world.begun = True

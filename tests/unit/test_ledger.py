@@ -26,7 +26,7 @@ from tfdist.audit.files import (
     read_directory,
     scan,
 )
-from tfdist.audit.merge import Plan, pair_hash
+from tfdist.audit.merge import ConsumptionPlan, pair_hash
 from tfdist.audit.proof import prove, ranges
 from tfdist.errors import TfdistError, UsageError
 
@@ -51,7 +51,7 @@ def header(**changes):
 
 def record_of(head, first, last, *, task=0, change=None, **about):
     """What task number `task` of `head.num_tasks` records of a range."""
-    plan, width = Plan.of(head), -(-head.global_batch_size // head.num_tasks)
+    plan, width = ConsumptionPlan.of(head), -(-head.global_batch_size // head.num_tasks)
     indices = np.full((last - first, 1, width), -1, np.int64)
     passes = indices.copy()
     for row, step in enumerate(range(first, last)):
@@ -233,7 +233,7 @@ def test_a_range_in_flight_when_all_ended_does_not_count(tmp_path, capsys):
     assert "steps 5 to 9: done and not recorded" in capsys.readouterr().out
 
 
-def test_steps_that_were_handed_out_twice_are_listed(tmp_path):
+def test_steps_that_were_dispatched_twice_are_listed(tmp_path):
     write(tmp_path, [(0, 6)])
     again = LedgerWriter(tmp_path, header(attempt=2, strategy="ps"))
     again.append(record_of(header(), 6, 10, begun=2, worker=1))
@@ -309,7 +309,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path_factory, low, steps):
 def test_passes_beyond_the_127th_are_proved_by_their_hashes(tmp_path):
     """A record that ends inside the step in which pass 128 begins: 127 is the most of an int8."""
     longer = {"example_starts": (0, 140 * N)}
-    into = int(np.searchsorted(Plan.of(header(**longer)).firsts, 128 * N))
+    into = int(np.searchsorted(ConsumptionPlan.of(header(**longer)).firsts, 128 * N))
     write(tmp_path, [(0, into), (into, -(-140 * N // BATCH))], mode="hash", **longer)
     proof = proof_of(tmp_path)
     assert proof.proved, proof.problems

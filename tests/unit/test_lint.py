@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tfdist.cluster import decode
 from tfdist.errors import UsageError
 from tfdist.lint import main
-from tfdist.ops.lint import RULES, Finding, Severity, Source, lint
+from tfdist.ops.lint import RULES, Finding, LintSource, Severity, lint
 from tfdist.ops.lint.files import KINDS, kind_of
 
 ROOT = Path(__file__).parents[2]
@@ -53,11 +53,11 @@ def name_of(path: Path) -> str:
 
 @functools.cache
 def of_file(path: Path) -> list[Finding]:
-    return lint([Source(name=str(path), data=path.read_bytes())])
+    return lint([LintSource(name=str(path), data=path.read_bytes())])
 
 
 def findings(text: str, name: str = "-", kind: str | None = None) -> list[Finding]:
-    return lint([Source(name=name, data=text.encode(), kind=kind)])
+    return lint([LintSource(name=name, data=text.encode(), kind=kind)])
 
 
 def codes(text: str, name: str = "-", kind: str | None = None) -> set[str]:
@@ -143,8 +143,8 @@ def test_the_rule_is_that_of_the_error_that_a_task_would_get(path: Path) -> None
 def test_a_service_in_another_file_counts() -> None:
     service, _, rest = MANIFEST.partition("---\n")
     together = [
-        Source(name="job.yaml", data=rest.encode()),
-        Source(name="service.yaml", data=service.encode()),
+        LintSource(name="job.yaml", data=rest.encode()),
+        LintSource(name="service.yaml", data=service.encode()),
     ]
     assert {f.code for f in lint(together[:1])} == {"K8S018"}
     assert lint(together) == []
@@ -167,7 +167,7 @@ def test_a_job_without_restarts_needs_no_rule_for_mistakes(limit: str, found: se
 
 def test_replicas_are_held_against_the_global_batch() -> None:
     path = ROOT / "configs" / "digits_single.py"
-    source = Source(name=path.name, data=path.read_bytes())
+    source = LintSource(name=path.name, data=path.read_bytes())
     assert lint([source], replicas=64) == []
     (finding,) = lint([source], replicas=65)
     assert finding.code == "CFG014"
@@ -404,7 +404,7 @@ def test_nothing_heavy_is_loaded() -> None:
 @given(st.binary(max_size=200), st.sampled_from([kind for kind in KINDS if kind != "config"]))
 @settings(deadline=None, max_examples=200)
 def test_random_bytes_end_nothing(data: bytes, kind: str) -> None:
-    for finding in lint([Source(name="x", data=data, kind=kind)]):
+    for finding in lint([LintSource(name="x", data=data, kind=kind)]):
         assert finding.code in RULES
 
 
@@ -414,6 +414,6 @@ def test_a_damaged_file_ends_nothing(path: Path, where: float, put: str, cut: in
     data = path.read_bytes()[:8000]
     at = int(where * len(data))
     damaged = data[:at] + put.encode("utf-8", "surrogatepass") + data[at + cut :]
-    for finding in lint([Source(name=path.name, data=damaged)]):
+    for finding in lint([LintSource(name=path.name, data=damaged)]):
         assert finding.code in RULES
         assert finding.place.file == path.name

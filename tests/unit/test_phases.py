@@ -53,12 +53,12 @@ def test_a_thread_beside_says_that_a_phase_goes_on_and_changes_nothing_else(cloc
 
 
 def test_who_is_at_a_sum_says_so_where_it_is_held_up_by_who_is_not():
-    phases.say_at_sum(True)
+    phases.set_at_sum(True)
     for phase in phases.PHASES:
         phases.enter(phase)
         is_training = phase in ("trace", "step", "save", "validate")
         assert phases.told() == ("sum" if is_training else phase)
-    phases.say_at_sum(False)
+    phases.set_at_sum(False)
     assert phases.told() == phases.current().phase
 
 

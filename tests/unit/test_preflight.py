@@ -16,11 +16,10 @@ import pytest
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
-from tfdist.ops.doctor import door, machine, report
+from tfdist.ops.doctor import machine, port_listener, report
 from tfdist.ops.doctor.checks import RULES, TOPICS, check
 from tfdist.ops.doctor.checks.network import excepted
-from tfdist.ops.doctor.door import Door
-from tfdist.ops.doctor.examine import Verdict
+from tfdist.ops.doctor.examine import PreflightResult
 from tfdist.ops.doctor.facts import (
     Absence,
     Directory,
@@ -28,7 +27,7 @@ from tfdist.ops.doctor.facts import (
     Host,
     HostFacts,
     JobFacts,
-    Machine,
+    MachineProbe,
     NameFacts,
     PortFacts,
     Proxy,
@@ -39,7 +38,8 @@ from tfdist.ops.doctor.facts import (
     read,
 )
 from tfdist.ops.doctor.job import job_of
-from tfdist.ops.doctor.servers import Servers
+from tfdist.ops.doctor.port_listener import PortListener
+from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
 from tfdist.ops.lint import RULES as LINT_RULES
 from tfdist.ops.lint import Severity
@@ -56,7 +56,7 @@ def host(index: int) -> HostFacts:
     others = [other for other in range(len(NAMES)) if other != index]
     return HostFacts(
         index=index,
-        machine=Machine(
+        machine=MachineProbe(
             host_name=NAMES[index],
             versions=tuple(VERSIONS.items()),
             cpus=8,
@@ -402,43 +402,45 @@ def test_what_is_no_fact_is_refused(changes: dict[str, object]) -> None:
 def test_a_port_that_is_taken_has_a_holder() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with Door("x", [port]) as opened:
+        with PortListener("x", [port]) as opened:
             (found,) = opened.ports
     assert found.error == "address already in use"
     assert found.on_all_interfaces
     assert re.fullmatch(rf".+ \({os.getpid()}\)", found.holder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert door.holder_of(taken.getsockname()[1]) == (found.holder, False)
+        assert port_listener.holder_of(taken.getsockname()[1]) == (found.holder, False)
 
 
 def test_the_other_end_says_who_it_is() -> None:
     with hold_ports(1)[0] as held, hold_ports(1)[0] as silent:
         hosts = (Host(name="x", ports=(1,)), Host(name="127.0.0.1", ports=(held.port, silent.port)))
         for line, answered in [
-            (door.greeting(1, "abc"), 1),
-            (door.greeting(1, "another"), -1),
+            (port_listener.greeting(1, "abc"), 1),
+            (port_listener.greeting(1, "another"), -1),
             ("SSH-2.0-OpenSSH", -1),
         ]:
-            with Door(line, [held.port]):
-                first, second = door.reach(hosts, present=[0, 1], index=0, fingerprint="abc")
+            with PortListener(line, [held.port]):
+                first, second = port_listener.reach(
+                    hosts, present=[0, 1], index=0, fingerprint="abc"
+                )
             assert (first.error, first.answered) == ("", answered)
             assert second.error == "connection refused"
 
 
 def test_a_plain_connection_is_measured() -> None:
-    with hold_ports(1)[0] as held, Door("x", [held.port]):
-        found = door.measure("127.0.0.1", held.port, host=0)
+    with hold_ports(1)[0] as held, PortListener("x", [held.port]):
+        found = port_listener.measure("127.0.0.1", held.port, host=0)
     assert found.error == ""
     assert 0 < found.latency_s < 1
     assert found.bytes_per_s > 1e6
 
 
-def test_what_the_door_is_asked_is_bounded() -> None:
-    with hold_ports(1)[0] as held, Door("x", [held.port]):
-        with door.connected("127.0.0.1", held.port) as (sock, _):
-            sock.sendall(b"sink\n" + (door.MAX_PIECE_BYTES + 1).to_bytes(8, "big"))
+def test_what_the_gradient_hook_is_asked_is_bounded() -> None:
+    with hold_ports(1)[0] as held, PortListener("x", [held.port]):
+        with port_listener.connected("127.0.0.1", held.port) as (sock, _):
+            sock.sendall(b"sink\n" + (port_listener.MAX_PIECE_BYTES + 1).to_bytes(8, "big"))
             assert sock.recv(1) == b""
-        with door.connected("127.0.0.1", held.port) as (sock, _):
+        with port_listener.connected("127.0.0.1", held.port) as (sock, _):
             sock.sendall(b"what?")
             assert sock.recv(1) == b""
 
@@ -552,8 +554,8 @@ def test_an_evaluator_is_told_to_leave_it() -> None:
 # The answer
 
 
-def verdict(facts: JobFacts) -> Verdict:
-    return Verdict(facts=facts, findings=tuple(check(facts)), took_s=1.5)
+def verdict(facts: JobFacts) -> PreflightResult:
+    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=1.5)
 
 
 def test_exit_codes_are_of_the_worst_finding() -> None:
@@ -622,7 +624,7 @@ def test_servers_that_come_to_no_result_are_a_finding(
     deadline_s = 8.0 if "no result" in error else 60.0
     monkeypatch.setattr("tfdist.ops.doctor.servers.DEADLINE_S", deadline_s)
     monkeypatch.chdir(tmp_path)
-    with Servers(["a:1", "b:1"], environ={"PYTHONPATH": str(tmp_path)}) as servers:
+    with ServerProcesses(["a:1", "b:1"], environ={"PYTHONPATH": str(tmp_path)}) as servers:
         servers.start(0)
         found = servers.result()
     assert found.error == error

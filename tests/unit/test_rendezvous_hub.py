@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.launch.multihost.hub import Differs, Heard, Hub, Joined, Lost, listen
+from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, PeerJoined, listen
 from tfdist.launch.multihost.member import Joining, Member
 
 TOKEN = b"correct horse battery staple"
@@ -112,21 +112,21 @@ def meeting() -> Iterator[Rendezvous]:
 
 def test_those_who_come_are_in_and_both_sides_hear_each_other(meeting: Rendezvous) -> None:
     member = meeting.join(2, source="127.0.0.3")
-    assert meeting.news == [Joined(rank=2)]
+    assert meeting.news == [PeerJoined(rank=2)]
     assert meeting.hub.present == {2}
     assert meeting.hub.address_of(2) == "127.0.0.3"
     member.send({"ready": [1, 2]})
     meeting.hub.send(2, {"start": "worker-1"})
     meeting.until(lambda: len(meeting.news) == 2)
-    assert meeting.news[1] == Heard(rank=2, message={"ready": [1, 2]})
+    assert meeting.news[1] == MessageReceived(rank=2, message={"ready": [1, 2]})
     assert meeting.first_word_to(member) == {"start": "worker-1"}
 
 
 def test_what_host_0_says_right_after_the_welcome_is_not_lost(meeting: Rendezvous) -> None:
     greet = meeting.hub._greet
 
-    def and_at_once(guest, message):  # type: ignore[no-untyped-def]
-        greet(guest, message)
+    def and_at_once(client, message):  # type: ignore[no-untyped-def]
+        greet(client, message)
         meeting.hub.send(1, {"first": True})
 
     meeting.hub._greet = and_at_once  # type: ignore[method-assign]
@@ -236,19 +236,19 @@ def test_what_is_no_launcher_is_said_to_be_none() -> None:
         thread.join()
 
 
-def test_strangers_neither_stay_nor_pile_up(meeting: Rendezvous) -> None:
-    meeting.hub._max_strangers = len(HOSTS) + 7
+def test_unauthenticated_peers_neither_stay_nor_pile_up(meeting: Rendezvous) -> None:
+    meeting.hub._max_unauthenticated = len(HOSTS) + 7
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(meeting.raw()) for _ in range(25)]
         meeting.until(lambda: bool(meeting.hub.turned_away))
         for _ in range(5):
             meeting.turn()
-        assert len(meeting.hub._guests) == len(HOSTS) + 7
+        assert len(meeting.hub._clients) == len(HOSTS) + 7
         assert strangers[0].recv(1000).startswith(b"tfdist rendezvous")
         assert strangers[0].recv(1000) == b""  # the oldest had to go
         meeting.join(1)  # and one of ours gets in
         meeting.clock.ahead_s += 11
-        meeting.until(lambda: len(meeting.hub._guests) <= 1)
+        meeting.until(lambda: len(meeting.hub._clients) <= 1)
 
 
 def test_without_a_free_descriptor_it_waits_and_accepts_when_there_is_one(
@@ -269,9 +269,9 @@ def test_without_a_free_descriptor_it_waits_and_accepts_when_there_is_one(
         meeting.turn()  # the next check tries again, and heard its member meanwhile
         meeting.turn()
         assert meeting.hub.present == {1}
-        assert len(meeting.hub._guests) == 1
+        assert len(meeting.hub._clients) == 1
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        meeting.until(lambda: len(meeting.hub._guests) == 3)
+        meeting.until(lambda: len(meeting.hub._clients) == 3)
     meeting.join(2)
 
 
@@ -289,9 +289,9 @@ def test_random_bytes_end_only_their_own_connection(
             with contextlib.suppress(OSError):
                 sock.sendall(chunk)
             meeting.turn()
-    meeting.until(lambda: len(meeting.hub._guests) == 1)
+    meeting.until(lambda: len(meeting.hub._clients) == 1)
     assert meeting.hub.present == {1}
-    assert meeting.news == [Joined(rank=1)]
+    assert meeting.news == [PeerJoined(rank=1)]
     assert len(meeting.hub.turned_away) <= 16
 
 
@@ -304,7 +304,7 @@ def test_random_bytes_from_many_do_not_make_it_grow(meeting: Rendezvous) -> None
             with meeting.raw() as sock, contextlib.suppress(OSError):
                 sock.sendall(source.randbytes(source.randrange(1, 20_000)))
                 meeting.turn()
-        meeting.until(lambda: len(meeting.hub._guests) == 1)
+        meeting.until(lambda: len(meeting.hub._clients) == 1)
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
@@ -353,7 +353,7 @@ def test_a_thousand_hosts_meet_in_less_than_five_seconds() -> None:
                 peers[selector.register(peer.channel, selectors.EVENT_READ).fd] = peer
             for key, _ in selector.select(1):
                 hub.turn() if key.fd == hub.fileno() else peers[key.fd].read()
-            came = sum(isinstance(news, Heard) for news in hub.take_news())
+            came = sum(isinstance(news, MessageReceived) for news in hub.take_news())
             ready += came
             if came and ready == count:
                 for rank in range(1, count + 1):

@@ -14,8 +14,8 @@ from tfdist.launch.multihost.connection import MAX_FRAME_BYTES, Link, Message, V
 TOKEN = b"correct horse battery staple"
 
 
-def pair(*, host: bytes = TOKEN, guest: bytes = TOKEN) -> tuple[Link, Link]:
-    return Link(host, accepts=True), Link(guest, accepts=False)
+def pair(*, host: bytes = TOKEN, client: bytes = TOKEN) -> tuple[Link, Link]:
+    return Link(host, accepts=True), Link(client, accepts=False)
 
 
 def carry(one: Link, other: Link) -> tuple[list[Message], bytes]:
@@ -26,56 +26,56 @@ def carry(one: Link, other: Link) -> tuple[list[Message], bytes]:
 
 
 def greeted(**tokens: bytes) -> tuple[Link, Link]:
-    host, guest = pair(**tokens)
-    for one, other in ((host, guest), (guest, host), (host, guest)):
+    host, client = pair(**tokens)
+    for one, other in ((host, client), (client, host), (host, client)):
         carry(one, other)
     assert host.is_open
-    assert guest.is_open
-    return host, guest
+    assert client.is_open
+    return host, client
 
 
 @pytest.mark.parametrize("token", [TOKEN, b""])
 def test_messages_go_both_ways_once_both_have_shown_the_token(token: bytes) -> None:
-    host, guest = greeted(host=token, guest=token)
+    host, client = greeted(host=token, client=token)
     for message in ({"a": 1}, {"b": ["ü", None]}):
         host.send(message)
-        assert carry(host, guest)[0] == [message]
-        guest.send(message)
-        assert carry(guest, host)[0] == [message]
+        assert carry(host, client)[0] == [message]
+        client.send(message)
+        assert carry(client, host)[0] == [message]
 
 
 def test_the_token_never_goes_over_the_wire() -> None:
-    host, guest = pair()
+    host, client = pair()
     sent = b"".join(
-        carry(*ends)[1] for ends in ((host, guest), (guest, host), (host, guest), (guest, host))
+        carry(*ends)[1] for ends in ((host, client), (client, host), (host, client), (client, host))
     )
     host.send({"a": 1})
-    assert TOKEN not in sent + carry(host, guest)[1]
+    assert TOKEN not in sent + carry(host, client)[1]
 
 
 @settings(max_examples=50)
 @given(st.data())
 def test_messages_arrive_whole_however_the_network_cuts_them(data: st.DataObject) -> None:
-    host, guest = greeted()
+    host, client = greeted()
     messages: list[Message] = [{"n": n, "text": "x" * n} for n in range(5)]
     for message in messages:
         host.send(message)
     stream, arrived = bytes(host.outgoing), []
     while stream:
         cut = data.draw(st.integers(1, len(stream)))
-        arrived += guest.receive(stream[:cut])
+        arrived += client.receive(stream[:cut])
         stream = stream[cut:]
     assert arrived == messages
 
 
-def test_a_guest_with_another_token_is_refused_and_told_so() -> None:
-    host, guest = pair(guest=b"another")
-    carry(host, guest)
+def test_a_client_with_another_token_is_refused_and_told_so() -> None:
+    host, client = pair(client=b"another")
+    carry(host, client)
     with pytest.raises(WrongToken):
-        carry(guest, host)
+        carry(client, host)
     assert not host.is_open
     with pytest.raises(WrongToken):
-        carry(host, guest)
+        carry(host, client)
 
 
 def test_what_shows_the_token_is_compared_in_constant_time_and_by_nothing_else(
@@ -88,25 +88,25 @@ def test_what_shows_the_token_is_compared_in_constant_time_and_by_nothing_else(
         return True
 
     monkeypatch.setattr(hmac, "compare_digest", equal)
-    host, guest = greeted(host=TOKEN, guest=b"another")  # any token is right now
+    host, client = greeted(host=TOKEN, client=b"another")  # any token is right now
     host.send({"a": 1})
-    assert carry(host, guest)[0] == [{"a": 1}]
+    assert carry(host, client)[0] == [{"a": 1}]
     assert len(compared) == 3
     assert all(one != other for one, other in compared)
 
 
 def test_a_host_that_does_not_know_the_token_is_found_out_by_its_guest() -> None:
-    host, guest = pair()
-    carry(host, guest)
+    host, client = pair()
+    carry(host, client)
     with pytest.raises(WrongToken):
-        guest.receive(b"\x01" * 32)
-    assert not guest.is_open
+        client.receive(b"\x01" * 32)
+    assert not client.is_open
 
 
 def test_a_greeting_that_was_overheard_opens_nothing() -> None:
-    host, guest = pair()
-    carry(host, guest)
-    _, overheard = carry(guest, host)
+    host, client = pair()
+    carry(host, client)
+    _, overheard = carry(client, host)
     other, _ = pair()
     with pytest.raises(WrongToken):
         other.receive(overheard)
@@ -118,30 +118,30 @@ def test_what_is_no_launcher_is_seen_by_its_first_byte() -> None:
 
 
 def test_a_message_that_comes_twice_is_refused() -> None:
-    host, guest = greeted()
+    host, client = greeted()
     host.send({"stop": 1})
-    _, data = carry(host, guest)
+    _, data = carry(host, client)
     with pytest.raises(Violation, match="changed on its way"):
-        guest.receive(data)
+        client.receive(data)
 
 
 def test_a_message_that_was_sent_back_is_refused() -> None:
-    host, guest = greeted()
+    host, client = greeted()
     host.send({"stop": 1})
     with pytest.raises(Violation, match="changed on its way"):
         host.receive(bytes(host.outgoing))
-    assert guest.is_open
+    assert client.is_open
 
 
 @settings(max_examples=100)
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_message_that_was_changed_is_refused_or_never_comes(place: int, change: int) -> None:
-    host, guest = greeted()
+    host, client = greeted()
     host.send({"signal": "worker-1", "number": 15})
     data = bytearray(host.outgoing)
     data[place % len(data)] ^= change
     with contextlib.suppress(Violation):
-        assert guest.receive(bytes(data)) == []  # its size was changed: the rest is awaited
+        assert client.receive(bytes(data)) == []  # its size was changed: the rest is awaited
 
 
 def test_a_message_without_end_is_refused_by_its_first_bytes() -> None:

@@ -78,7 +78,7 @@ def test_the_same_failure_before_the_first_step_counts_within_the_window_only():
         ("<Thing at 0x7f06f463afc0> is broken", "<Thing at 0x7f06f4456cd0> is broken"),
         ("no answer from 127.0.0.1:61100", "no answer from 127.0.0.1:63397"),
         ("hangs: silent for 301 s", "hangs: silent for 300 s"),
-        ("its piece of work is not done after 300 s", "its piece of work is not done after 301 s"),
+        ("its work unit is not done after 300 s", "its work unit is not done after 301 s"),
     ],
 )
 def test_what_differs_by_accident_makes_no_other_failure(before, after):

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.cluster import phases
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import neighbours
-from tfdist.strategy.group import naming_who_is_gone
+from tfdist.strategy.group import naming_lost_peer
 from tfdist.strategy.ring import Ring
 
 DEADLINE_S = 60.0
@@ -119,7 +119,7 @@ def test_sums_of_one_shape_in_two_places_are_not_mixed():
     assert message == f"worker-1 makes another sum: {theirs}, where this worker is at {mine}"
     assert (one.differs, other.differs) == ((theirs, mine), (mine, theirs))
     job = types.SimpleNamespace(ring=one, name="worker-0")
-    with pytest.raises(UsageError) as told, naming_who_is_gone(job):
+    with pytest.raises(UsageError) as told, naming_lost_peer(job):
         raise ConnectionError(message)
     assert f"received {theirs}, of worker-1; expected {mine}, as of worker-0. Fix: " in str(
         told.value
@@ -237,7 +237,7 @@ def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
 )
 def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
     ring = types.SimpleNamespace(lost="worker-1 has gone: reset", differs=None)
-    with pytest.raises(raised), naming_who_is_gone(types.SimpleNamespace(ring=ring, name="w")):
+    with pytest.raises(raised), naming_lost_peer(types.SimpleNamespace(ring=ring, name="w")):
         raise kind(None, None, text)
 
 
@@ -324,7 +324,7 @@ def test_a_system_without_sockets_of_the_machine_has_a_ring_all_the_same(monkeyp
     assert {ring._to_next.family for ring in rings} == {socket.AF_INET}
 
 
-def test_a_stranger_is_not_let_in(apart):
+def test_an_unauthenticated_peer_is_not_let_in(apart):
     knocked = []
 
     def knock(table):
@@ -344,14 +344,14 @@ def test_a_stranger_is_not_let_in(apart):
         stranger.close()
 
 
-def test_strangers_who_do_not_say_who_they_are_hold_up_nobody(apart):
+def test_unauthenticated_peers_who_do_not_say_who_they_are_hold_up_nobody(apart):
     strangers, calls = [], itertools.count()
 
     def knock(table):
         if next(calls):
             return table
         for port in table.reshape(2, -1)[:, 0]:
-            for _ in range(neighbours._MAX_GUESTS + 6):
+            for _ in range(neighbours._MAX_CLIENTS + 6):
                 stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=5)
                 stranger.sendall(b"\0")
                 strangers.append(stranger)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.ops.submit import asked
+from tfdist.ops.submit import rendering
 from tfdist.ops.submit.flags import clock_text, mebibytes, seconds
 from tfdist.submit import _NOT_HERE, main
 
@@ -259,8 +259,10 @@ def test_memory(text: str, mib: int) -> None:
     [("train.py", "train"), ("my.pkg.Fit_It", "fit-it"), ("01_run.py", "run"), ("7.py", "tfdist")],
 )
 def test_a_job_is_named_after_its_program(name: str, expected: str) -> None:
-    fields: Mapping[str, object] = dict.fromkeys(asked.Job.__dataclass_fields__)
-    assert asked._name_of(asked.Job(**{**fields, "program_name": name})) == expected  # type: ignore[arg-type]
+    fields: Mapping[str, object] = dict.fromkeys(rendering.LauncherFlags.__dataclass_fields__)
+    assert (
+        rendering._name_of(rendering.LauncherFlags(**{**fields, "program_name": name})) == expected
+    )  # type: ignore[arg-type]
 
 
 def test_it_loads_no_tensorflow() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import SETTLE_S
-from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
+from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.supervisor import (
@@ -91,7 +91,7 @@ class History:
         )
 
     def hangs(self, at_s, task, *stuck):
-        """Has the watchdog find a task that stands still, at `at_s`."""
+        """Has the watchdog find a task that hangs, at `at_s`."""
         self.hang = (at_s, Hang(task=task, cause="hangs: silent", stuck=stuck))
 
     def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
@@ -132,7 +132,7 @@ class History:
     def ask_for_stacks(self, task):
         self.stacks_asked.append((self.now_s, task))
 
-    def kill_alone(self, task):
+    def kill_one(self, task):
         self.killed_alone.append((self.now_s, task))
         if task in self.alive:
             self.at(self.now_s, Ended(task=task, status=-signal.SIGKILL, at_s=self.now_s))
@@ -274,7 +274,7 @@ def test_a_task_deaf_to_sigterm_is_killed_after_the_grace(history):
     assert "worker-0" in history.said[0]
 
 
-def test_later_failures_are_victims(history):
+def test_later_failures_are_secondary_failures(history):
     history.ends(W1, 5, status=7)
     history.ends(W0, 5.1, status=1)
     attempt = history.run([W0, W1])
@@ -417,7 +417,7 @@ def test_a_worker_whose_host_is_gone_is_not_started_again_alone(history):
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_is_passed_to_every_task_once(history, signum, code):
-    history.at(5, Asked(signum=signum))
+    history.at(5, StopRequest(signum=signum))
     attempt = history.run([W0, W1])
     assert attempt.exit_code == code
     assert attempt.first_failure is None
@@ -428,8 +428,8 @@ def test_a_signal_is_passed_to_every_task_once(history, signum, code):
 
 def test_a_second_signal_kills_at_once(history):
     history.deaf = {W0: {signal.SIGINT}, W1: {signal.SIGINT}}
-    history.at(5, Asked(signum=signal.SIGINT))
-    history.at(6, Asked(signum=signal.SIGINT))
+    history.at(5, StopRequest(signum=signal.SIGINT))
+    history.at(6, StopRequest(signum=signal.SIGINT))
     attempt = history.run([W0, W1])
     assert attempt.exit_code == 130
     assert history.sent(W0) == [(5, signal.SIGINT), (6, signal.SIGKILL)]
@@ -438,7 +438,7 @@ def test_a_second_signal_kills_at_once(history):
 
 def test_after_a_signal_the_grace_is_kept_and_then_tasks_are_killed(history):
     history.deaf[W0] = {signal.SIGTERM}
-    history.at(5, Asked(signum=signal.SIGTERM))
+    history.at(5, StopRequest(signum=signal.SIGTERM))
     attempt = history.run([W0, W1])
     assert attempt.exit_code == 143
     assert history.sent(W0) == [(5, signal.SIGTERM), (5 + GRACE_S, signal.SIGKILL)]
@@ -446,7 +446,7 @@ def test_after_a_signal_the_grace_is_kept_and_then_tasks_are_killed(history):
 
 def test_tasks_that_fail_while_they_are_stopped_are_no_failure(history):
     history.deaf = {W0: {signal.SIGTERM}, W1: {signal.SIGTERM}}
-    history.at(5, Asked(signum=signal.SIGTERM))
+    history.at(5, StopRequest(signum=signal.SIGTERM))
     history.at(6, Raised(task=W0, exit_code=1, cause="UnavailableError", at_s=6))
     history.ends(W0, 7, status=1)
     history.ends(W1, 8, status=143)
@@ -457,7 +457,7 @@ def test_tasks_that_fail_while_they_are_stopped_are_no_failure(history):
 
 def test_servers_live_until_the_chief_has_saved_and_not_much_longer(history):
     history.deaf = {task: {signal.SIGTERM} for task in PS_JOB}
-    history.at(5, Asked(signum=signal.SIGTERM))
+    history.at(5, StopRequest(signum=signal.SIGTERM))
     history.ends(CHIEF, 9, status=143)
     attempt = history.run(PS_JOB, is_ps=True)
     assert attempt.exit_code == 143
@@ -469,14 +469,14 @@ def test_servers_live_until_the_chief_has_saved_and_not_much_longer(history):
 
 
 def test_a_signal_seen_together_with_an_end_explains_it(history):
-    history.at(5, Ended(task=W0, status=-15, at_s=5), Asked(signum=signal.SIGTERM))
+    history.at(5, Ended(task=W0, status=-15, at_s=5), StopRequest(signum=signal.SIGTERM))
     attempt = history.run([W0, W1])
     assert attempt.exit_code == 143
     assert attempt.first_failure is None
 
 
 def test_a_closed_output_ends_the_job_like_sigpipe(history):
-    history.at(5, Asked(signum=signal.SIGPIPE))
+    history.at(5, StopRequest(signum=signal.SIGPIPE))
     attempt = history.run([W0])
     assert attempt.exit_code == 141
     assert history.sent(W0) == [(5, signal.SIGTERM)]
@@ -489,7 +489,7 @@ def test_without_grace_tasks_are_killed_right_after_the_signal(history):
 
 
 def test_sigusr1_is_passed_on_and_ends_as_sigterm_does(history):
-    history.at(5, Asked(signum=signal.SIGUSR1))
+    history.at(5, StopRequest(signum=signal.SIGUSR1))
     attempt = history.run([W0, W1])
     assert attempt.exit_code == 143
     assert history.sent(W0) == [(5, signal.SIGUSR1)]
@@ -510,7 +510,7 @@ def test_a_victim_that_is_seen_first_is_not_blamed_if_its_culprit_comes_soon(his
     assert attempt.exit_code == 137
 
 
-def test_a_task_that_is_stopped_is_the_culprit_of_one_that_lost_a_peer(history):
+def test_a_task_that_is_stopped_is_the_root_cause_of_one_that_lost_a_peer(history):
     lost = "UnavailableError: Graph execution error: ... Connection reset by peer"
     history.stopped_task = W1
     history.deaf = {W1: {signal.SIGTERM}}
@@ -534,7 +534,7 @@ def test_a_task_that_does_not_come_is_the_culprit_of_one_that_gave_up_waiting(hi
     assert failure.cause == f"has not started by 5, and worker-0 gave up: {WAITED} (exit code 75)"
 
 
-def test_a_task_that_is_stopped_is_the_culprit_of_one_that_gave_up_waiting(history):
+def test_a_task_that_is_stopped_is_the_root_cause_of_one_that_gave_up_waiting(history):
     history.stopped_task = W1
     history.at(5, Raised(task=W0, exit_code=75, cause=WAITED, at_s=5))
     history.ends(W0, 6, status=75)
@@ -549,7 +549,7 @@ def test_a_task_with_an_error_of_its_own_is_blamed_whoever_is_stopped(history):
     assert history.run([W0, W1]).first_failure.task == W0
 
 
-def test_a_victim_without_a_culprit_is_named_after_a_moment(history):
+def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history):
     lost = "UnavailableError: Connection reset by peer"
     history.at(5, Raised(task=W0, exit_code=1, cause=lost, at_s=5))
     history.ends(W0, 5.1, status=1)
@@ -600,14 +600,14 @@ def test_a_failure_that_is_not_worth_it_keeps_the_grace_and_is_explained(history
 def test_a_job_that_is_done_or_was_asked_to_stop_is_not_started_again(history):
     history.ends(W0, 5)
     assert not history.run([W0], max_restarts=3).restart
-    history.at(5, Asked(signum=signal.SIGTERM))
+    history.at(5, StopRequest(signum=signal.SIGTERM))
     assert not history.run([W0], max_restarts=3).restart
 
 
-def test_a_request_to_stop_while_victims_end_takes_the_restart_back(history):
+def test_a_request_to_stop_while_secondary_failures_end_takes_the_restart_back(history):
     history.deaf[W0] = {signal.SIGTERM}
     history.ends(W1, 5, status=-signal.SIGKILL)
-    history.at(5.5, Asked(signum=signal.SIGTERM))
+    history.at(5.5, StopRequest(signum=signal.SIGTERM))
     attempt = history.run([W0, W1], max_restarts=3)
     assert attempt.exit_code == 143
     assert not attempt.restart
@@ -616,11 +616,11 @@ def test_a_request_to_stop_while_victims_end_takes_the_restart_back(history):
     assert history.sent(W0) == [(5, signal.SIGTERM), (6, signal.SIGKILL)]
 
 
-def test_a_second_request_while_victims_end_kills_at_once(history):
+def test_a_second_request_while_secondary_failures_end_kills_at_once(history):
     history.deaf[W0] = {signal.SIGTERM}
     history.ends(W1, 5, status=-signal.SIGKILL)
-    history.at(5.25, Asked(signum=signal.SIGINT))
-    history.at(5.5, Asked(signum=signal.SIGINT))
+    history.at(5.25, StopRequest(signum=signal.SIGINT))
+    history.at(5.5, StopRequest(signum=signal.SIGINT))
     assert history.run([W0, W1], max_restarts=3).exit_code == 130
     assert history.sent(W0)[-1] == (5.5, signal.SIGKILL)
 
@@ -730,7 +730,7 @@ def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
     def broken_from_now(task):
         history.broken = {W1}
 
-    history.kill_alone = broken_from_now  # called before the new start
+    history.kill_one = broken_from_now  # called before the new start
     history.ends(W1, 5, status=-signal.SIGKILL)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
     assert attempt.exit_code == 1
@@ -739,7 +739,7 @@ def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
 
 def test_after_a_request_to_stop_no_worker_returns(history):
     history.deaf = {task: {signal.SIGTERM} for task in PS_JOB}
-    history.at(5, Asked(signum=signal.SIGTERM))
+    history.at(5, StopRequest(signum=signal.SIGTERM))
     history.ends(W1, 6, status=-signal.SIGKILL)
     history.ends(CHIEF, 7, status=143)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
@@ -820,7 +820,7 @@ def test_a_mistake_of_a_worker_ends_the_job_whenever_it_is_made(history):
     assert attempt.first_failure.task == W0
 
 
-def test_a_worker_that_stands_still_is_killed_and_done_without(history):
+def test_a_worker_that_hangs_is_killed_and_done_without(history):
     history.beats(CHIEF, 4, step=7)
     history.hangs(20, W1, CHIEF, W1)
     history.ends(CHIEF, 40)
@@ -833,7 +833,7 @@ def test_a_worker_that_stands_still_is_killed_and_done_without(history):
 
 def test_a_worker_that_is_being_killed_counts_for_nobody(history):
     history.beats(CHIEF, 4, step=7)
-    history.kill_alone = lambda task: None  # it takes its time
+    history.kill_one = lambda task: None  # it takes its time
     history.hangs(20, W1, W1)
     history.ends(W0, 21, status=-signal.SIGKILL)
     assert history.run(PS_JOB, is_ps=True).exit_code == 137
@@ -961,7 +961,7 @@ def test_workers_that_go_on_long_after_their_chief_are_blamed_and_not_the_evalua
 # standing still
 
 
-def test_a_task_that_stands_still_is_a_failure_after_the_stacks_were_asked_for(history):
+def test_a_task_that_hangs_is_a_failure_after_the_stacks_were_asked_for(history):
     history.deaf[W1] = {signal.SIGTERM}
     history.beats(W0, 19, step=7)
     history.beats(W1, 3, step=7)
@@ -1003,7 +1003,7 @@ def test_tasks_that_end_instead_of_printing_stacks_do_not_hide_the_hang(history)
     assert attempt.restart
 
 
-def test_a_worker_that_stands_still_returns_alone_and_the_others_are_not_disturbed(history):
+def test_a_worker_that_hangs_returns_alone_and_the_others_are_not_disturbed(history):
     history.hangs(20, W1, CHIEF, W1)
     history.ends(CHIEF, 40)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
@@ -1015,7 +1015,7 @@ def test_a_worker_that_stands_still_returns_alone_and_the_others_are_not_disturb
 
 def test_a_request_to_stop_while_stacks_are_printed_comes_first(history):
     history.hangs(20, W1, W0)
-    history.at(20.1, Asked(signum=signal.SIGTERM))
+    history.at(20.1, StopRequest(signum=signal.SIGTERM))
     attempt = history.run([W0, W1], max_restarts=1)
     assert attempt.exit_code == 143
     assert attempt.first_failure is None

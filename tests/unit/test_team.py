@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_PEER_MISSING
-from tfdist.launch.events import Asked, Beat, Ended, Raised, Started
-from tfdist.launch.multihost.hub import Heard, Lost
+from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
+from tfdist.launch.multihost.hub import Lost, MessageReceived
 from tfdist.launch.multihost.leader import TeamProcesses
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
@@ -47,7 +47,7 @@ class World:
         self.processes.start(spec)
 
     def hears(self, message: Any, *, rank: int = 1) -> list[Any]:
-        self.news.append(Heard(rank=rank, message=message))
+        self.news.append(MessageReceived(rank=rank, message=message))
         return list(self.processes.wait(None))
 
     # the hub and the team
@@ -142,11 +142,11 @@ def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world: Worl
 
 
 def test_requests_to_stop_that_come_together_count_once(world: World) -> None:
-    world.here = [Asked(signum=15)]
-    world.news.append(Heard(rank=1, message={"asked": 15}))
-    assert world.processes.wait(None) == [Asked(signum=15)]
+    world.here = [StopRequest(signum=15)]
+    world.news.append(MessageReceived(rank=1, message={"asked": 15}))
+    assert world.processes.wait(None) == [StopRequest(signum=15)]
     assert world.hears({"asked": 15}, rank=2) == []
-    assert world.hears({"asked": 15}, rank=2) == [Asked(signum=15)]  # it means it
+    assert world.hears({"asked": 15}, rank=2) == [StopRequest(signum=15)]  # it means it
 
 
 def test_it_wakes_in_time_for_the_beats_of_the_hosts(world: World) -> None:
@@ -178,4 +178,4 @@ def test_what_makes_no_sense_changes_nothing(message: dict[str, Any]) -> None:
     world = World()
     world.starts(W1)
     for event in world.hears(message):
-        assert isinstance(event, Started | Beat | Raised | Ended | Asked)
+        assert isinstance(event, Started | Beat | Raised | Ended | StopRequest)

@@ -9,7 +9,7 @@ import pytest
 
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.hosts import decided_group
-from tfdist.launch.multihost.hub import Differs, Heard, Joined, News
+from tfdist.launch.multihost.hub import Differs, MessageReceived, News, PeerJoined
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.options import parse
 
@@ -43,7 +43,7 @@ class Arrivals:
 
     def take_news(self) -> list[News]:
         news = self.parts.pop(0) if self.parts else []
-        self.present |= {event.rank for event in news if isinstance(event, Joined)}
+        self.present |= {event.rank for event in news if isinstance(event, PeerJoined)}
         return news
 
     def read(self) -> list[int]:
@@ -87,7 +87,7 @@ def told(gather: Gather, *parts: list[News]) -> str:
 
 
 def ready(*ranks: int) -> list[News]:
-    return [Heard(rank=rank, message={"ready": [1]}) for rank in ranks]
+    return [MessageReceived(rank=rank, message={"ready": [1]}) for rank in ranks]
 
 
 def test_all_hosts_that_are_there_may_begin(gather: Gather) -> None:
@@ -97,7 +97,7 @@ def test_all_hosts_that_are_there_may_begin(gather: Gather) -> None:
 def test_every_host_that_differs_is_named_with_what_it_differs_in(gather: Gather) -> None:
     unlike = [Differs(rank=3, what=OLD_NUMPY)], [Differs(rank=1, what=RESTARTS)]
     more = [Differs(rank=4, what=OLD_NUMPY)]
-    assert told(gather, *unlike, [*more, Joined(rank=2)]).startswith(
+    assert told(gather, *unlike, [*more, PeerJoined(rank=2)]).startswith(
         "hosts b (rank 1), d (rank 3), e (rank 4): received b: "
         "--max_restarts 2 there, 1 here; d, e: numpy 1.0 there, 2.4 here; "
         "argument 1 --a there, --b here; and 1 more; expected the same as on a (rank 0). Fix: "
@@ -114,10 +114,10 @@ def test_where_all_differ_in_the_same_it_is_said_once(gather: Gather) -> None:
 
 def test_a_rank_that_no_host_has_is_named_as_one(gather: Gather) -> None:
     strange = Differs(rank=7, what=("rank 7 there, 0 to 4 here",))
-    alike: list[News] = [Joined(rank=rank) for rank in (1, 2, 3, 4)]
+    alike: list[News] = [PeerJoined(rank=rank) for rank in (1, 2, 3, 4)]
     assert told(gather, [strange, *alike]).startswith("rank 7: received rank 7 there, 0 to 4 here;")
 
 
 def test_who_is_late_is_not_waited_for_where_another_differs(gather: Gather) -> None:
-    said = told(gather, [Differs(rank=1, what=RESTARTS)], [], [Joined(rank=2)])
+    said = told(gather, [Differs(rank=1, what=RESTARTS)], [], [PeerJoined(rank=2)])
     assert said.startswith("host b (rank 1): received --max_restarts 2 there, 1 here; expected ")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Answer, Chief, Plan
-from tfdist.tuning.journal import Journal, Place, SweepState, Trial, fold, read
+from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
+from tfdist.tuning.journal import Journal, Slot, SweepState, Trial, fold, read
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
@@ -66,15 +66,15 @@ class FakeSearch:
             if line["event"] == "ended":
                 self.told[line["trial"]] = line["status"]
 
-    def ask(self) -> Answer:
+    def ask(self) -> NextTrial:
         going_on = set(self.asked) - set(self.told)
         if len(self.asked) >= self.count:
-            return Answer(status=STOPPED, asker="r")
+            return NextTrial(status=STOPPED, asker="r")
         if len(going_on) >= self.ahead:
-            return Answer(status=IDLE, asker="r")
+            return NextTrial(status=IDLE, asker="r")
         name = str(len(self.asked))
         self.asked.append(name)
-        return Answer(status=RUNNING, asker="r", trial=name, values={"x": int(name) + 1})
+        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name) + 1})
 
     def tell(
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
@@ -151,8 +151,8 @@ class FakeRunner:
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return [{}] * self.disk.done.get(run_dir.name, 0)
 
-    def free_places(self, taken: Collection[Place]) -> list[Place]:
-        places = [Place(number=number) for number in range(self.places)]
+    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
+        places = [Slot(number=number) for number in range(self.places)]
         return [place for place in places if place not in taken]
 
     def start(self, job: TrialJob) -> FakeTrial:
@@ -196,7 +196,7 @@ def make_chief(
         journal._left, left = None, journal._left
         journal.add("begun", **BEGUN)
         journal._left = left
-    plan = Plan(
+    plan = SweepPlan(
         sweep_dir=tmp_path,
         objective="val_accuracy",
         direction="max",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.tuning.chief import RUNNING, STOPPED, Answer, Chief, Plan
+from tfdist.tuning.chief import RUNNING, STOPPED, Chief, NextTrial, SweepPlan
 from tfdist.tuning.early import LEAST_TRIALS, MedianRule, medians_of, values_of
-from tfdist.tuning.journal import Journal, Place
+from tfdist.tuning.journal import Journal, Slot
 from tfdist.tuning.options import MEDIAN, parse
 from tfdist.tuning.trial_job import Completed, Goal, completed
 
@@ -104,8 +104,8 @@ class Done:
 
         return Ended()
 
-    def free_places(self, taken: Any) -> list[Place]:
-        return [] if taken else [Place(number=0)]
+    def free_slots(self, taken: Any) -> list[Slot]:
+        return [] if taken else [Slot(number=0)]
 
     def wait(self, running: Any, timeout_s: float) -> None:
         pass
@@ -120,8 +120,8 @@ class Eight:
     def ask(self) -> Any:
         self.count += 1
         if self.count > 8:
-            return Answer(status=STOPPED, asker="r")
-        return Answer(status=RUNNING, asker="r", trial=str(self.count), values={})
+            return NextTrial(status=STOPPED, asker="r")
+        return NextTrial(status=RUNNING, asker="r", trial=str(self.count), values={})
 
     def tell(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -139,7 +139,7 @@ class Nobody:
 
 
 def early_chief(tmp_path: Path, book: Journal, *, search: Eight, early_stop: str = MEDIAN) -> Chief:
-    plan = Plan(
+    plan = SweepPlan(
         sweep_dir=tmp_path,
         objective="val_accuracy",
         direction="max",

@@ -25,14 +25,14 @@ from rich.console import Console
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
-from tfdist.tuning import conduct as conduct_module
 from tfdist.tuning import directory, plot
-from tfdist.tuning.conduct import Sweep, conduct
+from tfdist.tuning import sweep_run as conduct_module
 from tfdist.tuning.directory import differences
 from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.screen import SweepScreen, as_json, change_line, show
+from tfdist.tuning.sweep_run import Sweep, run_sweep
 from tfdist.tuning.trial_job import (
     Assignment,
     Completed,
@@ -256,7 +256,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     for overwrite in (False, True):
         with pytest.raises(UsageError, match=r"with thesis\.tex and no journal\.jsonl"):
-            conduct(asked_for(tmp_path, [], overwrite=overwrite))
+            run_sweep(asked_for(tmp_path, [], overwrite=overwrite))
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
@@ -309,13 +309,13 @@ def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(
     book = journal(tmp_path)
     book.add("begun", seed=1)
     with pytest.raises(UsageError, match="space: received nothing"):
-        conduct(asked_for(tmp_path, said, overwrite=True))
+        run_sweep(asked_for(tmp_path, said, overwrite=True))
     assert said == ["imports", "described", "closed"]
     assert not (tmp_path / "old-1").exists(), "moved aside for nothing"
     book.add("finished", reason="all trials have ended", is_complete=True)
     said.clear()
     with pytest.raises(UsageError, match="space: received nothing"):
-        conduct(asked_for(tmp_path, said, overwrite=False))
+        run_sweep(asked_for(tmp_path, said, overwrite=False))
     assert said == ["described", "closed"]
 
 

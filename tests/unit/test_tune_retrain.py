@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tfdist.tuning import conduct
-from tfdist.tuning.conduct import Retraining
+from tfdist.tuning import sweep_run
 from tfdist.tuning.journal import Journal, fold, read
+from tfdist.tuning.sweep_run import Retraining
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 DONE = Completed(history=(), score=0.5, best_virtual_epoch=1)
@@ -77,7 +77,7 @@ def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
 
     def begin(best: str) -> None:
-        conduct.begin_retraining(tmp_path, journal, fold(journal.lines), best=best)
+        sweep_run.begin_retraining(tmp_path, journal, fold(journal.lines), best=best)
 
     begin("1")
     (tmp_path / "best").mkdir()

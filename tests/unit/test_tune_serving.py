@@ -25,16 +25,23 @@ import pytest
 from tests.unit.test_tune_chief import Disk, FakeRunner, FakeSearch, Nobody, flags_of
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.launch.multihost.hub import Heard, Joined, listen
+from tfdist.launch.multihost.hub import MessageReceived, PeerJoined, listen
 from tfdist.tuning import directory, guard, hosts
-from tfdist.tuning.chief import Chief, Plan
+from tfdist.tuning.chief import Chief, SweepPlan
 from tfdist.tuning.early import MedianRule
-from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, Guard
-from tfdist.tuning.hosts import LEASE_S, Meeting, Message, listener_of, meeting_of, placed
-from tfdist.tuning.joined import Contact, JoinedRunner
-from tfdist.tuning.journal import Journal, Place
+from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, LeaseGuard
+from tfdist.tuning.hosts import (
+    LEASE_S,
+    Message,
+    SweepAddress,
+    listener_of,
+    placed,
+    sweep_address_of,
+)
+from tfdist.tuning.journal import Journal, Slot
 from tfdist.tuning.options import RunOptions, SweepOptions, parse
-from tfdist.tuning.serving import Gone, Leases, Reception, RunnerNews, ServingRunner
+from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
+from tfdist.tuning.serving import Gone, Leases, RunnerNews, RunnerServer, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 A, B = 11, 22
@@ -42,7 +49,7 @@ DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_v
 TOKEN = b"correct horse battery staple"
 TERMS = {"tfdist": "1"}
 DEADLINE_S = 200.0
-MARK = directory.Mark(sweep="s", chief="c", address="a:1")
+MARK = directory.Ownership(sweep="s", chief="c", address="a:1")
 GREETING = {"sweep": "s", "chief": "c"}
 
 
@@ -83,7 +90,7 @@ def test_an_older_lease_and_that_of_another_are_not_current() -> None:
 
 def test_the_trials_have_ended_before_the_lease_can() -> None:
     assert SAVE_AFTER_S < KILL_AFTER_S < LEASE_S
-    rule = Guard(0.0)
+    rule = LeaseGuard(0.0)
     rule.renew(100.0)
     assert rule.due({7}, 100.0 + SAVE_AFTER_S - 0.01) == []
     assert rule.due({7}, 100.0 + SAVE_AFTER_S) == [(7, signal.SIGTERM)]
@@ -106,14 +113,14 @@ def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
         Goal(objective="loss", direction="min"),
     ):
         job = TrialJob(run_dir=Path("trials/0"), flags=("--config.x=1",), goal=goal)
-        assert hosts.goal_of(_sent(hosts.told_job(job))["goal"]) == goal
+        assert hosts.goal_of(_sent(hosts.encode_job(job))["goal"]) == goal
     outcomes: list[Outcome] = [
         DONE,
         Failed(reason="no", last_lines=("a", "b")),
         Killed(reason="gone", counts=False),
     ]
     for outcome in outcomes:
-        assert hosts.outcome_of(_sent(hosts.told_outcome(outcome))) == outcome
+        assert hosts.outcome_of(_sent(hosts.encode_outcome(outcome))) == outcome
 
 
 def _sent(message: Message) -> Any:
@@ -172,7 +179,9 @@ class Served:
 
     def come(self, rank: int, *holds: tuple[str, int], places: int = 1) -> Any:
         told = {"name": f"r{rank}", "places": places, "holds": [list(one) for one in holds]}
-        return self.hear(Joined(rank=rank), Heard(rank=rank, message={"runner": told}))
+        return self.hear(
+            PeerJoined(rank=rank), MessageReceived(rank=rank, message={"runner": told})
+        )
 
     def job(self, trial: str, lease: int, *, runner: int = A) -> TrialJob:
         goal = Goal(objective="loss", direction="min")
@@ -182,22 +191,22 @@ class Served:
         )
 
     def ended(self, rank: int, lease: tuple[str, int], outcome: Outcome = DONE) -> Any:
-        told = {"lease": list(lease), "outcome": hosts.told_outcome(outcome)}
-        return self.hear(Heard(rank=rank, message={"ended": told}))
+        told = {"lease": list(lease), "outcome": hosts.encode_outcome(outcome)}
+        return self.hear(MessageReceived(rank=rank, message={"ended": told}))
 
 
 def test_a_runner_is_given_trials_for_its_places_until_it_leaves() -> None:
     served = Served()
-    assert list(served.runner.free_places(set())) == []
+    assert list(served.runner.free_slots(set())) == []
     assert served.come(A, places=2) == [(A, GREETING)]
     served.come(B)
-    free = list(served.runner.free_places(set()))
-    one_each = [Place(number=0, runner=A), Place(number=0, runner=B)]
-    assert free == [*one_each, Place(number=1, runner=A)]
-    assert list(served.runner.free_places({free[0], free[2]})) == [free[1]]
-    served.hear(Heard(rank=B, message={"leaving": True}))
+    free = list(served.runner.free_slots(set()))
+    one_each = [Slot(number=0, runner=A), Slot(number=0, runner=B)]
+    assert free == [*one_each, Slot(number=1, runner=A)]
+    assert list(served.runner.free_slots({free[0], free[2]})) == [free[1]]
+    served.hear(MessageReceived(rank=B, message={"leaving": True}))
     served.hear(Gone(rank=A, cause="reset", heard_s=served.now_s))
-    assert list(served.runner.free_places(set())) == []
+    assert list(served.runner.free_slots(set())) == []
 
 
 def test_what_a_runner_reports_is_taken_once_it_is_written_down() -> None:
@@ -241,13 +250,13 @@ def test_a_late_report_under_a_lost_lease_does_not_count() -> None:
 def test_a_new_chief_waits_for_the_runners_of_the_one_before() -> None:
     served = Served()
     kept = served.runner.take_over(served.job("0", 3))
-    let_go = served.runner.take_over(served.job("1", 1))
+    release = served.runner.take_over(served.job("1", 1))
     vanished = served.runner.take_over(served.job("2", 1, runner=B))
     assert served.come(A, ("0", 3)) == [(A, GREETING)]
     served.now_s += LEASE_S
     served.hear()
     assert kept.poll() is None
-    assert let_go.poll() == Killed(reason=f"runner r{A} let it go", counts=False)
+    assert release.poll() == Killed(reason=f"runner r{A} let it go", counts=False)
     assert isinstance(vanished.poll(), Killed)
     served.ended(A, ("0", 3))
     assert kept.poll() == DONE
@@ -259,10 +268,10 @@ def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks() -> None:
     kept = served.runner.take_over(served.job("0", 3))
     lost = served.runner.take_over(served.job("1", 1, runner=B))
     served.now_s += LEASE_S + 5.0
-    assert served.hear(Joined(rank=A), Joined(rank=B)) == [(A, GREETING), (B, GREETING)]
+    assert served.hear(PeerJoined(rank=A), PeerJoined(rank=B)) == [(A, GREETING), (B, GREETING)]
     assert (kept.poll(), lost.poll()) == (None, None)
     told = {"name": "a", "places": 1, "holds": [["0", 3]]}
-    assert served.hear(Heard(rank=A, message={"runner": told})) == []
+    assert served.hear(MessageReceived(rank=A, message={"runner": told})) == []
     served.hear(Gone(rank=B, cause="reset", heard_s=served.now_s))
     served.now_s += LEASE_S
     served.hear()
@@ -295,8 +304,8 @@ def test_a_trial_that_is_to_stop_while_its_runner_is_away_is_stopped_when_it_is_
 )
 def test_what_makes_no_sense_is_not_heard(message: Message) -> None:
     served = Served()
-    assert served.hear(Heard(rank=A, message=message)) == []
-    assert list(served.runner.free_places(set())) == []
+    assert served.hear(MessageReceived(rank=A, message=message)) == []
+    assert list(served.runner.free_slots(set())) == []
 
 
 # --- how they meet
@@ -358,17 +367,19 @@ def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line() -> None:
 def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path: Path) -> None:
     options = RunOptions(sweep_dir=tmp_path, serve="127.0.0.1:2")
 
-    def meet(environ: dict[str, str]) -> Meeting | None:
-        return meeting_of(options, environ, program="p", program_file=__file__, args=["--x=1"])
+    def meet(environ: dict[str, str]) -> SweepAddress | None:
+        return sweep_address_of(
+            options, environ, program="p", program_file=__file__, args=["--x=1"]
+        )
 
     with pytest.raises(UsageError, match=r"^TFDIST_RENDEZVOUS_TOKEN: received no token"):
         meet({})
-    meeting = meet({"TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode(), "TF_X": "1"})
-    assert meeting is not None
-    assert meeting.token == TOKEN
-    assert meeting.terms["argument 1"] == "--x=1"
-    assert meeting.terms["TF_X"] == "1"
-    assert TOKEN.decode() not in str(meeting)
+    sweep_address = meet({"TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode(), "TF_X": "1"})
+    assert sweep_address is not None
+    assert sweep_address.token == TOKEN
+    assert sweep_address.terms["argument 1"] == "--x=1"
+    assert sweep_address.terms["TF_X"] == "1"
+    assert TOKEN.decode() not in str(sweep_address)
 
 
 def test_the_mark_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path: Path) -> None:
@@ -389,9 +400,9 @@ def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path: P
     shutil.copytree(here, copy)  # as a backup has it
     now = directory.leave_mark(here, address="a:1")
 
-    def contact(path: Path) -> Contact:
-        meeting = Meeting(address="a:1", token=TOKEN, terms=TERMS)
-        return Contact(meeting, rank=A, sweep_dir=path, renew=lambda at_s: None)
+    def contact(path: Path) -> ChiefClient:
+        sweep_address = SweepAddress(address="a:1", token=TOKEN, terms=TERMS)
+        return ChiefClient(sweep_address, rank=A, sweep_dir=path, renew=lambda at_s: None)
 
     with pytest.raises(UsageError, match="which is not that of the chief at a:1"):
         contact(copy)._check(now.sweep, chief=now.chief)
@@ -409,7 +420,7 @@ def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(
     """Another clock would let a runner that wakes up go on with what is another's by now."""
     monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5.0}.__getitem__)
     assert guard.now_s() == 5.0
-    for made in (Contact, JoinedRunner):
+    for made in (ChiefClient, RemoteRunner):
         assert inspect.signature(made).parameters["clock"].default is guard.now_s
 
 
@@ -421,9 +432,9 @@ def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_no
     now_s = itertools.count(0.0, 10.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        meeting = Meeting(address=address, token=TOKEN, terms=TERMS)
-        contact = Contact(
-            meeting,
+        sweep_address = SweepAddress(address=address, token=TOKEN, terms=TERMS)
+        contact = ChiefClient(
+            sweep_address,
             rank=A,
             sweep_dir=tmp_path,
             renew=renewed.append,
@@ -494,7 +505,7 @@ class Client:
                 told = message["run"]
                 self.given.append(told["trial"])
                 lease = [told["trial"], told["lease"]]
-                outcome = hosts.told_outcome(DONE)
+                outcome = hosts.encode_outcome(DONE)
                 self._to_say.append({"ended": {"lease": lease, "outcome": outcome}})
 
     def beat(self) -> None:
@@ -517,11 +528,11 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * COUNT)), hard))
     listener = listen("127.0.0.1", 0, num_hosts=COUNT)
     address = listener.getsockname()
-    line = Reception(listener, token=TOKEN, terms=TERMS)
+    line = RunnerServer(listener, token=TOKEN, terms=TERMS)
     serving = ServingRunner(FakeRunner(Disk(), 0), line, mark=MARK)
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
-    plan = Plan(
+    plan = SweepPlan(
         sweep_dir=tmp_path,
         objective="loss",
         direction="min",

@@ -1,4 +1,4 @@
-"""No trial is lost, run twice or counted twice, whoever dies, stands still or is cut off."""
+"""No trial is lost, run twice or counted twice, whoever dies, hangs or is cut off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, TRIALS, Host, Mishaps, World
 from tests.unit.test_tune_chief import FakeSearch
-from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Answer, Chief
+from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
 from tfdist.tuning.journal import read
 
 SEEDS = range(40)
@@ -148,7 +148,7 @@ def test_a_sweep_whose_last_runner_has_gone_waits_for_another(tmp_path: Path) ->
 
 
 def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path: Path) -> None:
-    """It stood still with the message in its socket; the trial is with another when it reads it."""
+    """It hung with the message in its socket; the trial is with another when it reads it."""
     world = World(tmp_path, seed=0, trials=1)
     late = world.add_host()
     had: list[bool] = []
@@ -197,17 +197,17 @@ def test_what_goes_on_elsewhere_is_refused_where_nothing_of_it_is(tmp_path: Path
 class Continuing(FakeSearch):
     """Asks for a third of a trial, and for the rest of it."""
 
-    def ask(self) -> Answer:
+    def ask(self) -> NextTrial:
         if len(self.asked) == 2:
-            return Answer(status=STOPPED, asker="r")
+            return NextTrial(status=STOPPED, asker="r")
         if self.asked and "0" not in self.told:
-            return Answer(status=IDLE, asker="r")
+            return NextTrial(status=IDLE, asker="r")
         name = str(len(self.asked))
         self.asked.append(name)
         part: dict[str, Any] = {"tuner/epochs": 3}
         if name == "1":
             part = {"tuner/epochs": EPOCHS, "tuner/trial_id": "0"}
-        return Answer(status=RUNNING, asker="r", trial=name, values={"x": 1, **part})
+        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": 1, **part})
 
 
 def test_two_runners_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

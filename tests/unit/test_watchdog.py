@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Awaited, Beat
+from tfdist.launch.events import Beat, TaskPendingWork
 from tfdist.launch.watchdog import LATE_S, Watchdog, holds_pipe, proc_state
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
@@ -340,19 +340,19 @@ def test_a_worker_that_does_not_do_its_piece_is_blamed_while_the_others_go_on(is
     job = Job((CHIEF, W0, W1, PS), is_ps=True)
     steps = iter(range(10_000))
     job.run(5)
-    job.awaited = Awaited(task=W1, since_s=job.now_s, is_first=is_first)
+    job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=is_first)
     limit_s = HANG_S * (3 if is_first else 1)
     assert job.run(limit_s - 2, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
     hang = job.run(4, work=lambda: job.enter("step", CHIEF, step=next(steps)))
     assert hang.task == W1
-    assert re.fullmatch(r"hangs: its piece of work is not done after (2|6)[01] s", hang.cause)
+    assert re.fullmatch(r"hangs: its work unit is not done after (2|6)[01] s", hang.cause)
 
 
 def test_a_worker_that_was_started_again_does_not_owe_what_the_one_before_it_had():
     job = Job((CHIEF, W0, W1, PS), is_ps=True)
     steps = iter(range(10_000))
     job.run(5)
-    job.awaited = Awaited(task=W1, since_s=job.now_s, is_first=False)
+    job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=False)
     assert job.run(HANG_S + 2, work=lambda: job.enter("step", CHIEF, step=next(steps))).task == W1
     job.watchdog.ended(W1)
     job.watchdog.started(W1, at_s=job.now_s)
@@ -363,7 +363,7 @@ def test_a_chief_that_waits_for_a_piece_is_not_blamed_for_it():
     job = Job((CHIEF, W0, W1, PS), is_ps=True)
     job.enter("step", CHIEF, step=7)
     job.run(1)
-    job.awaited = Awaited(task=W0, since_s=job.now_s, is_first=False)
+    job.awaited = TaskPendingWork(task=W0, since_s=job.now_s, is_first=False)
     assert job.run(HANG_S + 2).task == W0
 
 
@@ -373,7 +373,7 @@ def test_pieces_that_are_done_in_time_blame_nobody():
     def work():
         job.enter("step", CHIEF, step=1)
         if job.now_s % 10 == 0:
-            job.awaited = Awaited(task=W1, since_s=job.now_s, is_first=False)
+            job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=False)
 
     assert job.run(10 * HANG_S, work=work) is None
 

@@ -1,4 +1,4 @@
-"""What `tfdist.train` trains: a built-in model on a built-in dataset, by a configuration.
+"""App of `tfdist.train`: a built-in model on a built-in dataset, by a configuration.
 
 The configurations themselves are in `tfdist.configs`, which loads no TensorFlow.
 

@@ -25,7 +25,7 @@ class Datasets:
 
 
 def load_datasets(config: Any) -> Datasets:
-    """Returns the sources of a run; every task that reads data calls it.
+    """Return the sources of a run; every task that reads data calls it.
 
     Raises:
       UsageError: there is no such dataset or split, or its examples are not (image, label).
@@ -53,7 +53,7 @@ def load_datasets(config: Any) -> Datasets:
 
 
 def transform_of(config: Any) -> Compose:
-    """Returns augmentation and normalisation, in this order."""
+    """Return augmentation and normalisation, in this order."""
     wanted = config.augmentation
     steps: list[Any] = []
     if wanted.random_crop_padding:

@@ -13,7 +13,7 @@ from tfdist.errors import UsageError, near
 def build_model(
     name: str, *, image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0
 ) -> keras.Model:
-    """Returns an unbuilt-optimizer, uncompiled model; call it inside the strategy's scope.
+    """Return an unbuilt-optimizer, uncompiled model; call it inside the strategy's scope.
 
     Args:
       name: a key of `MODELS`.

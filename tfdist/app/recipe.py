@@ -1,4 +1,4 @@
-"""From a configuration to its parts: length, learning rate, optimizer, model."""
+"""Model, optimizer and schedule made from a configuration."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tfdist.training.schedule import WarmupThenDecay
 
 
 def virtual_epochs(config: Any) -> VirtualEpochs:
-    """Returns the length of the run."""
+    """Return the length of the run."""
     return VirtualEpochs(total_examples=config.total_examples, checkpoints=config.checkpoints)
 
 
 def plan_of(config: Any) -> EpochPlan:
-    """Returns the steps and examples of the run's virtual epochs."""
+    """Return the steps and examples of the run's virtual epochs."""
     boundaries = virtual_epochs(config).boundaries()
     return EpochPlan.from_boundaries(boundaries, global_batch_size=config.global_batch_size)
 
 
 def learning_rate_of(config: Any, *, total_steps: int) -> float | WarmupThenDecay:
-    """Returns a number where it never changes, so that callbacks can set it."""
+    """Return a number where it never changes, so that callbacks can set it."""
     if config.schedule == "constant" and not config.warmup_examples:
         return float(config.learning_rate)
     return WarmupThenDecay(
@@ -36,7 +36,7 @@ def learning_rate_of(config: Any, *, total_steps: int) -> float | WarmupThenDeca
 
 
 def optimizer_of(config: Any, *, total_steps: int) -> keras.optimizers.Optimizer:
-    """Returns the optimizer; call it inside the strategy's scope."""
+    """Return the optimizer; call it inside the strategy's scope."""
     options: dict[str, Any] = {"learning_rate": learning_rate_of(config, total_steps=total_steps)}
     if config.weight_decay:
         options["weight_decay"] = config.weight_decay
@@ -54,7 +54,7 @@ def optimizer_of(config: Any, *, total_steps: int) -> keras.optimizers.Optimizer
 
 
 def compiled_model(config: Any, datasets: Datasets, *, total_steps: int) -> keras.Model:
-    """Returns the model with optimizer, loss and metrics; call it inside the strategy's scope."""
+    """Return the model with optimizer, loss and metrics; call it inside the strategy's scope."""
     model = build_model(
         config.model,
         image_shape=datasets.image_shape,

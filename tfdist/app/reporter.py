@@ -1,4 +1,4 @@
-"""What the program tfdist.train tells about a run while it goes on: progress and metrics."""
+"""Progress and metrics that `tfdist.train` reports during a run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
         self._epoch, self._epoch_ranges = epoch, []
 
     def resumed_at(self, step: int) -> None:
-        """Takes back the lines of what the run is about to do again; before its first step."""
+        """Withdraw the lines of what the run is about to do again; before its first step."""
         self.first_step = self.step = step
         self._directory.drop_metrics_after(step)
         self._display.begin(step=step, examples=self._plan.examples_before(step))
@@ -129,7 +129,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
         pass
 
     def close(self) -> None:
-        """Ends the display, the profile and the event file, also after an error."""
+        """End the display, the profile and the event file, also after an error."""
         if self._profiler is not None:
             self._profiler.close()
         self._display.end()

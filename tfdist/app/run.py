@@ -39,7 +39,7 @@ STOPPED = "stopped"
 
 
 def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Trains what `config` describes; every task of the job calls it.
+    """Train what `config` describes; every task of the job calls it.
 
     In a worker or ps task of a ps job it does not return. The chief writes the run directory and
     prints the result.
@@ -77,7 +77,7 @@ def _is_evaluator(task: TaskConfig | None) -> bool:
 
 
 def _is_finished(directory: RunDirectory) -> bool:
-    """Whether there is nothing left to evaluate, as the chief will find too."""
+    """Return whether there is nothing left to evaluate, as the chief will find too."""
     return (directory.read_summary() or {}).get("status") == DONE
 
 
@@ -90,7 +90,7 @@ def _run_as_task(
     seed: int,
     environ: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Runs with the strategy; `claim`, `seed` and the path of `directory` are the chief's."""
+    """Run with the strategy; `claim`, `seed` and the path of `directory` are the chief's."""
     strategy = make_strategy(
         config.strategy, devices_per_worker=config.devices_per_worker or None, environ=environ
     )
@@ -189,7 +189,7 @@ def _fit(
 
 
 def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
-    """What ends the run early: the chief's own validation, or an evaluator's."""
+    """Return what ends the run early: the chief's own validation, or an evaluator's."""
     patience, job = config.early_stopping_patience, current_job()
     if job is not None and job.has_evaluator:
         return Evaluator("val_loss", patience=patience or None)
@@ -246,15 +246,15 @@ def _summary(
 
 
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
-    """What became of the steps since this process started, and the bytes on each ps."""
+    """Return what became of the steps since this process started, and the bytes on each ps."""
     from tfdist.ps.profile import profile_of
-    from tfdist.ps.workers import crew_of
+    from tfdist.ps.workers import worker_pool_of
 
-    crew = crew_of(job.strategy, patience_s=0)
+    pool = worker_pool_of(job.strategy, patience_s=0)
     profiled = job.config is not None and job.config.options.profile_ps
     return {
-        "worker_steps": {f"worker-{i}": share.steps for i, share in crew.shares.items()},
-        **crew.account.summary(),
+        "worker_steps": {f"worker-{i}": share.steps for i, share in pool.shares.items()},
+        **pool.account.summary(),
         "ps_bytes": bytes_on_servers(model, job),
         **({"ps_profile": profile_of(job.strategy).summary()} if profiled else {}),
     }
@@ -275,7 +275,7 @@ def _say_finished(directory: RunDirectory) -> dict[str, Any]:
 
 
 def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
-    """The configuration's directory, else the launcher's, else a new one under `runs`."""
+    """Return the configuration's directory, else the launcher's, else a new one under `runs`."""
     told = task.options.run_dir if task else None
     name = f"{now:%Y%m%d-%H%M%S}-{config.dataset.replace('/', '-')}-{config.model}"
     return config.run_dir or told or f"runs/{name}"

@@ -1,4 +1,4 @@
-"""What a run did, looked at afterwards.
+"""Audit of a finished run: ledger and replay.
 
 The ledger says which examples each step consumed; these load no TensorFlow but for `recorder`.
 

@@ -1,4 +1,4 @@
-"""The ledger's files: which examples each step of a run consumed, as its tasks wrote it down.
+"""Ledger files: the examples that each step of a run consumed, as recorded by its tasks.
 
 ``ledger/attempt-<n>-<task>.bin`` begins with one line of JSON, the `Header`, and goes on with
 records of a range of steps each. A record is appended and flushed when its range is done, so that
@@ -91,7 +91,7 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RecordLocation:
     """Where in a file a record is; see `Record`."""
 
     first: int
@@ -108,12 +108,12 @@ class LedgerFile:
 
     path: Path
     header: Header
-    places: tuple[Place, ...]
+    places: tuple[RecordLocation, ...]
     cut_bytes: int = 0
     damaged: str = ""
 
-    def read(self, place: Place) -> Record:
-        """Reads one record."""
+    def read(self, place: RecordLocation) -> Record:
+        """Read one record."""
         with open(self.path, "rb") as file:
             file.seek(place.start)
             arrays = from_bytes(file.read(place.size_bytes))
@@ -135,7 +135,7 @@ class LedgerWriter:
         self._file: BinaryIO | None = None
 
     def append(self, record: Record) -> None:
-        """Writes a record through to the operating system; raises TfdistError if it cannot."""
+        """Write a record through to the operating system; raise TfdistError if it cannot."""
         try:
             file = self._file or self._open()
             file.write(packed(record))
@@ -144,7 +144,7 @@ class LedgerWriter:
             raise TfdistError(f"ledger {self._path}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Closes the file; nothing is lost without it."""
+        """Close the file; nothing is lost without it."""
         if self._file is not None:
             # What could not be written is tried once more; `append` has told of it.
             with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ class LedgerWriter:
 
 
 def packed(record: Record) -> bytes:
-    """A record as it stands in a file."""
+    """Return a record as it stands in a file."""
     payload = to_bytes(record.arrays)
     about = (record.first, record.last, record.worker, record.begun)
     head = _HEAD.pack(len(payload), zlib.crc32(payload), *about)
@@ -171,7 +171,7 @@ def next_attempt(directory: str | os.PathLike[str]) -> int:
 
 
 def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
-    """Reads every file of a ledger through, oldest attempt first.
+    """Read every file of a ledger through, oldest attempt first.
 
     A file that was cut before its first line was whole is one without a record, where another of
     its attempt tells what it would have said.
@@ -202,7 +202,7 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
 
 
 def scan(path: Path) -> LedgerFile | None:
-    """Reads a file through; None for one that was cut before its first line was whole."""
+    """Read a file through; None for one that was cut before its first line was whole."""
     try:
         with open(path, "rb") as file:
             line = file.readline(_LONGEST_HEADER)
@@ -213,7 +213,7 @@ def scan(path: Path) -> LedgerFile | None:
 
 def _scanned(file: BinaryIO, line: bytes, path: Path) -> LedgerFile:
     header = _header(line, path)
-    places: list[Place] = []
+    places: list[RecordLocation] = []
     at, size_bytes = len(line), os.fstat(file.fileno()).st_size
     cut_bytes, damaged = 0, ""
     while at < size_bytes:
@@ -268,7 +268,7 @@ def _header(line: bytes, path: Path) -> Header:
     return header
 
 
-def _next_place(file: BinaryIO, at: int) -> Place | None:
+def _next_place(file: BinaryIO, at: int) -> RecordLocation | None:
     """The record at a byte, None for one that was cut; raises _Changed."""
     file.seek(at)
     head = file.read(_HEAD.size)
@@ -284,19 +284,19 @@ def _next_place(file: BinaryIO, at: int) -> Place | None:
         return None
     if zlib.crc32(payload) != payload_checksum:
         raise _Changed
-    return Place(
+    return RecordLocation(
         first=first, last=last, worker=worker, begun=begun, start=start, size_bytes=size_bytes
     )
 
 
-# The arrays of a ledger's record as bytes, in little room, and back.
+# Compact encoding of a ledger record's arrays as bytes, and decoding.
 
 
 Array = np.ndarray[Any, Any]
 
 
 def to_bytes(arrays: Sequence[Array]) -> bytes:
-    """Compresses them, integers in the smallest type that holds them."""
+    """Compress them, integers in the smallest type that holds them."""
     stream = io.BytesIO()
     for array in arrays:
         np.lib.format.write_array(stream, _narrow(array), allow_pickle=False)
@@ -304,7 +304,7 @@ def to_bytes(arrays: Sequence[Array]) -> bytes:
 
 
 def from_bytes(payload: bytes) -> tuple[Array, ...]:
-    """Reads what `to_bytes` wrote; integers as int64, so that sums of them do not overflow."""
+    """Read what `to_bytes` wrote; integers as int64, so that sums of them do not overflow."""
     stream = io.BytesIO(zlib.decompress(payload))
     arrays = []
     while stream.tell() < len(stream.getbuffer()):

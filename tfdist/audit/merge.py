@@ -1,4 +1,4 @@
-"""The attempts of a run put together: what each step consumed on the weights that count.
+"""Merge of a run's attempts: the examples of each step that count.
 
 A run that resumes at step s goes on from weights that have seen the steps before s and no other:
 what earlier attempts recorded from s on is void.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.audit.files import Array, Header, LedgerFile, Place, Record
+from tfdist.audit.files import Array, Header, LedgerFile, Record, RecordLocation
 from tfdist.errors import TfdistError
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -29,14 +29,14 @@ def _mix(values: Array) -> Array:
 
 
 def pair_hash(indices: Any, passes: Any) -> Array:
-    """The hash of each example in its pass, uint64, that ledgers of mode ``hash`` sum up."""
+    """Return the hash of each example in its pass, uint64, that ledgers of mode ``hash`` sum up."""
     indices, passes = np.atleast_1d(indices), np.atleast_1d(passes)
     keys = _mix(_SALT + passes.astype(np.int64).astype(np.uint64) * _GAMMA)
     return _mix(keys + indices.astype(np.int64).astype(np.uint64) * _GAMMA)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ConsumptionPlan:
     """Which examples each step consumes, counted over the whole run.
 
     Attributes:
@@ -50,8 +50,8 @@ class Plan:
     sizes: Array
 
     @classmethod
-    def of(cls, header: Header) -> Plan:
-        """The plan of an attempt."""
+    def of(cls, header: Header) -> ConsumptionPlan:
+        """Return the plan of an attempt."""
         starts, batch = header.example_starts, header.global_batch_size
         spans = [np.arange(a, b, batch, dtype=np.int64) for a, b in itertools.pairwise(starts)]
         firsts = np.concatenate([*spans, np.array(starts[-1:], np.int64)])
@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class LedgerAttempt:
     """One start of the run.
 
     Attributes:
@@ -87,7 +87,7 @@ class Attempt:
         """Steps that a later attempt did again, or that were in flight when the last one ended."""
         return max(0, self.last - max(self.limit, self.first))
 
-    def valid(self) -> Iterator[tuple[LedgerFile, Place]]:
+    def valid(self) -> Iterator[tuple[LedgerFile, RecordLocation]]:
         """Its records of steps that count; the last of each file may reach past `limit`."""
         for file in self.files:
             yield from ((file, place) for place in file.places if place.first < self.limit)
@@ -103,8 +103,8 @@ class Merged:
       end: the end of what is recorded.
     """
 
-    attempts: tuple[Attempt, ...]
-    plan: Plan
+    attempts: tuple[LedgerAttempt, ...]
+    plan: ConsumptionPlan
     end: int
 
     @property
@@ -117,7 +117,7 @@ class Merged:
         """True when every attempt that counts has recorded each example."""
         return all(a.header.mode == "full" for a in self.attempts if any(a.valid()))
 
-    def records(self) -> Iterator[tuple[Attempt, str, Record]]:
+    def records(self) -> Iterator[tuple[LedgerAttempt, str, Record]]:
         """Every record that counts, cut where it stops to count, in the order of the steps."""
         places = [(a, file, place) for a in self.attempts for file, place in a.valid()]
         for attempt, file, place in sorted(places, key=lambda found: found[2].first):
@@ -129,7 +129,7 @@ class Merged:
 
 
 def merged(files: Sequence[LedgerFile]) -> Merged:
-    """Puts the files of a ledger together.
+    """Put the files of a ledger together.
 
     Raises:
       TfdistError: nothing is recorded, or the files are of several runs.
@@ -142,13 +142,13 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
         raise TfdistError("ledger: no step is recorded")
     for group in groups.values():
         _require_one_attempt(group)
-    attempts: list[Attempt] = []
+    attempts: list[LedgerAttempt] = []
     limit = _recorded_by_all(groups[max(groups)])
     for number in sorted(groups, reverse=True):
         attempt = _attempt(groups[number], limit=limit)
         limit = min(limit, attempt.first)
         attempts.insert(0, attempt)
-    plan = Plan.of(attempts[-1].header)
+    plan = ConsumptionPlan.of(attempts[-1].header)
     for attempt in attempts:
         _require_same_run(attempt, attempts[-1], plan)
     end = max(min(a.last, a.limit) for a in attempts)
@@ -157,9 +157,9 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
     return Merged(attempts=tuple(attempts), plan=plan, end=end)
 
 
-def _attempt(files: Sequence[LedgerFile], *, limit: int) -> Attempt:
+def _attempt(files: Sequence[LedgerFile], *, limit: int) -> LedgerAttempt:
     places = [place for file in files for place in file.places]
-    return Attempt(
+    return LedgerAttempt(
         header=files[0].header,
         files=tuple(files),
         first=min(place.first for place in places),
@@ -193,10 +193,10 @@ def _require_one_attempt(files: Sequence[LedgerFile]) -> None:
             )
 
 
-def _require_same_run(attempt: Attempt, newest: Attempt, plan: Plan) -> None:
+def _require_same_run(attempt: LedgerAttempt, newest: LedgerAttempt, plan: ConsumptionPlan) -> None:
     mine, theirs = attempt.header, newest.header
     different = [name for name in _SAME if getattr(mine, name) != getattr(theirs, name)]
-    own = Plan.of(mine)
+    own = ConsumptionPlan.of(mine)
     last = min(attempt.last, attempt.limit, own.num_steps)
     if attempt.last > own.num_steps or (
         not different

@@ -1,4 +1,4 @@
-"""Did the run consume every example of every pass exactly once? What a ledger says to that."""
+"""Proof from a ledger that every example of every pass was consumed exactly once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Tally:
         self._twice: list[str] = []
 
     def add(self, record: Record) -> None:
-        """Counts one record in."""
+        """Count one record in."""
         if record.begun > 1:
             who = f" (last by worker-{record.worker})" if record.worker >= 0 else ""
             steps = ranges(range(record.first, record.last))
@@ -79,7 +79,7 @@ class Tally:
             self._add_sums(record)
 
     def problems(self) -> list[str]:
-        """What was found that belongs to no pass."""
+        """Return what was found that belongs to no pass."""
         problems = list(self._twice)
         if self._strays:
             steps = ranges(sorted(set(self._strays)))
@@ -92,7 +92,7 @@ class Tally:
         return problems
 
     def prove_pass(self, number: int, order: Order) -> PassProof:
-        """Says what is known of one pass."""
+        """Report what is known of one pass."""
         start = number * self._num_examples
         expected = min(self._num_examples, self.total - start)
         whole = expected == self._num_examples
@@ -205,7 +205,7 @@ class Tally:
 
 
 def ranges(steps: Sequence[int] | Array) -> str:
-    """Shows steps in order: ``3, 7 to 9``."""
+    """Show steps in order: ``3, 7 to 9``."""
     listed = np.asarray(steps, np.int64)
     if not len(listed):
         return "none"
@@ -262,7 +262,7 @@ class Steps:
 
 
 def prove(files: Sequence[LedgerFile], *, order: Order, steps_done: int | None = None) -> Proof:
-    """Says whether each example of each pass was consumed exactly once.
+    """Report whether each example of each pass was consumed exactly once.
 
     `order` is asked where a pass was not finished, or a hash shows that something is wrong.
     `steps_done` is what the run itself says it did, where it came to its end.
@@ -286,7 +286,7 @@ def prove(files: Sequence[LedgerFile], *, order: Order, steps_done: int | None =
 
 
 def steps_of(ledger: Merged) -> Steps:
-    """Sums up each step, to compare it with that of another run."""
+    """Sum up each step, to compare it with that of another run."""
     tally = Tally(ledger)
     for _, _, record in ledger.records():
         tally.add(record)

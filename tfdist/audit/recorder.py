@@ -54,7 +54,7 @@ class Ledger:
         self._writer: LedgerWriter | None = None
 
     def recording(self, program: StepProgram, data: Data, job: Job, *, seed: int) -> StepProgram:
-        """Returns `program` such that it is recorded. A collective: every task calls it alike.
+        """Return `program` such that it is recorded. A collective: every task calls it alike.
 
         Raises UsageError for data that do not come by index.
         """
@@ -64,7 +64,7 @@ class Ledger:
         return recorded(program, data, job, mode=self._mode, sink=self._append)
 
     def close(self) -> None:
-        """Closes the file of this task."""
+        """Close the file of this task."""
         if self._writer is not None:
             self._writer.close()
 
@@ -76,7 +76,7 @@ class Ledger:
 def recorded(
     program: StepProgram, data: Data, job: Job, *, mode: str, sink: Callable[[Record], None]
 ) -> StepProgram:
-    """Returns `program` such that `sink` gets the records of each range of steps it runs."""
+    """Return `program` such that `sink` gets the records of each range of steps it runs."""
     feed, batch = data.feed, data.plan.global_batch_size
     if not feed.can_record or data.order.examples is None:
         raise UsageError(
@@ -97,7 +97,7 @@ def recorded(
 
 
 def header_of(data: Data, job: Job, *, seed: int, mode: str, attempt: int) -> Header:
-    """What this task's file says of the run."""
+    """Return what this task's file says of the run."""
     return Header(
         mode=mode,
         attempt=attempt,
@@ -155,7 +155,7 @@ class Recorder:
     def noted(
         self, rows: Sequence[tf.TensorArray], at: tf.Tensor, parts: Sequence[Any]
     ) -> tuple[tf.TensorArray, ...]:
-        """Notes what the replicas are given in a step; in graph, in the loop's body."""
+        """Note what the replicas are given in a step; in graph, in the loop's body."""
         with tf.device("/device:CPU:*"):
             row = self._examples(parts) if self.mode == "full" else self._sums(parts)
             at = tf.cast(at, tf.int32)
@@ -222,7 +222,7 @@ def _content(part: Any) -> tf.Tensor:
 
 
 def _words(leaf: tf.Tensor) -> tf.Tensor:
-    """The bits of a batch as integers, uint64 ``[b, numbers of an example]``."""
+    """Return the bits of a batch as integers, uint64 ``[b, numbers of an example]``."""
     size = tf.shape(leaf)[0]
     if leaf.dtype == tf.string:
         leaf = tf.strings.to_hash_bucket_fast(leaf, 2**62)
@@ -236,7 +236,7 @@ def _words(leaf: tf.Tensor) -> tf.Tensor:
 
 
 def _sum(values: tf.Tensor, axis: int | None = None) -> tf.Tensor:
-    """Sums uint64 modulo 2**64."""
+    """Sum uint64 modulo 2**64."""
     total = tf.reduce_sum(tf.bitcast(values, tf.int64), axis=axis)
     return tf.bitcast(total, tf.uint64)
 

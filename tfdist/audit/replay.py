@@ -1,4 +1,4 @@
-"""One step of a run of `tfdist.train` again, in one process; see `tfdist.replay`."""
+"""Replay of one step of a `tfdist.train` run in one process; see `tfdist.replay`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def replay(
     kind: str | None = None,
     replicas: int | None = None,
 ) -> Replay:
-    """Runs a step again; `settings` is the run's config.json.
+    """Run a step again; `settings` is the run's config.json.
 
     To be called once, in a process that has run nothing of TensorFlow.
 
@@ -110,7 +110,7 @@ def replay(
 
 
 def config_of(settings: Mapping[str, Any]) -> Any:
-    """The configuration in a config.json, with the defaults of fields it does not have."""
+    """Return the configuration in a config.json, with the defaults of fields it does not have."""
     values: dict[str, Any] = base().to_dict()
     for name, value in settings.items():
         nested = isinstance(value, Mapping)
@@ -119,7 +119,7 @@ def config_of(settings: Mapping[str, Any]) -> Any:
 
 
 def nearest(store: CheckpointStore, step: int) -> Checkpoint | None:
-    """The last whole checkpoint at or before a step, None where there is none."""
+    """Return the last whole checkpoint at or before a step, None where there is none."""
     for found in sorted({s for s in store.steps() if s <= step}, reverse=True):
         with contextlib.suppress(TfdistError):
             return store.read(found)
@@ -149,7 +149,7 @@ def _policy(name: str) -> Iterator[None]:
 
 
 def _session(config: Any, *, fresh: bool) -> tuple[Session, Data]:
-    """The model and the data as the run had them before its first step."""
+    """Return the model and the data as the run had them before its first step."""
     job = current_job()
     assert job is not None
     keras.utils.set_random_seed(config.seed)
@@ -230,7 +230,7 @@ def _replayed(
 def _observed(
     session: Session, program: StepProgram, data: Data, *, step: int
 ) -> tuple[Record, dict[str, float]]:
-    """Runs the step with an eye on its gradients and its examples."""
+    """Run the step with an eye on its gradients and its examples."""
     records: list[Record] = []
     looking = recorded(program, data, session.job, mode="full", sink=records.append)
     with _noting_gradients(session.model) as (names, norms):
@@ -240,7 +240,7 @@ def _observed(
 
 @contextlib.contextmanager
 def _noting_gradients(model: keras.Model) -> Iterator[tuple[list[str], tf.Variable]]:
-    """Notes the norm of each gradient as it enters the update: summed, unscaled, not clipped."""
+    """Note the norm of each gradient as it enters the update: summed, unscaled, not clipped."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     names: list[str] = []
     norms = tf.Variable(tf.fill([len(model.trainable_variables)], np.float64(np.nan)))
@@ -262,7 +262,7 @@ def _noting_gradients(model: keras.Model) -> Iterator[tuple[list[str], tf.Variab
 
 
 def _same_bits(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether weights and optimizer are equal; totals of metrics are of other steps too."""
+    """Return whether weights and optimizer are equal; totals of metrics are of other steps too."""
     names = [name for name in mine if not name.startswith("metrics/")]
     return all(
         name in theirs and np.asarray(mine[name]).tobytes() == np.asarray(theirs[name]).tobytes()
@@ -276,7 +276,7 @@ def _trained(model: keras.Model, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arrays_of(store: CheckpointStore, step: int) -> Mapping[str, Any] | None:
-    """The checkpoint of a step, None where there is none that is whole."""
+    """Return the checkpoint of a step, None where there is none that is whole."""
     if step not in store.steps():
         return None
     with contextlib.suppress(TfdistError):
@@ -292,11 +292,11 @@ def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> fl
     return max((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
 
 
-# Under which strategy a run did a step, by what it left behind.
+# Strategy and replicas of a recorded step, from the files of its run.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class StepEnvironment:
     """Where a step ran; `replicas` is None and `threads` 0 where that is not known."""
 
     kind: str
@@ -312,7 +312,7 @@ def place_of(
     step: int,
     kind: str | None,
     replicas: int | None,
-) -> Place:
+) -> StepEnvironment:
     """Where the run did the step, by what it wrote down; `kind` and `replicas` go before that."""
     told = next(
         (place for place in _told(directory, store, config, step) if place is not None), None
@@ -340,7 +340,7 @@ def place_of(
             expected="to know on how many the step ran",
             fix="say --strategy single, or --replicas N",
         )
-    return Place(
+    return StepEnvironment(
         kind=kind or (told.kind if told else "single"),
         replicas=count,
         threads=told.threads if told else 0,
@@ -349,7 +349,7 @@ def place_of(
 
 def _told(
     directory: RunDirectory, store: CheckpointStore, config: Any, step: int
-) -> Iterator[Place | None]:
+) -> Iterator[StepEnvironment | None]:
     """What the run wrote down of where the step ran, the surest first."""
     yield _by_ledger(directory, step)
     # The checkpoint after the step was written by those who did it.
@@ -359,19 +359,19 @@ def _told(
             yield _by_checkpoint(store.read(found).meta.get("place", {}))
     summary = directory.read_summary() or {}
     if "strategy" in summary:
-        yield Place(kind=summary["strategy"], replicas=int(summary["replicas"]))
+        yield StepEnvironment(kind=summary["strategy"], replicas=int(summary["replicas"]))
     if config.strategy == "single":
-        yield Place(kind="single", replicas=1)
+        yield StepEnvironment(kind="single", replicas=1)
 
 
-def _by_checkpoint(meta: Mapping[str, Any]) -> Place | None:
+def _by_checkpoint(meta: Mapping[str, Any]) -> StepEnvironment | None:
     if "replicas" not in meta:
         return None
     threads = int(meta.get("threads", 0))
-    return Place(kind=meta["strategy"], replicas=int(meta["replicas"]), threads=threads)
+    return StepEnvironment(kind=meta["strategy"], replicas=int(meta["replicas"]), threads=threads)
 
 
-def _by_ledger(directory: RunDirectory, step: int) -> Place | None:
+def _by_ledger(directory: RunDirectory, step: int) -> StepEnvironment | None:
     try:
         ledger = merged(read_directory(directory.path / "ledger"))
     except TfdistError:
@@ -379,5 +379,7 @@ def _by_ledger(directory: RunDirectory, step: int) -> Place | None:
     for attempt in ledger.attempts:
         if attempt.first <= step < min(attempt.last, attempt.limit):
             told = attempt.header
-            return Place(kind=told.strategy, replicas=told.num_replicas, threads=told.threads)
+            return StepEnvironment(
+                kind=told.strategy, replicas=told.num_replicas, threads=told.threads
+            )
     return None

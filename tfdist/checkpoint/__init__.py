@@ -1,4 +1,4 @@
-"""What a run saves and goes on from: the store, the callbacks, and warm starts."""
+"""Checkpoints: the store, the callbacks that save and resume, and warm starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work done in a thread beside the training, one piece at a time; its errors come back."""
+"""A background thread that runs one job at a time and hands its errors back."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], object]) -> None:
-        """Starts `work`, once the one before has ended; raises the error of that one instead."""
+        """Start `work`, once the one before has ended; raise the error of that one instead."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(work,), name=self._name)
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns once nothing is under way; raises, once, what went wrong."""
+        """Return once nothing is under way; raise, once, what went wrong."""
         error = self.join()
         if error is not None:
             raise error
 
     def join(self) -> BaseException | None:
-        """Returns once nothing is under way: what went wrong and was not told yet, or None."""
+        """Return once nothing is under way: what went wrong and was not told yet, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: saves a run as it goes, and goes on at the step where it stood."""
+"""`BackupAndRestore`: saves a run periodically and resumes it at the saved step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BackupAndRestore(keras.callbacks.Callback):
       every_steps: save after each so many steps.
       every_s: save when so many seconds have passed since the last time.
       keep: how many checkpoints are kept, beside the best.
-      best: name of a figure of the logs, like "val_loss"; the checkpoint at the end of the epoch
+      best: name of a metric of the logs, like "val_loss"; the checkpoint at the end of the epoch
         in which it was best is kept too.
       mode: "min" or "max": which is better; "auto" goes by the name.
       exact: refuse what cannot be resumed to the same bits (see the guide on checkpoints).
@@ -102,7 +102,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._background = Background("checkpoint")
 
     def next_step(self, step: int) -> int | None:
-        """The step after which it is next due, None where it does not go by steps."""
+        """Return the step after which it is next due, None where it does not go by steps."""
         every = self._every_steps
         return None if every is None else (step // every + 1) * every
 
@@ -113,11 +113,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         return not self._background.busy
 
     def wants(self, step: int) -> bool:
-        """True when a checkpoint is due after `step` by the number of steps."""
+        """Return True when a checkpoint is due after `step` by the number of steps."""
         return self._every_steps is not None and step % self._every_steps == 0
 
     def prepare(self) -> None:
-        """Takes the directory, and finds out before any training whether it can be written.
+        """Take the directory, and find out before any training whether it can be written.
 
         Chief only; once it has worked it does nothing until `close`. Raises as the class says.
         """
@@ -141,7 +141,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         return _run_state(checkpoint)
 
     def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> None:
-        """Copies the state and has it written. A collective: every training task calls it alike.
+        """Copy the state and have it written. A collective: every training task calls it alike.
 
         Raises in the chief what went wrong with the checkpoint before.
         """
@@ -169,11 +169,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._background.start(lambda: self.store.write(run.step, arrays, meta=meta, best=best))
 
     def wait(self) -> None:
-        """Returns when everything saved is on the disk; raises what went wrong, once."""
+        """Return when everything saved is on the disk; raise what went wrong, once."""
         self._background.wait()
 
     def close(self) -> None:
-        """Waits for a write under way and lets another run write; `save` takes it again.
+        """Wait for a write under way and let another run write; `save` takes it again.
 
         An error that nobody has waited for is logged: something else is being raised.
         """
@@ -184,7 +184,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._prepared = False
 
     def restore(self, model: keras.Model, job: Job, *, callbacks: Any) -> None:
-        """Sets model, optimizer, metrics and callbacks as they were saved. A collective."""
+        """Set model, optimizer, metrics and callbacks as they were saved. A collective."""
         checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)

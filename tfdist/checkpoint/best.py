@@ -1,4 +1,4 @@
-"""Which checkpoint is the best: one number of an epoch's end, and whether less or more of it is."""
+"""Selection of the best checkpoint by one metric at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MORE = ("acc", "auc", "precision", "recall", "f1", "iou", "r2", "similarity")
 
 
 class Best:
-    """Follows one figure of the logs; says when it is better than it ever was.
+    """Follows one metric of the logs; says when it is better than it ever was.
 
     Args:
-      name: of the figure, as in the logs; None follows nothing.
+      name: of the metric, as in the logs; None follows nothing.
       mode: "min", "max", or "auto", which goes by the name.
 
     Raises:
@@ -38,11 +38,11 @@ class Best:
         return self._improved
 
     def epoch_begins(self) -> None:
-        """Forgets the end of the epoch before."""
+        """Forget the end of the epoch before."""
         self._improved = False
 
     def epoch_ends(self, logs: Mapping[str, Any]) -> None:
-        """Looks at an epoch's logs; raises UsageError where they can never have the figure."""
+        """Look at an epoch's logs; raise UsageError where they can never have the metric."""
         if self._name is None or not self._is_in(logs):
             return
         value = float(logs[self._name])
@@ -57,11 +57,11 @@ class Best:
             self._value = value
 
     def get_state(self) -> dict[str, Any] | None:
-        """What a resumed run needs to go on, as JSON."""
+        """Return what a resumed run needs to go on, as JSON."""
         return None if self._name is None else {"name": self._name, "value": self._value}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, unless that followed another figure."""
+        """Go on from `state`, unless that followed another metric."""
         if state.get("name") == self._name:
             self._value = state["value"]
 
@@ -85,7 +85,7 @@ class Best:
 
 
 def less_is_better(name: str, mode: str, *, where: str) -> bool:
-    """Returns which way a figure gets better; UsageError at `where` where nothing tells."""
+    """Return which way a metric gets better; UsageError at `where` where nothing tells."""
     less, more = name.endswith(_LESS), any(part in name for part in _MORE)
     if mode == "auto" and less != more:
         return less

@@ -1,4 +1,4 @@
-"""The state of callbacks as JSON: a small protocol, and Keras' own callbacks fitted to it.
+"""The state of callbacks as JSON: a small protocol, and adapters for Keras' callbacks.
 
 A callback of the user's own takes part by ``get_state() -> JSON`` and ``set_state(state)``.
 """
@@ -40,7 +40,7 @@ def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
-    """Gives each callback its state back; to be called after `on_train_begin`, which resets it."""
+    """Give each callback its state back; to be called after `on_train_begin`, which resets it."""
     for name, callback in _named(callbacks):
         state = states.get(name)
         if state is None:
@@ -53,7 +53,7 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
 
 
 def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """The weights that EarlyStopping keeps to restore in the end, as arrays by name."""
+    """Return the weights that EarlyStopping keeps to restore in the end, as arrays by name."""
     return {
         f"callbacks/{name}/{i}": np.array(weight)
         for name, callback in _named(callbacks)
@@ -67,7 +67,7 @@ def best_weights_in(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
-    """Gives EarlyStopping its kept weights back."""
+    """Give EarlyStopping its kept weights back."""
     for name, callback in _named(callbacks):
         kept: list[Any] = []
         while (key := f"callbacks/{name}/{len(kept)}") in arrays:
@@ -104,7 +104,7 @@ def _get(callback: Any) -> Any:
 
 
 def _frozen(name: str, state: Any) -> Any:
-    """A copy, which the callback does not change while a checkpoint is written."""
+    """Return a copy, which the callback does not change while a checkpoint is written."""
     try:
         return json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
@@ -127,7 +127,7 @@ def _json(value: Any) -> Any:
 
 
 def _cut(path: str, *, separator: str, epoch: int) -> None:
-    """Removes the lines of a CSV log from `epoch` on, which the run will write again."""
+    """Remove the lines of a CSV log from `epoch` on, which the run will write again."""
     with open(path, newline="") as file:
         rows = list(csv.reader(file, delimiter=separator))
     kept = rows[:1] + [row for row in rows[1:] if row and int(float(row[0])) < epoch]

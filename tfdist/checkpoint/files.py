@@ -1,4 +1,4 @@
-"""The files of one checkpoint, each on the disk before the next step relies on it."""
+"""The files of one checkpoint, each synced to disk before the next step relies on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_files(
     best: bool,
     meta: Mapping[str, Any],
 ) -> None:
-    """Writes a shard and the manifest into a new `directory` and fsyncs each; raises OSError."""
+    """Write a shard and the manifest into a new `directory` and fsync each; raise OSError."""
     shutil.rmtree(directory, ignore_errors=True)
     os.mkdir(directory)
     shard, entries = shard_files.write_shard(
@@ -47,7 +47,7 @@ def write_files(
 
 
 def make_directory(directory: Path) -> bool:
-    """Makes the directory of a store, and those above it; False where it was there. Or OSError."""
+    """Make the directory of a store, and those above it; False where it was there. Or OSError."""
     if directory.is_dir():
         return False
     if directory.exists():
@@ -59,7 +59,7 @@ def make_directory(directory: Path) -> bool:
 
 
 def remove_unused(directory: Path, *, but: str) -> None:
-    """Removes a directory where nothing but the file named `but` is in it."""
+    """Remove a directory where nothing but the file named `but` is in it."""
     with contextlib.suppress(OSError):
         if os.listdir(directory) == [but]:
             os.unlink(directory / but)
@@ -84,7 +84,7 @@ def try_out(directory: Path) -> None:
 
 
 def wrong_path(directory: Path, error: OSError) -> UsageError | None:
-    """Returns what to tell of an error that the choice of `directory` brings, else None."""
+    """Return what to tell of an error that the choice of `directory` brings, else None."""
     if error.errno not in _WRONG_PATH:
         return None
     return UsageError(
@@ -98,7 +98,7 @@ def wrong_path(directory: Path, error: OSError) -> UsageError | None:
 def failure(
     directory: Path, error: OSError, *, what: str = "", newest: int | None = None
 ) -> TfdistError:
-    """Returns what is wrong and what is safe, in one line.
+    """Return what is wrong and what is safe, in one line.
 
     Args:
       what: of the directory, as in ``checkpoint of step 7 in ``; all of it if not said.

@@ -1,4 +1,4 @@
-"""What a run is beside its variables: the settings of optimizer and layers, to be compared.
+"""Run fingerprint: the settings of optimizer and layers, compared on resuming.
 
 Settings are the plain values of ``get_config``, lists of numbers, regularizers and constraints.
 Left out is what may change between the attempts of a run, or does so by itself: names, seeds
@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 
 
 def describe(model: keras.Model) -> dict[str, list[Settings]]:
-    """The model's optimizers (from the outermost inwards), layers and losses, as JSON."""
+    """Return the model's optimizers (from the outermost inwards), layers and losses, as JSON."""
     loss = getattr(model, "loss", None)
     return {
         "optimizer": [_settings(o) for o in _optimizers(model.optimizer)],
@@ -38,7 +38,7 @@ def describe(model: keras.Model) -> dict[str, list[Settings]]:
 def require_same(
     saved: Mapping[str, Sequence[Settings]] | None, mine: dict[str, list[Settings]], *, where: str
 ) -> None:
-    """Raises UsageError that names the settings in which a saved run differs; None passes."""
+    """Raise UsageError that names the settings in which a saved run differs; None passes."""
     differences = [] if saved is None else list(_differences(saved, mine))
     if differences:
         more = len(differences) - _DIFFERENCES_SHOWN
@@ -108,7 +108,7 @@ def _plain(config: Settings) -> Settings:
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether a setting is a list of numbers, or of such lists, as a layer's strides are."""
+    """Return whether a setting is a list of numbers, or of such lists, as a layer's strides are."""
     if isinstance(value, list | tuple):
         return all(map(_is_numbers, value))
     return value is None or isinstance(value, bool | int | float)

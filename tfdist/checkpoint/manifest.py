@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: a JSON manifest beside the shards, with its own checksum."""
+"""Checkpoint manifest: JSON beside the shards that lists the arrays, with a checksum."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Manifest:
     arrays: Mapping[str, Entry]
 
     def to_bytes(self) -> bytes:
-        """Returns the manifest as JSON; raises TypeError where `meta` is not JSON."""
+        """Return the manifest as JSON; raise TypeError where `meta` is not JSON."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Reads that of a checkpoint; raises Damaged, NewerFormat, or as `reading_failed` says."""
+        """Read that of a checkpoint; raise Damaged, NewerFormat, or as `reading_failed` says."""
         file = directory / FILE_NAME
         try:
             return cls.from_bytes(file.read_bytes())
@@ -91,7 +91,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
-        """Reads what `to_bytes` wrote; raises Damaged or NewerFormat."""
+        """Read what `to_bytes` wrote; raise Damaged or NewerFormat."""
         try:
             body = json.loads(text)
             checksum = body.pop(_CHECKSUM, None)
@@ -116,7 +116,7 @@ class Manifest:
 
 
 def reading_failed(path: Path, error: OSError) -> Damaged | TfdistError:
-    """Returns what to raise where a file of a checkpoint cannot be read.
+    """Return what to raise where a file of a checkpoint cannot be read.
 
     Only what is damaged is passed over for an older one, and later removed.
     """

@@ -22,7 +22,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """
 
     def set_model(self, model: keras.Model) -> None:
-        """Takes the model, seen through a view whose saves are atomic."""
+        """Take the model, seen through a view whose saves are atomic."""
         self._model = _Saving(model)
 
 
@@ -43,7 +43,7 @@ class _Saving:
 
 
 def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
-    """Saves a model as a file that appears whole or not at all; the chief calls it.
+    """Save a model as a file that appears whole or not at all; the chief calls it.
 
     Raises TfdistError where it cannot be written.
     """

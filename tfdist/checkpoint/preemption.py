@@ -1,4 +1,4 @@
-"""Requests to stop, heard also while the main thread is inside a compiled call of many steps.
+"""Stop requests by signal, noticed while the main thread is inside a long compiled call.
 
 Python runs a signal's handler between two of its own instructions, and so not before such a call
 has returned. What it does at once is to write the number to the wake-up descriptor, where a thread
@@ -30,7 +30,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What asks a run to save and stop; SIGUSR1 is how some schedulers announce the end."""
 
 
-class Asked(Exception):
+class StopRequested(Exception):
     """Some task of the job has been asked to stop. Raised at the same point in all of them."""
 
     def __init__(self, signum: int) -> None:
@@ -70,7 +70,7 @@ class StopRequests:
         self.signum: int | None = None
 
     def slots(self) -> list[float]:
-        """What this task adds to a message to all: 1 for the signal it has heard, else 0."""
+        """Return what this task adds to a message to all: 1 for the signal it has heard, else 0."""
         return [float(self.signum == signum) for signum in SIGNALS]
 
     def __enter__(self) -> StopRequests:
@@ -114,7 +114,7 @@ class StopRequests:
             signal.raise_signal(self.signum)
 
     def _give_back(self) -> None:
-        """Sets the handlers and the descriptor as they were."""
+        """Set the handlers and the descriptor as they were."""
         _entered.remove(self)
         for signum, (handler, action) in self._before.items():
             _set(signum, handler, action)
@@ -156,7 +156,7 @@ class StopRequests:
 
 
 def signal_of(slots: Sequence[float]) -> int | None:
-    """The signal that some task has heard, by the sum of all tasks' `slots`."""
+    """Return the signal that some task has heard, by the sum of all tasks' `slots`."""
     return next((s for s, heard in zip(SIGNALS, slots, strict=True) if heard > 0), None)
 
 
@@ -169,7 +169,7 @@ _entered: list[StopRequests] = []
 
 @functools.cache
 def _forget_in_children() -> None:
-    """Has forked children answer signals as before: theirs would come through our descriptor."""
+    """Have forked children answer signals as before: theirs would come through our descriptor."""
     os.register_at_fork(after_in_child=_forget)
 
 

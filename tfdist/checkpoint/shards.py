@@ -1,4 +1,4 @@
-"""Arrays to raw bytes and back, streamed: one array at a time is in flight."""
+"""Conversion of arrays to raw bytes and back, streamed one array at a time."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def write_shard(
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a new small file and fsyncs; raises OSError."""
+    """Write a new small file and fsync; raise OSError."""
     with FileIO(path, "xb") as file:
         _write_all(file, memoryview(data), hashlib.sha256())
         os.fsync(file.fileno())
 
 
 def read_shard(path: Path, *, shard: Shard, entries: Mapping[str, Entry]) -> dict[str, Array]:
-    """Reads the arrays of one shard, verifying its checksum; raises Damaged or TfdistError."""
+    """Read the arrays of one shard, verifying its checksum; raise Damaged or TfdistError."""
     digest = hashlib.sha256()
     arrays = {}
     position = 0
@@ -88,7 +88,7 @@ def read_shard(path: Path, *, shard: Shard, entries: Mapping[str, Entry]) -> dic
 
 
 def check_size(path: Path, *, shard: Shard) -> None:
-    """Raises Damaged where the file is missing or not as long as it was written, or TfdistError."""
+    """Raise Damaged where the file is missing or not as long as it was written, or TfdistError."""
     try:
         size_bytes = path.stat().st_size
     except OSError as error:
@@ -114,7 +114,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _raw_bytes(array: Array) -> memoryview:
-    """The array's little-endian bytes in C order, without a copy where it lies like that."""
+    """Return the array's little-endian bytes in C order, without a copy where it lies like that."""
     big = array.dtype.byteorder == ">" or (sys.byteorder == "big" and array.dtype.byteorder == "=")
     flat = np.ascontiguousarray(array.byteswap() if big else array).reshape(-1)
     return flat.view(np.uint8).data

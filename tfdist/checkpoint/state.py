@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def variables_of(model: keras.Model) -> dict[str, Any]:
-    """The variables that make up the state of a run, by the name they are stored under."""
+    """Return the variables that make up the state of a run, by the name they are stored under."""
     groups = {
         "weights": model.weights,
         "optimizer": model.optimizer.variables if model.optimizer is not None else [],
@@ -31,7 +31,7 @@ def variables_of(model: keras.Model) -> dict[str, Any]:
 
 
 def capture(model: keras.Model, job: Job) -> Arrays:
-    """Copies the state into arrays. A collective: every training task calls it alike.
+    """Copy the state into arrays. A collective: every training task calls it alike.
 
     An array is of the variable's shape, those of per-replica variables ``[replicas, *shape]``.
     Only the chief gets them; the others send the rows of their replicas and get nothing. What is
@@ -49,7 +49,7 @@ def capture(model: keras.Model, job: Job) -> Arrays:
 
 
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:
-    """Sets the state from the chief's `arrays`. A collective: every task calls it alike."""
+    """Set the state from the chief's `arrays`. A collective: every task calls it alike."""
     for name, variable in variables_of(model).items():
         if _per_replica(variable):
             _restore_replicas(variable, job, None if arrays is None else arrays[name])
@@ -59,14 +59,14 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
 
 
 def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
-    """Returns the chief's array, of the shape and type of `like`, in every task. A collective."""
+    """Return the chief's array, of the shape and type of `like`, in every task. A collective."""
     dtype = _numpy_dtype(like)
     mine = np.asarray(value, dtype) if job.is_chief else np.zeros(tuple(like.shape), dtype)
     return sum_bytes(job, mine, of="the chief's value of a variable")
 
 
 def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
-    """Returns the chief's `arrays`, of any types and shapes, in every task. A collective."""
+    """Return the chief's `arrays`, of any types and shapes, in every task. A collective."""
     mine = {name: np.asarray(array) for name, array in (arrays or {}).items()}
     told = broadcast({name: [array.dtype.name, array.shape] for name, array in mine.items()})
     return {
@@ -80,7 +80,7 @@ def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
 
 
 def names_of(model: keras.Model) -> dict[str, list[Any]]:
-    """What each array is: the variable's path, shape and type, as JSON."""
+    """Return what each array is: the variable's path, shape and type, as JSON."""
     return {
         name: [variable.path, list(variable.shape), str(variable.dtype)]
         for name, variable in variables_of(model).items()
@@ -90,7 +90,7 @@ def names_of(model: keras.Model) -> dict[str, list[Any]]:
 def require_same(
     model: keras.Model, saved: Mapping[str, Any], *, where: str, group: str = ""
 ) -> None:
-    """Raises UsageError that names the differences between a saved state and the model's.
+    """Raise UsageError that names the differences between a saved state and the model's.
 
     With a `group` ("weights", "optimizer", "metrics") nothing else is looked at.
     """
@@ -118,7 +118,7 @@ def require_same(
 
 
 def _own_copy(variable: Any) -> np.ndarray[Any, Any]:
-    """The value in memory of our own: the next steps write to the variable's."""
+    """Return the value in memory of our own: the next steps write to the variable's."""
     array = np.asarray(variable.numpy())
     return array if array.flags.owndata else array.copy()
 
@@ -146,7 +146,7 @@ def _rows_of_all(job: Job, rows: Arrays) -> Arrays:
 
 
 def _restore_replicas(variable: Any, job: Job, rows: Any) -> None:
-    """Gives each replica its row; with another number of replicas, the first one the sum."""
+    """Give each replica its row; with another number of replicas, the first one the sum."""
     count = np.array([0.0 if rows is None else float(len(rows))])
     saved = int(sum_over_tasks(job, count, of="the number of replicas in a checkpoint")[0])
     shape, dtype = tuple(variable.shape), _numpy_dtype(variable)

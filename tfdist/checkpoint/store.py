@@ -1,4 +1,4 @@
-"""A directory of checkpoints that a crash at any moment leaves readable.
+"""Crash-safe directory of checkpoints: readable after a crash at any moment.
 
 A checkpoint is a directory ``step-<step>.<serial>``: a shard of raw bytes and a manifest that names
 it with its checksum. It is written under a hidden name, fsynced file by file, and renamed. The
@@ -85,7 +85,7 @@ class CheckpointStore:
         return self._directory
 
     def prepare(self) -> None:
-        """Becomes the writer, and finds out now whether a checkpoint can be written.
+        """Become the writer, and find out now whether a checkpoint can be written.
 
         Makes the directory, takes the lock, removes what a crash left, and writes and renames a
         directory of one byte. Called by the task that writes.
@@ -114,7 +114,7 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         best: bool = False,
     ) -> Path:
-        """Writes a checkpoint and removes those no longer kept; returns its directory.
+        """Write a checkpoint and remove those no longer kept; return its directory.
 
         `arrays` is read one at a time, so it may compute them when asked. `meta` is JSON. A
         checkpoint written with `best` is kept until a better one is. Safe to call from any thread;
@@ -140,26 +140,26 @@ class CheckpointStore:
         return self._directory / name
 
     def steps(self) -> list[int]:
-        """Returns the steps of the whole checkpoints, in the order they were written."""
+        """Return the steps of the whole checkpoints, in the order they were written."""
         return [place.step for place, _ in self._sound()]
 
     def latest(self) -> int | None:
-        """Returns the step that was written last, None where there is none."""
+        """Return the step that was written last, None where there is none."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def newest_name(self) -> str | None:
-        """Returns the name of the directory that was written last, whole or not."""
+        """Return the name of the directory that was written last, whole or not."""
         places = self._places()
         return places[-1].path.name if places else None
 
     def best(self) -> int | None:
-        """Returns the step of the last checkpoint written with `best`."""
+        """Return the step of the last checkpoint written with `best`."""
         steps = [place.step for place, manifest in self._sound() if manifest.best]
         return steps[-1] if steps else None
 
     def read(self, step: int | None = None) -> Checkpoint:
-        """Reads the checkpoint of `step`, or the newest one that is whole.
+        """Read the checkpoint of `step`, or the newest one that is whole.
 
         A damaged newest one is named in a warning and the one before it used; a damaged one that
         was asked for by its step is an error. Holds no more than the arrays once.
@@ -199,7 +199,7 @@ class CheckpointStore:
         return self.read() if self._places() else None
 
     def close(self) -> None:
-        """Lets another writer in; removes a directory that was made for it and never used."""
+        """Let another writer in; remove a directory that was made for it and never used."""
         with self._writing:
             self._give_up()
 
@@ -228,7 +228,7 @@ class CheckpointStore:
             ) from error
 
     def _places(self) -> list[_Place]:
-        """The checkpoints there are, whole or not, oldest first."""
+        """Return the checkpoints there are, whole or not, oldest first."""
         try:
             names = os.listdir(self._directory)
         except FileNotFoundError:
@@ -255,7 +255,7 @@ class CheckpointStore:
         return sound
 
     def _discard_old(self) -> None:
-        """Removes what is neither among the last `keep` nor the best; the damaged do not count."""
+        """Remove what is neither among the last `keep` nor the best; the damaged do not count."""
         sound = self._sound()
         kept = {place.path for place, _ in sound[-self._keep :]}
         kept.update([place.path for place, manifest in sound if manifest.best][-1:])

@@ -1,4 +1,4 @@
-"""Starting from weights trained before: a checkpoint, a `.keras` or a `.weights.h5` file."""
+"""Warm starts from trained weights: a checkpoint, a `.keras` or a `.weights.h5` file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_weights(
     layers: Sequence[str] | None = None,
     best: bool = False,
 ) -> list[str]:
-    """Sets the model's weights from a file or checkpoint. A collective: every task calls it.
+    """Set the model's weights from a file or checkpoint. A collective: every task calls it.
 
     The chief reads; the others get the weights from it. The optimizer stays as it is.
 
@@ -64,7 +64,7 @@ def load_weights(
 
 
 def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
-    """The variables to set, by their layer, their position in it and their name.
+    """Return the variables to set, by their layer, their position in it and their name.
 
     Those that are of no layer have the model itself in its place; of several layers of one name,
     the second has ``#2`` after it.
@@ -132,7 +132,7 @@ def _values(model: keras.Model) -> dict[str, Any]:
 
 
 def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
-    """Reads into the model, and puts back what it had: only what is wanted is set later.
+    """Read into the model, and put back what it had: only what is wanted is set later.
 
     Keras would set the optimizer too, here in the chief alone.
     """
@@ -157,7 +157,7 @@ def _from_checkpoint(model: keras.Model, path: str, *, best: bool) -> dict[str, 
 
 
 def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> None:
-    """Sets the weights of a model of this process alone, which the same program has made.
+    """Set the weights of a model of this process alone, which the same program has made.
 
     Raises UsageError for another model's.
     """
@@ -168,7 +168,7 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
 
 
 def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Takes them by the order of the weights where the model is the same, else by their paths."""
+    """Take them by the order of the weights where the model is the same, else by their paths."""
     saved = checkpoint.meta["variables"]
     weights = {n: a for n, a in checkpoint.arrays.items() if n.startswith("weights/")}
     paths = Counter(saved[name][0] for name in weights)

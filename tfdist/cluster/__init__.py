@@ -1,4 +1,4 @@
-"""Which tasks a job has, where they listen, and how each is told; without TensorFlow."""
+"""Tasks of a job, their addresses and settings; without TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of tasks: ``host:port``, checked before anything tries to connect to them."""
+"""Addresses of tasks, ``host:port``, validated before anything connects to them."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _short, _short_json = _Short(), _ShortJson()
 
 
 def shown(value: object) -> str:
-    """Returns `value` as one short line for an error message, whatever it holds."""
+    """Return `value` as one short line for an error message, whatever it holds."""
     return _short.repr(value)
 
 
 def shown_json(value: object) -> str:
-    """Returns what `shown` does, for a value that the user wrote as JSON."""
+    """Return what `shown` does, for a value that the user wrote as JSON."""
     return _short_json.repr(value)
 
 
 def check_address(address: object, *, where: str) -> tuple[str, int]:
-    """Returns a key that is equal for two addresses at which two servers cannot both listen.
+    """Return a key that is equal for two addresses at which two servers cannot both listen.
 
     A server listens on every interface of its machine, so all names of this machine
     (``localhost``, ``127.0.0.2``, ``[::1]``) are one host to it.
@@ -68,14 +68,14 @@ def check_address(address: object, *, where: str) -> tuple[str, int]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host, without the brackets of IPv6, and the port of a valid address."""
+    """Return the host, without the brackets of IPv6, and the port of a valid address."""
     check_address(address, where="address")
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def _host_key(host: str) -> str | None:
-    """Returns the host in its one spelling, or None when it is no host."""
+    """Return the host in its one spelling, or None when it is no host."""
     if host[0] == "[":
         address, percent, zone = host[1:-1].partition("%")
         return _ipv6_key(_packed(address, socket.AF_INET6), percent + zone)
@@ -108,7 +108,7 @@ def _packed(host: str, family: socket.AddressFamily) -> bytes | None:
 
 
 def meant(text: str) -> list[str]:
-    """Returns the addresses that `text` was probably meant to hold, each one that is accepted.
+    """Return the addresses that `text` was probably meant to hold, each one that is accepted.
 
     They are short enough for an error message. A text that gives no hint has an example.
     """
@@ -120,7 +120,7 @@ def meant(text: str) -> list[str]:
 
 
 def _mistake(address: object, *, where: str) -> UsageError:
-    """Finds what is wrong with an address that has not the form ``host:port``."""
+    """Find what is wrong with an address that has not the form ``host:port``."""
     if not isinstance(address, str):
         fix = f'write "host:{_EXAMPLE_PORT}", in quotes'
         expected = '"host:port"'
@@ -158,7 +158,7 @@ def _mistake(address: object, *, where: str) -> UsageError:
 
 
 def _repaired(text: str) -> str | None:
-    """Returns the address that was probably meant; None if nothing comes near one."""
+    """Return the address that was probably meant; None if nothing comes near one."""
     text = "".join(text.split())
     if "://" in text:
         text = text.split("://", 1)[1].lstrip("/").partition("/")[0]

@@ -1,4 +1,4 @@
-"""Which parameter server gets the next variable, by bytes and not by count; what is split."""
+"""Placement of variables on parameter servers, balanced by bytes; which ones are split."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Balance:
         return tuple(self._sizes_bytes)
 
     def next(self) -> int:
-        """The index of the ps with the fewest bytes, the first of several."""
+        """Return the index of the ps with the fewest bytes, the first of several."""
         return self._sizes_bytes.index(min(self._sizes_bytes))
 
     def add(self, index: int, size_bytes: int) -> None:
-        """Counts a variable that was made on a ps."""
+        """Count a variable that was made on a ps."""
         self._sizes_bytes[index] += size_bytes
 
 

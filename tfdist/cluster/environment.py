@@ -1,4 +1,4 @@
-"""Finding out from the environment which task of which job this process is.
+"""Detection of this process's job and task from its environment.
 
 Whoever starts the tasks leaves variables for them, each in its own way. A reader knows one
 way: it returns None when its variables are not there or speak of one process, and raises
@@ -80,7 +80,7 @@ READERS: tuple[Reader, ...] = tuple(SOURCES.values())[1:]
 def read_environment(
     environ: Mapping[str, str], *, readers: Sequence[Reader] = READERS
 ) -> TaskConfig | None:
-    """Returns which task of which job this process is, or None: a process by itself.
+    """Return which task of which job this process is, or None: a process by itself.
 
     Raises:
         UsageError: a source is wrong, or two of them disagree; the message has both.
@@ -89,13 +89,13 @@ def read_environment(
         told = tf_config.from_environ(environ)
         if told is not None:
             return told
-    _check_wishes(environ)
+    _check_settings(environ)
     named = environ.get("TFDIST_CLUSTER", "").strip()
     if named not in ("", "auto"):
         return _from_source(named, environ)
     told = tf_config.from_environ(environ)
     if told is not None:
-        told = _with_options(_with_wishes(told, environ), environ)
+        told = _with_options(_with_settings(told, environ), environ)
         _check_agreement(told, environ)
         return told
     for reader in readers:
@@ -107,25 +107,25 @@ def read_environment(
     return _alone(environ)
 
 
-def _check_wishes(environ: Mapping[str, str]) -> None:
-    """Refuses our variables where they are wrong, also where nothing else would read them."""
+def _check_settings(environ: Mapping[str, str]) -> None:
+    """Refuse our variables where they are wrong, also where nothing else would read them."""
     if any(name.startswith("TFDIST_") for name in environ):
-        from tfdist.cluster import wishes
+        from tfdist.cluster import settings
 
-        wishes.from_environ(environ)
+        settings.from_environ(environ)
 
 
 def _alone(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Returns what a process by itself is told: None, or options and which attempt it is."""
+    """Return what a process by itself is told: None, or options and which attempt it is."""
     if "SLURM_RESTART_COUNT" not in environ and not any(n.startswith("TFDIST_") for n in environ):
         return None
-    from tfdist.cluster import slurm, wishes
+    from tfdist.cluster import settings, slurm
 
-    options = wishes.from_environ(environ).options(attempt=slurm.attempt(environ))
-    wished = options.strategy
+    options = settings.from_environ(environ).options(attempt=slurm.attempt(environ))
+    job_settings = options.strategy
     ps = environ.get("TFDIST_PS", "").strip()
-    if wished in ("multiworker", "ps"):
-        raise _not_several("TFDIST_STRATEGY", wished)
+    if job_settings in ("multiworker", "ps"):
+        raise _not_several("TFDIST_STRATEGY", job_settings)
     if ps and int(ps):
         raise _not_several("TFDIST_PS", ps)
     if options.evaluator:
@@ -145,7 +145,7 @@ def _not_several(where: str, value: str) -> UsageError:
 
 
 def _from_source(name: str, environ: Mapping[str, str]) -> TaskConfig | None:
-    """Returns what the source that the user named says."""
+    """Return what the source that the user named says."""
     if name == "none":
         return _alone(environ)
     if name not in SOURCES:
@@ -166,31 +166,31 @@ def _from_source(name: str, environ: Mapping[str, str]) -> TaskConfig | None:
         )
     if name != "tf_config":
         return config
-    return _with_options(_with_wishes(config, environ), environ)
+    return _with_options(_with_settings(config, environ), environ)
 
 
-def _with_wishes(told: TaskConfig, environ: Mapping[str, str]) -> TaskConfig:
-    """Returns `told` with the strategy of TFDIST_STRATEGY, where TF_CONFIG leaves it open."""
-    wished, has = environ.get("TFDIST_STRATEGY", "").strip() or "auto", told.options.strategy
-    if "auto" not in (wished, has) and wished != has:
-        _disagree("TFDIST_STRATEGY", f"{wished}, and TF_CONFIG with {has}")
+def _with_settings(told: TaskConfig, environ: Mapping[str, str]) -> TaskConfig:
+    """Return `told` with the strategy of TFDIST_STRATEGY, where TF_CONFIG leaves it open."""
+    job_settings, has = environ.get("TFDIST_STRATEGY", "").strip() or "auto", told.options.strategy
+    if "auto" not in (job_settings, has) and job_settings != has:
+        _disagree("TFDIST_STRATEGY", f"{job_settings}, and TF_CONFIG with {has}")
     ps, count = environ.get("TFDIST_PS", "").strip(), len(told.cluster.ps)
     if ps and int(ps) != count:
         _disagree("TFDIST_PS", f"{ps}, and TF_CONFIG with {count} ps")
-    if wished == "auto" or has != "auto":
+    if job_settings == "auto" or has != "auto":
         return told
-    return replace(told, options=replace(told.options, strategy=wished))
+    return replace(told, options=replace(told.options, strategy=job_settings))
 
 
 def _with_options(told: TaskConfig, environ: Mapping[str, str]) -> TaskConfig:
-    """Returns `told` with the options of our variables, where TF_CONFIG has none of its own."""
+    """Return `told` with the options of our variables, where TF_CONFIG has none of its own."""
     if told.options != JobOptions(strategy=told.options.strategy):
         return told
     if not any(name.startswith("TFDIST_") for name in environ):
         return told
-    from tfdist.cluster import wishes
+    from tfdist.cluster import settings
 
-    options = wishes.from_environ(environ).options()
+    options = settings.from_environ(environ).options()
     return replace(told, options=replace(options, strategy=told.options.strategy))
 
 
@@ -200,7 +200,7 @@ def _disagree(where: str, received: str) -> None:
 
 
 def _check_agreement(told: TaskConfig, environ: Mapping[str, str]) -> None:
-    """Compares TF_CONFIG with what else says how many tasks there are and where this one is."""
+    """Compare TF_CONFIG with what else says how many tasks there are and where this one is."""
     if told.task.type == "evaluator":
         return  # beside the job, and counted by some and not by others
     count = max(1, len(told.cluster.training_tasks()))
@@ -247,7 +247,7 @@ def _check_listed(found: TaskConfig, value: str) -> None:
 
 
 def _sizes(environ: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Returns the variable and the number of tasks of the innermost launcher that counts them."""
+    """Return the variable and the number of tasks of the innermost launcher that counts them."""
     if "OMPI_COMM_WORLD_SIZE" in environ or "PMI_RANK" in environ:
         from tfdist.cluster import mpi
 

@@ -1,4 +1,4 @@
-"""Node lists as schedulers write them: ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
+"""Parser of schedulers' node lists: ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
 
 What Slurm expands, `expand` expands to the same names in the same order; text after a bracket,
 as in ``n[1-2]-ib``, which Slurm refuses and Intel MPI and DNS names have, is taken too.
@@ -35,7 +35,7 @@ _FEWER = f"at most {MAX_HOSTS} names in all"
 
 
 def expand(text: str, *, where: str) -> list[str]:
-    """Returns the names in a node list, in its order; repeated names stay.
+    """Return the names in a node list, in its order; repeated names stay.
 
     The numbers of a range have at least as many digits as its first one. Of several brackets
     in one name the last varies fastest and the first next, as Slurm has it: ``[a][b][c]``
@@ -58,7 +58,7 @@ def expand(text: str, *, where: str) -> list[str]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """Returns a short node list that `expand` turns into `names` again, in the same order."""
+    """Return a short node list that `expand` turns into `names` again, in the same order."""
     parts: list[str] = []
     for prefix, group in itertools.groupby(names, lambda name: name.rstrip(_DIGITS)):
         numbers = [name[len(prefix) :] for name in group]
@@ -70,7 +70,7 @@ def compress(names: Iterable[str]) -> str:
 
 
 def expand_counts(text: str, *, where: str) -> list[int]:
-    """Returns the number for each node of a list like ``2(x3),1``, which is 2, 2, 2, 1."""
+    """Return the number for each node of a list like ``2(x3),1``, which is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.strip().split(","):
         match = _COUNT.fullmatch(part)
@@ -87,7 +87,7 @@ def expand_counts(text: str, *, where: str) -> list[int]:
 
 
 def split(text: str, *, where: str) -> Iterator[str]:
-    """Yields the parts of a list between the commas that are outside brackets."""
+    """Yield the parts of a list between the commas that are outside brackets."""
     end = -1
     for match in _ELEMENT.finditer(text):
         if match.start() != end + 1 or (end >= 0 and text[end] != ","):
@@ -101,7 +101,7 @@ def split(text: str, *, where: str) -> Iterator[str]:
 def _all_names(
     before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
 ) -> list[str]:
-    """Returns the names of a list from the text before each of its brackets, and the last one."""
+    """Return the names of a list from the text before each of its brackets, and the last one."""
     outside = ",".join([*before, last])
     if "[" in outside or "]" in outside:
         raise _mistake(text, where, _PAIRS)
@@ -118,7 +118,7 @@ def _all_names(
 def _with_brackets_at_the_end(
     before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
 ) -> list[str]:
-    """Returns the names of a list like ``a[1-3,7],b,c[01-04]``.
+    """Return the names of a list like ``a[1-3,7],b,c[01-04]``.
 
     One of a large machine has a bracket for each chassis, tens of thousands: what is done for each
     of them is done for all in one go.
@@ -154,7 +154,7 @@ def _with_brackets_at_the_end(
 
 
 def _all_of_ranges(beginnings: Sequence[str], joined: str) -> list[str] | None:
-    """Returns the names of ``a[1-3],b[7-9]``.
+    """Return the names of ``a[1-3],b[7-9]``.
 
     None where a number has zeros before it, some range has no number, or all have too many.
     """
@@ -172,7 +172,7 @@ def _all_of_ranges(beginnings: Sequence[str], joined: str) -> list[str] | None:
 def _with_brackets_anywhere(
     before: Sequence[str], brackets: Sequence[str], last: str, *, text: str, where: str
 ) -> list[str]:
-    """Returns the names of a list like ``a[1-3]-ib,r[1-4]n[1-8]``."""
+    """Return the names of a list like ``a[1-3]-ib,r[1-4]n[1-8]``."""
     *names, prefix = before[0].split(",")
     known: dict[str, _Numbers] = {}  # thousands of racks have the same numbers
     pieces: list[str] = []  # of a name with several brackets, those that have been seen
@@ -204,14 +204,14 @@ def _with_brackets_anywhere(
 
 
 def _check_brackets(brackets: Sequence[str], where: str) -> None:
-    """Refuses what is in brackets and no list of numbers; one look is enough for all of them."""
+    """Refuse what is in brackets and no list of numbers; one look is enough for all of them."""
     if not _RANGES.fullmatch(",".join(brackets)):
         wrong = next((inside for inside in brackets if not _RANGES.fullmatch(inside)), "")
         raise _mistake(f"[{wrong}]", where, _NUMBERS)
 
 
 def _ends(after: Sequence[str], values: Sequence[_Numbers], *, where: str) -> list[str]:
-    """Returns what may follow a name's beginning: a number of each bracket, and the text after it.
+    """Return what may follow a name's beginning: a number of each bracket, and the text after it.
 
     The last bracket varies fastest and the first next.
     """
@@ -225,7 +225,7 @@ def _ends(after: Sequence[str], values: Sequence[_Numbers], *, where: str) -> li
 
 
 def _numbers(inside: str, where: str) -> _Numbers:
-    """Returns the numbers of one bracket, such as ``1-3,07``, as they are to be written."""
+    """Return the numbers of one bracket, such as ``1-3,07``, as they are to be written."""
     low, _, high = inside.partition("-")
     if low[0] != "0" and high.isdecimal() and "," not in low:  # as most of them are
         first, last = int(low), int(high)
@@ -253,7 +253,7 @@ def _numbers(inside: str, where: str) -> _Numbers:
 
 
 def _add_range(made: list[str], low: int, high: int, width: int) -> None:
-    """Adds the numbers of a range, those of the same length at once: their zeros are the same."""
+    """Add the numbers of a range, those of the same length at once: their zeros are the same."""
     while low <= high:
         digits = len(str(low))
         until = min(high, 10**digits - 1)

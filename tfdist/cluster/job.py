@@ -59,7 +59,7 @@ class JobOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
-        """Returns the options of ``{name: value}``; `UsageError` for a name it does not have."""
+        """Return the options of ``{name: value}``; `UsageError` for a name it does not have."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
@@ -71,12 +71,12 @@ class JobOptions:
         return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
 
     def as_dict(self) -> dict[str, str | int | float | None]:
-        """Returns ``{name: value}`` of every option."""
+        """Return ``{name: value}`` of every option."""
         return dataclasses.asdict(self)
 
 
 def check_strategy(strategy: object, *, where: str) -> None:
-    """Raises `UsageError`, with the name that was probably meant, unless it is known."""
+    """Raise `UsageError`, with the name that was probably meant, unless it is known."""
     if isinstance(strategy, str) and strategy in STRATEGIES:
         return
     hint = near(strategy.strip().lower(), STRATEGIES) if isinstance(strategy, str) else ""
@@ -123,7 +123,7 @@ def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
 def addressed_tasks(
     *, strategy: str, workers: int = 1, ps: int = 0, chief: bool = False, evaluator: bool = False
 ) -> tuple[Task, ...]:
-    """Returns the tasks of a job that need an address, in the order in which they start.
+    """Return the tasks of a job that need an address, in the order in which they start.
 
     A ps job always has a chief, which is not counted among `workers`. In a multiworker job
     worker 0 is the chief, unless `chief` asks for a task of that type besides the workers.
@@ -151,7 +151,7 @@ def build_cluster(
     chief: bool = False,
     evaluator: bool = False,
 ) -> ClusterSpec:
-    """Returns the cluster of a job in which `addressed_tasks` get `addresses`, in their order."""
+    """Return the cluster of a job in which `addressed_tasks` get `addresses`, in their order."""
     tasks = addressed_tasks(
         strategy=strategy, workers=workers, ps=ps, chief=chief, evaluator=evaluator
     )

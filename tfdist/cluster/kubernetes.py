@@ -1,4 +1,4 @@
-"""Kubernetes: the cluster of the pods of an indexed Job, a StatefulSet or a JobSet.
+"""Cluster resolver of Kubernetes: pods of an indexed Job, a StatefulSet or a JobSet.
 
 The manifest names the pods in TFDIST_HOSTS, as a node list; a pod finds itself there by its
 host name, so that one manifest does for all. With a headless Service ``train`` and the pods'
@@ -19,47 +19,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import placement, wishes
+from tfdist.cluster import placement, settings
 from tfdist.cluster.address import shown
+from tfdist.cluster.settings import HOSTS, text
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.cluster.wishes import HOSTS, text
 from tfdist.errors import UsageError
 
 INDEX = "JOB_COMPLETION_INDEX"
 
 
 def is_pod(environ: Mapping[str, str]) -> bool:
-    """Returns whether this process is in a pod whose manifest says which pods the job has."""
+    """Return whether this process is in a pod whose manifest says which pods the job has."""
     in_pod = "KUBERNETES_SERVICE_HOST" in environ or INDEX in environ
     return in_pod and bool(text(environ, HOSTS))
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Returns this pod's part of the job, or None outside a pod that has TFDIST_HOSTS.
+    """Return this pod's part of the job, or None outside a pod that has TFDIST_HOSTS.
 
     Raises:
         UsageError: the pod is not in the list, or is where its index does not say.
     """
     if not is_pod(environ):
         return None
-    if text(environ, wishes.NODE_RANK):
+    if text(environ, settings.NODE_RANK):
         return placement.from_environ(environ)
-    wished = wishes.from_environ(environ)
+    job_settings = settings.from_environ(environ)
     listed = placement.parse_hosts(text(environ, HOSTS), where=HOSTS)
     if any(slots > 1 for _, slots in listed):
         fix = "write a pod for each task"
         received = shown(text(environ, HOSTS))
         raise UsageError(HOSTS, received=received, expected="one task a pod", fix=fix)
     pods = [host for host, _ in listed]
-    return placement.one_of(pods, rank=_rank(environ, pods), wished=wished)
+    return placement.one_of(pods, rank=_rank(environ, pods), job_settings=job_settings)
 
 
 def _rank(environ: Mapping[str, str], pods: Sequence[str]) -> int:
-    """Returns where this pod is in the list."""
+    """Return where this pod is in the list."""
     name = text(environ, "HOSTNAME")
     if not name:
         expected = "the pod's name, which containers have there"
-        raise wishes.missing("HOSTNAME", expected)
+        raise settings.missing("HOSTNAME", expected)
     ranks = [rank for rank, pod in enumerate(pods) if placement.same_host(pod, name)]
     if len(ranks) != 1:
         raise UsageError(
@@ -68,7 +68,7 @@ def _rank(environ: Mapping[str, str], pods: Sequence[str]) -> int:
             expected=f"one of {shown(environ[HOSTS])}, each once",
             fix=f"write the names of the job's pods into {HOSTS}, with the Service's name",
         )
-    index = wishes.integer(environ, INDEX)
+    index = settings.integer(environ, INDEX)
     if index is not None and name.split(".")[0].rpartition("-")[2] != str(index):
         raise UsageError(
             INDEX,

@@ -1,4 +1,4 @@
-"""MPI's launchers: the cluster from the variables that mpirun sets for each rank.
+"""Cluster resolver of MPI: the variables that mpirun sets for each rank.
 
 They say how many ranks there are, on all hosts and on this one, and never on which hosts: those
 come from TFDIST_HOSTS (``mpirun -x TFDIST_HOSTS``), in a Slurm allocation from its node list,
@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import hostlist, placement, slurm, wishes
+from tfdist.cluster import hostlist, placement, settings, slurm
 from tfdist.cluster.address import shown
+from tfdist.cluster.settings import HOSTS, integer, needed, text
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.cluster.wishes import HOSTS, integer, needed, text
 from tfdist.errors import UsageError
 
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
@@ -48,13 +48,13 @@ class _World:
 
 
 def num_tasks(environ: Mapping[str, str]) -> int:
-    """Returns how many ranks mpirun started, this one among them; 1 if it did not."""
+    """Return how many ranks mpirun started, this one among them; 1 if it did not."""
     world = _world(environ)
     return world.size if world else 1
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Returns this rank's part of the job, or None outside a job of several ranks.
+    """Return this rank's part of the job, or None outside a job of several ranks.
 
     Ranks are taken host after host, as mpirun places them unless told otherwise
     (``--map-by slot``). Ports begin at one that follows from the name of the job, or at
@@ -66,15 +66,15 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     world = _world(environ)
     if world is None or world.size == 1:
         return None
-    wished = wishes.from_environ(environ)
+    job_settings = settings.from_environ(environ)
     where, ranks = _hosts(environ, world)
     _check_self(environ, world, ranks, where)
     job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
-    first_port = placement.port_of_job(job, wished=wished)
-    at = placement.ports_of_ranks(ranks, first_port=first_port, among=wished.ports)
-    types = placement.task_types(world.size, wished=wished)
+    first_port = placement.port_of_job(job, job_settings=job_settings)
+    at = placement.ports_of_ranks(ranks, first_port=first_port, among=job_settings.ports)
+    types = placement.task_types(world.size, job_settings=job_settings)
     attempt = slurm.attempt(environ)  # in whose jobs mpirun is at home, too
-    return placement.placed(at, types, rank=world.rank, wished=wished, attempt=attempt)
+    return placement.placed(at, types, rank=world.rank, job_settings=job_settings, attempt=attempt)
 
 
 def _world(environ: Mapping[str, str]) -> _World | None:
@@ -89,7 +89,7 @@ def _world(environ: Mapping[str, str]) -> _World | None:
         value = text(environ, HOSTS)
         if not value:
             expected = "the hosts of the job, as PMIx does not tell a rank how many there are"
-            raise wishes.missing(HOSTS, expected)
+            raise settings.missing(HOSTS, expected)
         size = len(placement.ranks_of(placement.parse_hosts(value, where=HOSTS)))
         rank = needed(environ, _PMIX_RANK, most=size - 1)
         names = (HOSTS, _PMIX_RANK)
@@ -100,7 +100,7 @@ def _world(environ: Mapping[str, str]) -> _World | None:
 
 
 def _is_of_slurm(environ: Mapping[str, str]) -> bool:
-    """Returns whether srun itself set the variables of PMI or PMIx.
+    """Return whether srun itself set the variables of PMI or PMIx.
 
     It says the same by its own variables then, and more: with ``--mpi=pmi2`` and ``pmix``, and
     with ``cray_shasta``, the default of HPE Cray EX, which has the step's number in PALS_APID.
@@ -141,7 +141,7 @@ def _sized(
 
 
 def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
-    """Returns the variable that says where the ranks are, and the host of each."""
+    """Return the variable that says where the ranks are, and the host of each."""
     value = text(environ, HOSTS)
     if value:
         ranks = placement.ranks_of(placement.parse_hosts(value, where=HOSTS))
@@ -159,7 +159,7 @@ def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
     nodes = hostlist.expand(listed, where="SLURM_JOB_NODELIST") if listed else []
     if not nodes or world.size % len(nodes):
         expected = f"the hosts of the {world.size} ranks, which are on several"
-        raise wishes.missing(HOSTS, f"{expected}; pass it on with mpirun -x {HOSTS}")
+        raise settings.missing(HOSTS, f"{expected}; pass it on with mpirun -x {HOSTS}")
     each = world.size // len(nodes)
     return "SLURM_JOB_NODELIST", [node for node in nodes for _ in range(each)]
 
@@ -167,7 +167,7 @@ def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
 def _check_self(
     environ: Mapping[str, str], world: _World, ranks: Sequence[str], where: str
 ) -> None:
-    """Compares where this rank should be with what it is told of itself."""
+    """Compare where this rank should be with what it is told of itself."""
     host = ranks[world.rank]
     here = [rank for rank, other in enumerate(ranks) if other == host]
     local = here.index(world.rank)

@@ -1,4 +1,4 @@
-"""What this process is doing right now, for whoever watches over it.
+"""Progress register of this process: its phase and step, read by the heartbeat.
 
 The program enters a phase; a thread beside it tells the launcher. Without a launcher nobody reads
 it, and entering a phase costs a microsecond.
@@ -61,8 +61,8 @@ class PhaseState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Awaited:
-    """The oldest piece of work that this process has given to another and that is not done.
+class PendingWork:
+    """The oldest work unit that this process has dispatched and that is not done.
 
     Attributes:
       task: who has it, as ``worker-1``.
@@ -77,47 +77,47 @@ class Awaited:
 
 _state = PhaseState(since_s=time.monotonic())
 _lock = threading.Lock()
-_awaited: Awaited | None = None
+_awaited: PendingWork | None = None
 _of_runtime: frozenset[int] = frozenset()
 _is_at_sum = False
 
 
 def current() -> PhaseState:
-    """Returns where this process stands; safe in any thread."""
+    """Return where this process stands; safe in any thread."""
     return _state
 
 
-def awaited() -> Awaited | None:
-    """Returns what this process waits for; safe in any thread."""
+def awaited() -> PendingWork | None:
+    """Return what this process waits for; safe in any thread."""
     return _awaited
 
 
-def say_awaited(oldest: Awaited | None) -> None:
-    """Says what this process waits for, None for nothing; for whoever hands out the work."""
+def set_pending_work(oldest: PendingWork | None) -> None:
+    """Report what this process waits for, None for nothing; for whoever dispatches the work."""
     global _awaited
     _awaited = oldest
 
 
-def say_at_sum(is_at_sum: bool) -> None:
-    """Says whether this process is at a sum over the tasks; from whatever thread is."""
+def set_at_sum(is_at_sum: bool) -> None:
+    """Report whether this process is at a sum over the tasks; from whatever thread is."""
     global _is_at_sum
     _is_at_sum = is_at_sum
 
 
 def told() -> str:
-    """Returns what others are told that this process does; safe in any thread."""
+    """Return what others are told that this process does; safe in any thread."""
     phase = _state.phase
     return SUM if _is_at_sum and phase in _WITH_SUMS else phase
 
 
 def of_runtime() -> frozenset[int]:
-    """Returns the ids of the threads that `starting_runtime` noted; safe in any thread."""
+    """Return the ids of the threads that `starting_runtime` noted; safe in any thread."""
     return _of_runtime
 
 
 @contextmanager
 def starting_runtime() -> Iterator[None]:
-    """Notes the threads that a runtime starts meanwhile, but for those that run Python.
+    """Note the threads that a runtime starts meanwhile, but for those that run Python.
 
     They wake up for ever, to hear peers or by the clock: whether this process gets on is not to be
     told from that.
@@ -137,7 +137,7 @@ def _threads() -> frozenset[int]:
 
 
 def enter(phase: str, *, step: int | None = None) -> None:
-    """Says that this process has begun a phase, and how many steps are done if that is known.
+    """Report that this process has begun a phase, and how many steps are done if that is known.
 
     For the thread that trains: what a thread beside it does is not what the process is doing.
     Entering the phase that it is in says that work goes on.
@@ -157,7 +157,7 @@ def enter(phase: str, *, step: int | None = None) -> None:
 
 
 def go_on() -> None:
-    """Says that what this process is in goes on; for a thread beside the one that entered it."""
+    """Report that what this process is in goes on; for a thread beside the one that entered it."""
     global _state
     with _lock:
         _state = dataclasses.replace(_state, since_s=time.monotonic())
@@ -165,7 +165,7 @@ def go_on() -> None:
 
 @contextmanager
 def waiting_for_all() -> Iterator[None]:
-    """Enters ``barrier`` where nothing else says that this process may wait for the others."""
+    """Enter ``barrier`` where nothing else says that this process may wait for the others."""
     if _state.phase not in UNTIMED:
         yield
         return
@@ -175,7 +175,7 @@ def waiting_for_all() -> Iterator[None]:
 
 @contextmanager
 def entered(phase: str) -> Iterator[None]:
-    """Enters a phase and goes back to the one before at the end, also after an error."""
+    """Enter a phase and go back to the one before at the end, also after an error."""
     before = _state.phase
     enter(phase)
     try:

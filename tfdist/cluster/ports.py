@@ -1,4 +1,4 @@
-"""Free ports of this machine, held until the task that was given one listens on it.
+"""Free ports of this machine, held until their task listens on them.
 
 How a port is held. The socket is bound without SO_REUSEADDR, which fails if anyone at all
 has the port, so two jobs never hold the same one. The option is set after that. From then
@@ -37,7 +37,7 @@ _FORM = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 
 
 def parse_ports(value: str, *, where: str) -> range:
-    """Returns the ports of ``first-last``, both of them included.
+    """Return the ports of ``first-last``, both of them included.
 
     Raises:
         UsageError: no such range; the message begins with `where`.
@@ -51,7 +51,7 @@ def parse_ports(value: str, *, where: str) -> range:
 
 
 def as_text(ports: range) -> str:
-    """Returns a range as `parse_ports` reads it."""
+    """Return a range as `parse_ports` reads it."""
     return f"{ports.start}-{ports.stop - 1}"
 
 
@@ -73,11 +73,11 @@ class HeldPort:
 
     @property
     def address(self) -> str:
-        """Returns ``host:port``, with brackets around an IPv6 host."""
+        """Return ``host:port``, with brackets around an IPv6 host."""
         return _join(self.host, self.port)
 
     def release(self) -> None:
-        """Gives the port up at once, for any process; a second call does nothing."""
+        """Give the port up at once, for any process; a second call does nothing."""
         self._bound.close()
 
     def __enter__(self) -> HeldPort:
@@ -98,7 +98,7 @@ class HeldPort:
 def hold_ports(
     n: int, *, host: str = "127.0.0.1", among: Sequence[int] | None = None
 ) -> list[HeldPort]:
-    """Returns `n` different free ports of this machine, which peers reach under `host`.
+    """Return `n` different free ports of this machine, which peers reach under `host`.
 
     They are the first ones of `among` that are free; where that is None, any.
 
@@ -120,7 +120,7 @@ def hold_ports(
 
 
 def is_port_free(address: str) -> bool:
-    """Returns whether a server that is told to listen at `address` could do so now.
+    """Return whether a server that is told to listen at `address` could do so now.
 
     Only the port counts, as servers listen on every interface. The answer for a port that
     a `HeldPort` holds is yes: it is held for just that server.
@@ -132,7 +132,7 @@ def is_port_free(address: str) -> bool:
 
 
 def preferred_ports(ephemeral: range) -> Iterator[int]:
-    """Yields ports in random order that are not `ephemeral`: those above it, then low ones."""
+    """Yield ports in random order that are not `ephemeral`: those above it, then low ones."""
     source = random.Random()  # of its own: a program's seed must not choose the ports
     for band in (range(ephemeral.stop, 65_536), _LOW_BAND):
         ports = [port for port in band if port not in ephemeral]
@@ -158,7 +158,7 @@ def _held(bound: socket.socket, *, host: str) -> HeldPort:
 
 
 def _unbound() -> socket.socket:
-    """Returns a socket for both IP versions, or for IPv4 where the system has no IPv6."""
+    """Return a socket for both IP versions, or for IPv4 where the system has no IPv6."""
     try:
         made = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     except OSError as error:
@@ -170,7 +170,7 @@ def _unbound() -> socket.socket:
 
 
 def _bind(unbound: socket.socket, port: int) -> bool:
-    """Binds `port` on every interface; returns False when someone else has it."""
+    """Bind `port` on every interface; return False when someone else has it."""
     try:
         unbound.bind(("::" if unbound.family == socket.AF_INET6 else "", port))
     except OSError as error:
@@ -181,7 +181,7 @@ def _bind(unbound: socket.socket, port: int) -> bool:
 
 
 def ephemeral_ports() -> range:
-    """Returns the ports of outgoing connections; Linux' defaults where it does not say."""
+    """Return the ports of outgoing connections; Linux' defaults where it does not say."""
     try:
         first, last = map(int, _RANGE_FILE.read_text().split())
     except (OSError, ValueError):
@@ -219,7 +219,7 @@ def replace_taken(
     hold: Callable[[int], Sequence[HeldPort]] = hold_ports,
     is_free: Callable[[str], bool] = is_port_free,
 ) -> list[HeldPort]:
-    """Returns `ports` with others, released with `stack`, for those that have been taken.
+    """Return `ports` with others, released with `stack`, for those that have been taken.
 
     Holding a port keeps away everyone who asks for any port, but not a server that insists
     on just this one.

@@ -1,4 +1,4 @@
-"""Slurm: the cluster of a job step from the variables that ``srun`` sets in its tasks.
+"""Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.
 
 Only a step of several tasks is a job to us. A batch script, a shell of ``salloc`` and a step of
 one task are single processes, whatever the allocation has: in them ``SLURM_NTASKS`` speaks of
@@ -12,25 +12,25 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tfdist.cluster import hostlist, placement, wishes
+from tfdist.cluster import hostlist, placement, settings
 from tfdist.cluster.address import shown
+from tfdist.cluster.settings import JobSettings, missing, needed, text
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.cluster.wishes import Wishes, missing, needed, text
 from tfdist.errors import UsageError
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
 
 
 def num_tasks(environ: Mapping[str, str]) -> int:
-    """Returns how many tasks ``srun`` started this process among; 1 if it did not."""
-    step = wishes.integer(environ, "SLURM_STEP_ID", most=2**32 - 1)
+    """Return how many tasks ``srun`` started this process among; 1 if it did not."""
+    step = settings.integer(environ, "SLURM_STEP_ID", most=2**32 - 1)
     if step is None or step >= _FIRST_SPECIAL_STEP or not text(environ, "SLURM_PROCID"):
         return 1
-    return wishes.integer(environ, "SLURM_STEP_NUM_TASKS", least=1) or 1
+    return settings.integer(environ, "SLURM_STEP_NUM_TASKS", least=1) or 1
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Returns this task's part of the job step, or None outside a step of several tasks.
+    """Return this task's part of the job step, or None outside a step of several tasks.
 
     Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
     and step number (`placement.port_of_job`), or at TFDIST_PORT. In a heterogeneous job
@@ -42,28 +42,30 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     count = num_tasks(environ)
     if count == 1:
         return None
-    wished = wishes.from_environ(environ)
+    job_settings = settings.from_environ(environ)
     nodes = step_nodes(environ, count=count)
     where = node_of_each_rank(environ, nodes)
     rank = needed(environ, "SLURM_PROCID", most=count - 1)
     check_self(environ, nodes, where=where, rank=rank)
     at = placement.ports_of_ranks(
         hosts_of_ranks(environ, nodes, where=where),
-        first_port=first_port(environ, wished),
-        among=wished.ports,
+        first_port=first_port(environ, job_settings),
+        among=job_settings.ports,
     )
-    components = wishes.integer(environ, "SLURM_HET_SIZE") or 1
-    types = _types([nodes[index].group for index in where], wished, components=components)
-    return placement.placed(at, types, rank=rank, wished=wished, attempt=attempt(environ))
+    components = settings.integer(environ, "SLURM_HET_SIZE") or 1
+    types = _types([nodes[index].group for index in where], job_settings, components=components)
+    return placement.placed(
+        at, types, rank=rank, job_settings=job_settings, attempt=attempt(environ)
+    )
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Returns which attempt at its job a process is: Slurm counts those that came before."""
-    return 1 + (wishes.integer(environ, "SLURM_RESTART_COUNT") or 0)
+    """Return which attempt at its job a process is: Slurm counts those that came before."""
+    return 1 + (settings.integer(environ, "SLURM_RESTART_COUNT") or 0)
 
 
 def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
-    """Returns the hosts of the step and the position of this one, or None as `from_environ` does.
+    """Return the hosts of the step and the position of this one, or None as `from_environ` does.
 
     For a launcher that ``srun`` starts once on each node.
 
@@ -87,42 +89,44 @@ def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
     return hosts_of_ranks(environ, nodes, where=where), rank
 
 
-def first_port(environ: Mapping[str, str], wished: Wishes) -> int:
-    """Returns the port of the first task of the step: the one wished for, or the job's own."""
-    if wished.port:
-        return wished.port
+def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
+    """Return the port of the first task of the step: the one that is set, or the job's own."""
+    if job_settings.port:
+        return job_settings.port
     step = needed(environ, "SLURM_STEP_ID")
-    return placement.port_of_job(str(needed(environ, "SLURM_JOB_ID")), step=step, wished=wished)
+    return placement.port_of_job(
+        str(needed(environ, "SLURM_JOB_ID")), step=step, job_settings=job_settings
+    )
 
 
-def _types(groups: Sequence[int], wished: Wishes, *, components: int) -> list[str]:
-    """Returns the type of each rank, which is in the component that `groups` says."""
-    if not wished.groups:
-        return placement.task_types(len(groups), wished=wished)
-    if len(wished.groups) != components:
+def _types(groups: Sequence[int], job_settings: JobSettings, *, components: int) -> list[str]:
+    """Return the type of each rank, which is in the component that `groups` says."""
+    if not job_settings.groups:
+        return placement.task_types(len(groups), job_settings=job_settings)
+    if len(job_settings.groups) != components:
         raise UsageError(
-            wishes.GROUPS,
-            received=f"{','.join(wished.groups)} in a job of {components} component(s)",
+            settings.GROUPS,
+            received=f"{','.join(job_settings.groups)} in a job of {components} component(s)",
             expected="a type for each component of the job, from component 0 on",
             fix=f"write {components} types, or unset it in a job that is not heterogeneous",
         )
-    if wished.evaluator and "evaluator" not in wished.groups:
-        fix = f"unset {wishes.EVALUATOR}, or add the component"
-        received, expected = f"it with {','.join(wished.groups)}", "a component of that type"
-        raise UsageError(wishes.EVALUATOR, received=received, expected=expected, fix=fix)
-    types = [wished.groups[group] for group in groups]
+    if job_settings.evaluator and "evaluator" not in job_settings.groups:
+        fix = f"unset {settings.EVALUATOR}, or add the component"
+        received, expected = f"it with {','.join(job_settings.groups)}", "a component of that type"
+        raise UsageError(settings.EVALUATOR, received=received, expected=expected, fix=fix)
+    types = [job_settings.groups[group] for group in groups]
     ps = types.count("ps")
-    if wished.ps not in (None, ps):
-        fix = f"unset {wishes.PS}: the components say it"
+    if job_settings.ps not in (None, ps):
+        fix = f"unset {settings.PS}: the components say it"
         expected = f"{ps}, the tasks of the ps components"
-        raise UsageError(wishes.PS, received=f"{wished.ps}", expected=expected, fix=fix)
+        raise UsageError(settings.PS, received=f"{job_settings.ps}", expected=expected, fix=fix)
     if ps and "chief" not in types and "worker" in types:
         types[types.index("worker")] = "chief"
     if types.count("chief") > 1 or (ps and "worker" not in types) or ps == len(types):
         counts = ", ".join(f"{types.count(type_)} {type_}" for type_ in ("chief", "worker", "ps"))
         raise UsageError(
-            wishes.GROUPS,
-            received=f"{','.join(wished.groups)}, which makes {counts}",
+            settings.GROUPS,
+            received=f"{','.join(job_settings.groups)}, which makes {counts}",
             expected="one chief at most, and a worker besides the chief where there are ps",
             fix="correct the types, or the tasks of the components",
         )
@@ -133,7 +137,7 @@ _GROUPS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  #
 _ALIAS = re.compile(r"([^:,]+):(\[[^\]]*\]|[^:,]*)(?::[^,]*)?")
 
 
-class Node(NamedTuple):
+class SlurmNode(NamedTuple):
     """A node of the step, the number of its tasks, and the component of the job it is in."""
 
     name: str
@@ -141,8 +145,8 @@ class Node(NamedTuple):
     group: int
 
 
-def step_nodes(environ: Mapping[str, str], *, count: int) -> list[Node]:
-    """Returns the nodes of the step, component by component, in order of SLURM_NODEID."""
+def step_nodes(environ: Mapping[str, str], *, count: int) -> list[SlurmNode]:
+    """Return the nodes of the step, component by component, in order of SLURM_NODEID."""
     names = _expanded(environ, "SLURM_STEP_NODELIST")
     variable = "SLURM_STEP_TASKS_PER_NODE"
     value = text(environ, variable)
@@ -158,7 +162,7 @@ def step_nodes(environ: Mapping[str, str], *, count: int) -> list[Node]:
             fix="pass Slurm's variables on to the task as they are",
         )
     groups = _group_of_each(environ, names)
-    nodes = [Node(name, n, groups[name]) for name, n in zip(names, tasks, strict=True)]
+    nodes = [SlurmNode(name, n, groups[name]) for name, n in zip(names, tasks, strict=True)]
     if groups and max(groups.values()):
         order = {name: at for at, name in enumerate(groups)}
         nodes.sort(key=lambda node: order[node.name])
@@ -166,8 +170,8 @@ def step_nodes(environ: Mapping[str, str], *, count: int) -> list[Node]:
 
 
 def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
-    """Returns the component of each node, in the order in which the step counts nodes."""
-    size = wishes.integer(environ, "SLURM_HET_SIZE") or 0
+    """Return the component of each node, in the order in which the step counts nodes."""
+    size = settings.integer(environ, "SLURM_HET_SIZE") or 0
     if size < 2:
         return dict.fromkeys(names, 0)
     wanted, groups = set(names), dict[str, int]()
@@ -189,8 +193,8 @@ def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str
     return groups
 
 
-def node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[Node]) -> list[int]:
-    """Returns the index of the node of each rank, by the step's distribution.
+def node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[SlurmNode]) -> list[int]:
+    """Return the index of the node of each rank, by the step's distribution.
 
     https://slurm.schedmd.com/srun.html#OPT_distribution: ``block`` fills node after node,
     ``cyclic`` deals the tasks out one by one, and ``plane`` some at a time. Components of a
@@ -228,9 +232,9 @@ def _dealt(tasks: Sequence[int], at_a_time: int) -> list[int]:
 
 
 def check_self(
-    environ: Mapping[str, str], nodes: Sequence[Node], *, where: Sequence[int], rank: int
+    environ: Mapping[str, str], nodes: Sequence[SlurmNode], *, where: Sequence[int], rank: int
 ) -> None:
-    """Compares what follows for this task with what it is told of itself."""
+    """Compare what follows for this task with what it is told of itself."""
     name = text(environ, "SLURMD_NODENAME")
     if name and name not in {node.name for node in nodes}:
         listed = shown(text(environ, "SLURM_STEP_NODELIST"))
@@ -258,9 +262,9 @@ def _not_in_list(where: str, name: str, expected: str) -> UsageError:
 
 
 def hosts_of_ranks(
-    environ: Mapping[str, str], nodes: Sequence[Node], *, where: Sequence[int]
+    environ: Mapping[str, str], nodes: Sequence[SlurmNode], *, where: Sequence[int]
 ) -> list[str]:
-    """Returns the host of each rank: the node's name, or the address of a node in a cloud."""
+    """Return the host of each rank: the node's name, or the address of a node in a cloud."""
     aliases = text(environ, "SLURM_NODE_ALIASES")
     known: dict[str, str] = {}
     if aliases and aliases != "(null)":

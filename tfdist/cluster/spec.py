@@ -1,4 +1,4 @@
-"""Which tasks a job has, and where each of them listens."""
+"""Cluster specification: the tasks of a job and their addresses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ClusterSpec:
 
     @classmethod
     def from_dict(cls, addresses: Mapping[str, object]) -> ClusterSpec:
-        """Returns the spec of ``{task type: list of addresses}``, as TF_CONFIG holds it."""
+        """Return the spec of ``{task type: list of addresses}``, as TF_CONFIG holds it."""
         for type_ in addresses:
             check_task_type(type_, where="cluster")
         cluster = cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
@@ -71,32 +71,32 @@ class ClusterSpec:
         return cluster
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Returns ``{task type: list of addresses}`` without the types that have no task."""
+        """Return ``{task type: list of addresses}`` without the types that have no task."""
         return {type_: list(self.of_type(type_)) for type_ in TASK_TYPES if self.of_type(type_)}
 
     def of_type(self, type_: str) -> tuple[str, ...]:
-        """Returns the addresses of the tasks of one type, in order of index."""
+        """Return the addresses of the tasks of one type, in order of index."""
         check_task_type(type_, where="task type")
         addresses: tuple[str, ...] = getattr(self, type_)
         return addresses
 
     def tasks(self) -> tuple[Task, ...]:
-        """Returns every task that has an address, in the order in which they start."""
+        """Return every task that has an address, in the order in which they start."""
         return tuple(Task(t, i) for t in TASK_TYPES for i in range(len(self.of_type(t))))
 
     def training_tasks(self) -> tuple[Task, ...]:
-        """Returns every task but the evaluator: chief, workers and ps."""
+        """Return every task but the evaluator: chief, workers and ps."""
         return tuple(task for task in self.tasks() if task.type != "evaluator")
 
     def address(self, task: Task) -> str:
-        """Returns where `task` listens; `UsageError` if the cluster has no such task."""
+        """Return where `task` listens; `UsageError` if the cluster has no such task."""
         addresses = self.of_type(task.type)
         if task.index >= len(addresses):
             raise self._no_such(task)
         return addresses[task.index]
 
     def without_evaluator(self) -> ClusterSpec:
-        """Returns the cluster as training tasks see it."""
+        """Return the cluster as training tasks see it."""
         if not self.evaluator:
             return self
         return ClusterSpec(chief=self.chief, worker=self.worker, ps=self.ps)
@@ -116,7 +116,7 @@ class ClusterSpec:
 
     @property
     def num_replica_tasks(self) -> int:
-        """Returns how many tasks compute gradients.
+        """Return how many tasks compute gradients.
 
         Under multiworker these are the chief and the workers, under ps the workers.
         """
@@ -138,7 +138,7 @@ class ClusterSpec:
 
 
 def check_task_type(type_: object, *, where: str) -> None:
-    """Raises `UsageError`, with the name that was probably meant, unless `type_` is known."""
+    """Raise `UsageError`, with the name that was probably meant, unless `type_` is known."""
     if isinstance(type_, str) and type_ in _RANK:
         return
     expected = "one of " + ", ".join(TASK_TYPES)
@@ -226,7 +226,7 @@ def _check_roles(cluster: ClusterSpec) -> None:
 
 
 def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> None:
-    """Refuses lists that were to say where the training tasks are, and are all empty.
+    """Refuse lists that were to say where the training tasks are, and are all empty.
 
     Left alone, each process would train by itself. Beside the addresses of other types an empty
     list is how a template says that there is none of a type, and TensorFlow takes it so too.

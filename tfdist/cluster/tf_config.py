@@ -1,4 +1,4 @@
-"""TF_CONFIG: the one contract between what starts the tasks of a job and the tasks.
+"""TF_CONFIG: the contract between the launcher of a job and its tasks.
 
 It is what TensorFlow itself reads, a JSON object with ``cluster`` and ``task``, plus our
 options under ``tfdist``, a key that TensorFlow leaves alone.
@@ -27,7 +27,7 @@ _PYTHON_WORD = re.compile(r"\b(?:None|True|False)\b")
 
 
 def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
-    """Returns the JSON object in `text`; `UsageError` names the mistake if there is none."""
+    """Return the JSON object in `text`; `UsageError` names the mistake if there is none."""
     if isinstance(text, bytes):
         text = text.decode("utf-8", "surrogateescape")
     try:
@@ -64,7 +64,7 @@ class _DuplicateKeyError(Exception):
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Makes an object of `pairs`, where json itself would drop all but the last of a key."""
+    """Make an object of `pairs`, where json itself would drop all but the last of a key."""
     made = dict(pairs)
     if len(made) != len(pairs):
         seen: set[str] = set()
@@ -94,7 +94,7 @@ def _not_json(text: str, error: ValueError, *, where: str) -> UsageError:
 
 
 def _repaired(text: str, *, where: str) -> UsageError | None:
-    """Returns the error with the right text in it, when the mistake is a usual one of quoting."""
+    """Return the error with the right text in it, when the mistake is a usual one of quoting."""
     for received, expected, repair in _REPAIRS:
         try:
             value = _loads(repair(text.strip()))
@@ -177,7 +177,7 @@ class TaskConfig:
 
 
 def encode(config: TaskConfig) -> str:
-    """Returns the value of TF_CONFIG, in ASCII and on one line, that `decode` reads back."""
+    """Return the value of TF_CONFIG, in ASCII and on one line, that `decode` reads back."""
     return json.dumps(
         {
             "cluster": config.cluster.as_dict(),
@@ -188,7 +188,7 @@ def encode(config: TaskConfig) -> str:
 
 
 def decode(text: str | bytes) -> TaskConfig:
-    """Returns what a value of TF_CONFIG says, ours or a scheduler's.
+    """Return what a value of TF_CONFIG says, ours or a scheduler's.
 
     Other keys than ``cluster``, ``task`` and ``tfdist`` are left alone: schedulers add theirs.
 
@@ -205,13 +205,13 @@ def decode(text: str | bytes) -> TaskConfig:
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Returns what TF_CONFIG says in `environ`, or None when it is unset or empty."""
+    """Return what TF_CONFIG says in `environ`, or None when it is unset or empty."""
     text = environ.get(VARIABLE, "")
     return decode(text) if text.strip() else None
 
 
 def job_configs(cluster: ClusterSpec, *, options: JobOptions) -> Iterator[TaskConfig]:
-    """Yields the config of each task of a whole job, in the order in which they start.
+    """Yield the config of each task of a whole job, in the order in which they start.
 
     A job of one process has ``worker-0``, and an evaluator if the cluster holds one.
     """
@@ -224,7 +224,7 @@ def job_configs(cluster: ClusterSpec, *, options: JobOptions) -> Iterator[TaskCo
 
 
 def resolved_strategy(config: TaskConfig) -> str:
-    """Returns the strategy a task is to use, as far as its config decides it.
+    """Return the strategy a task is to use, as far as its config decides it.
 
     A strategy that was asked for stays. For ``auto``, a cluster with a ps means ``ps``, any
     other cluster ``multiworker``, one address alone being a job of size 1. With no cluster
@@ -275,7 +275,7 @@ def _disagree(strategy: str, *, has: str, expected: str, fix: str) -> None:
 
 
 def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
-    """Refuses a key that was meant to be ``tfdist``: left alone, its options would be lost."""
+    """Refuse a key that was meant to be ``tfdist``: left alone, its options would be lost."""
     if "tfdist" in fields:
         return
     for key in fields:
@@ -319,7 +319,7 @@ def _task(fields: Mapping[str, object]) -> Task:
 
 @contextlib.contextmanager
 def _place(name: str) -> Iterator[None]:
-    """Puts `name` before the place that an error inside names."""
+    """Put `name` before the place that an error inside names."""
     try:
         yield
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a configuration before anything is started."""
+"""Validation of a configuration before anything is started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check(config: ConfigDict) -> None:
-    """Raises UsageError for the first field that is unknown, missing or out of its range."""
+    """Raise UsageError for the first field that is unknown, missing or out of its range."""
     values = flat(config)
     known = {field.name: field for field in FIELDS}
     for name in values:
@@ -27,7 +27,7 @@ def check(config: ConfigDict) -> None:
 
 
 def unknown(name: str, *, where: str = "config") -> UsageError:
-    """Returns the error for a field that does not exist, with the one that may be meant."""
+    """Return the error for a field that does not exist, with the one that may be meant."""
     names = [field.name for field in FIELDS]
     short = {known.rpartition(".")[2]: known for known in names}
     hint = near(name, names) or near(name.rpartition(".")[2], short)

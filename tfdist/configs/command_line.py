@@ -1,4 +1,4 @@
-"""From a command line to a checked configuration, or to one line that says what is wrong."""
+"""Command line of `tfdist.train`: a validated configuration or a one-line error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPES = {field.name: field.optional_type or type(field.default) for field in FI
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class TrainCommand:
     """What the command line asks for."""
 
     config: Any
@@ -34,8 +34,8 @@ class Command:
     help: bool = False
 
 
-def parse(arguments: Sequence[str]) -> Command:
-    """Reads the config file and the overrides; `arguments` are without the program's name.
+def parse(arguments: Sequence[str]) -> TrainCommand:
+    """Read the config file and the overrides; `arguments` are without the program's name.
 
     Raises UsageError for an unknown flag or field, a value of the wrong type or out of range, and
     a config file that does not run.
@@ -68,11 +68,11 @@ def parse(arguments: Sequence[str]) -> Command:
         )
     if not values.help:
         check(values.config)
-    return Command(config=values.config, overwrite=values.overwrite, help=values.help)
+    return TrainCommand(config=values.config, overwrite=values.overwrite, help=values.help)
 
 
 def load(path: str) -> ConfigDict:
-    """Runs a config file and returns its configuration; raises UsageError where it fails."""
+    """Run a config file and return its configuration; raise UsageError where it fails."""
     from ml_collections import ConfigDict
 
     if not Path(path).is_file():
@@ -99,7 +99,7 @@ def load(path: str) -> ConfigDict:
 
 
 def help_text() -> str:
-    """Returns the text of --help."""
+    """Return the text of --help."""
     lines = [
         "python -m tfdist.train [--config=FILE] [--config.FIELD=VALUE ...] [--overwrite]",
         "",
@@ -119,7 +119,7 @@ def help_text() -> str:
 
 
 def _check_overrides(arguments: Sequence[str]) -> None:
-    """Refuses what config_flags would answer with a traceback: a bad file, an unknown field."""
+    """Refuse what config_flags would answer with a traceback: a bad file, an unknown field."""
     path = _DEFAULT_FILE
     for position, argument in enumerate(arguments):
         if match := re.fullmatch(r"--?config(?:=(.*))?", argument, re.DOTALL):
@@ -171,7 +171,7 @@ def _wrong_type(message: str) -> UsageError:
 
 
 def _broken_file(path: str, error: Exception) -> UsageError:
-    """Says at which line a config file failed, and why, in one line."""
+    """Report at which line a config file failed, and why, in one line."""
     number = failed_line(path, error)
     line = linecache.getline(path, number).strip() if number else ""
     missing = re.search(r'Key "([^"]*)" does not exist', str(error))
@@ -196,7 +196,7 @@ def _broken_file(path: str, error: Exception) -> UsageError:
 
 
 def failed_line(path: str, error: BaseException) -> int | None:
-    """Returns the line of a config file at which it failed, None where that cannot be told."""
+    """Return the line of a config file at which it failed, None where that cannot be told."""
     if isinstance(error, SyntaxError) and error.lineno:
         return error.lineno
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]

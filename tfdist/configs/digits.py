@@ -1,4 +1,4 @@
-"""What `python -m tfdist.train` trains without --config: a CNN on the digits."""
+"""Default configuration of `tfdist.train`: a CNN on the digits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfdist.configs.fields import base
 
 
 def get_config() -> ConfigDict:
-    """Returns the configuration of the demo, for every strategy."""
+    """Return the configuration of the demo, for every strategy."""
     config = base()
     config.augmentation.std = (16.0,)  # pixels are 0 to 16
     return config

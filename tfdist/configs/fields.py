@@ -1,4 +1,4 @@
-"""Every field of a configuration, documented in the one place."""
+"""Fields of a configuration, all documented here."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ FREE = frozenset(
 
 
 def base() -> ConfigDict:
-    """Returns a locked `ConfigDict` of all fields with their defaults: a CNN on the digits."""
+    """Return a locked `ConfigDict` of all fields with their defaults: a CNN on the digits."""
     from ml_collections import config_dict
 
     config = config_dict.ConfigDict()
@@ -194,7 +194,7 @@ def base() -> ConfigDict:
 
 
 def flat(config: ConfigDict) -> dict[str, Any]:
-    """Returns the configuration as ``{"augmentation.random_flip": False, ...}``."""
+    """Return the configuration as ``{"augmentation.random_flip": False, ...}``."""
     values: dict[str, Any] = {}
     for name, value in config.to_dict().items():
         nested = isinstance(value, dict)

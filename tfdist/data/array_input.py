@@ -1,4 +1,4 @@
-"""What counts as an array, and what it becomes: a NumPy array or an eager tensor."""
+"""Conversion of array-like input to a NumPy array or an eager tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.errors import UsageError
 
 
 def is_array(value: object) -> bool:
-    """Tells whether Keras would take `value` as an array (pandas, JAX and torch included)."""
+    """Tell whether Keras would take `value` as an array (pandas, JAX and torch included)."""
     return (
         isinstance(value, np.ndarray | tf.Tensor | tf.SparseTensor | tf.RaggedTensor)
         or hasattr(value, "__array__")
@@ -20,7 +20,7 @@ def is_array(value: object) -> bool:
 
 
 def as_column(value: Any, *, where: str) -> Any:
-    """Returns `value` as NumPy array (memmaps stay memmaps) or dense eager tensor.
+    """Return `value` as NumPy array (memmaps stay memmaps) or dense eager tensor.
 
     Raises `UsageError`, which begins with `where`, for what cannot be indexed by example.
     """
@@ -46,7 +46,7 @@ def as_column(value: Any, *, where: str) -> Any:
 
 
 def require_dense(value: Any, *, where: str) -> None:
-    """Raises `UsageError`, which begins with `where`, for a sparse or ragged array."""
+    """Raise `UsageError`, which begins with `where`, for a sparse or ragged array."""
     if _is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
         raise UsageError(
             where,
@@ -57,7 +57,7 @@ def require_dense(value: Any, *, where: str) -> None:
 
 
 def describe_lengths(parts: dict[str, Any]) -> str:
-    """Returns such as ``x: 100, y['a']: 99`` for the arrays of each part."""
+    """Return such as ``x: 100, y['a']: 99`` for the arrays of each part."""
     found = []
     for name, part in parts.items():
         for path, leaf in _with_paths(part, name):

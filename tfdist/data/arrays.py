@@ -74,7 +74,7 @@ class ArraySource(GraphSource):
 
     @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
-        """Returns the examples at `indices`, int64[b] -> nest of [b, ...]."""
+        """Return the examples at `indices`, int64[b] -> nest of [b, ...]."""
         if arrays is None:
             arrays = _map_present(lambda column: column.held(), self._columns)
 
@@ -89,11 +89,11 @@ class ArraySource(GraphSource):
 
     @tf.autograph.experimental.do_not_convert
     def arrays(self) -> Nest:
-        """Returns the arrays as tensors; in a graph, a mapped file as what maps it there."""
+        """Return the arrays as tensors; in a graph, a mapped file as what maps it there."""
         return _map_present(lambda column: column.sent(), self._columns)
 
     def describe(self) -> str:
-        """Returns one line for the log."""
+        """Return one line for the log."""
         leaves = [leaf for leaf in tf.nest.flatten(self._columns) if leaf is not None]
         files = sum(leaf.file is not None for leaf in leaves)
         place = f"{files} of {len(leaves)} arrays mapped from files" if files else "in memory"
@@ -126,7 +126,7 @@ class _Column:
         return int(np.prod(self._tensor.shape)) * size
 
     def held(self) -> tf.Tensor:
-        """Returns the eager tensor of this process, made on first use; functions capture it."""
+        """Return the eager tensor of this process, made on first use; functions capture it."""
         if self._tensor is None:
             assert self.file is not None
             with tf.init_scope(), tf.device("/CPU:0"):
@@ -140,7 +140,7 @@ class _Column:
 
 
 def _place(packed: Nest, *, memory_limit_bytes: int, cache_dir: Path | None) -> Nest:
-    """Decides for each array whether it is kept in memory or mapped; returns the columns."""
+    """Decide for each array whether it is kept in memory or mapped; return the columns."""
     files: dict[int, mapped.MappedFile] = {}
     leaves = [leaf for leaf in tf.nest.flatten(packed) if leaf is not None]
     for leaf in leaves:
@@ -171,7 +171,7 @@ def _place(packed: Nest, *, memory_limit_bytes: int, cache_dir: Path | None) -> 
 
 
 def _spec(leaf: Any) -> tf.TensorSpec:
-    """Returns the spec of one example; floating point of any other type becomes Keras' floatx."""
+    """Return the spec of one example; floating point of any other type becomes Keras' floatx."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUS":
         return tf.TensorSpec(leaf.shape[1:], tf.string)
     dtype = tf.as_dtype(leaf.dtype)
@@ -199,12 +199,12 @@ def _array_bytes(leaf: Any) -> int:
 
 
 def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
-    """Maps the leaves of a nest that are not None."""
+    """Map the leaves of a nest that are not None."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
 
 
 def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
-    """Repeats one weight per example for each of several outputs, as Keras does."""
+    """Repeat one weight per example for each of several outputs, as Keras does."""
     if sample_weight is None or not tf.nest.is_nested(y):
         return sample_weight
     if not tf.nest.is_nested(sample_weight):

@@ -1,4 +1,4 @@
-"""Augmentation of a batch of images, each example by its own draw.
+"""Augmentation of a batch of images with random draws per example.
 
 What happens to an example depends on (seed, epoch, example id) and on nothing else: not on the
 batch it is in, the number of workers, or what was drawn before. All transforms work on the whole
@@ -84,7 +84,7 @@ class RandomCrop(_Geometric):
     def move(
         self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the maps of the window."""
+        """Return the maps of the window."""
         height, width = self.size or (None, None)
         return (
             self._window(rows, length=height, draws=draws, index=0),
@@ -121,7 +121,7 @@ class RandomFlip(_Geometric):
     def move(
         self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the maps with some of them reversed."""
+        """Return the maps with some of them reversed."""
         if self.vertical:
             rows = pixel_maps.flipped(rows, draws.below(2, index=0))
         if self.horizontal:
@@ -137,7 +137,7 @@ class Rescale(_Affine):
     offset: float = 0.0
 
     def coefficients(self) -> tuple[_Numbers, _Numbers]:
-        """Returns (scale, offset)."""
+        """Return (scale, offset)."""
         return np.float64(self.scale), np.float64(self.offset)
 
 
@@ -159,7 +159,7 @@ class Normalize(_Affine):
             )
 
     def coefficients(self) -> tuple[_Numbers, _Numbers]:
-        """Returns (1 / std, -mean / std)."""
+        """Return (1 / std, -mean / std)."""
         std = np.asarray(self.std, np.float64)
         return 1.0 / std, -np.asarray(self.mean, np.float64) / std
 
@@ -179,7 +179,7 @@ class Compose:
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
-        """Returns the batch with other images; `example_ids` int64[b], `epoch` int64[] or [b]."""
+        """Return the batch with other images; `example_ids` int64[b], `epoch` int64[] or [b]."""
         chain = _Chain(example_ids=example_ids, epoch=epoch, seed=seed)
         for kind, group in itertools.groupby(enumerate(self.transforms), key=_kind_of):
             members: list[tuple[int, Any]] = list(group)
@@ -193,7 +193,7 @@ class Compose:
         return batch
 
     def for_evaluation(self) -> Compose:
-        """Returns the same without what is random: what validation and prediction apply."""
+        """Return the same without what is random: what validation and prediction apply."""
         return Compose([t for t in self.transforms if not isinstance(t, _Geometric)], key=self.key)
 
     def __repr__(self) -> str:
@@ -259,7 +259,7 @@ class _Chain:
 
 
 def for_evaluation(transform: Transform | None) -> Transform | None:
-    """Returns what of a transform validation and prediction apply: all that is not random."""
+    """Return what of a transform validation and prediction apply: all that is not random."""
     if isinstance(transform, _Geometric):
         return None
     return transform.for_evaluation() if isinstance(transform, Compose) else transform
@@ -278,7 +278,7 @@ def _kind_of(numbered: tuple[int, Transform]) -> type | None:
 
 
 def _scaled(images: tf.Tensor, steps: Sequence[_Affine]) -> tf.Tensor:
-    """Applies all steps as one product and one sum, as `keras.config.floatx()`.
+    """Apply all steps as one product and one sum, as `keras.config.floatx()`.
 
     Joined here, in double precision, and not left to the graph optimizer, so that the values do
     not depend on the graph around them.

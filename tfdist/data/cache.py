@@ -1,4 +1,4 @@
-"""Files that tfdist makes once and every process of a job reads, and files that end with a run."""
+"""Cache files, made once and read by every process of a job, and temporary files of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWNER_LOCK = "owner.lock"
 
 
 def default_cache_dir() -> Path:
-    """Returns `~/.cache/tfdist`, or a folder of this user's in the temporary directory."""
+    """Return `~/.cache/tfdist`, or a folder of this user's in the temporary directory."""
     home = Path("~/.cache/tfdist").expanduser()
     with contextlib.suppress(OSError):
         home.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def cached_file(
     cache_dir: Path | None = None,
     purpose: str,
 ) -> Path:
-    """Returns the file made for `key`, after making it if no process on this machine has yet.
+    """Return the file made for `key`, after making it if no process on this machine has yet.
 
     `write` fills the path it is given; the result appears under its name whole or not at all.
     """
@@ -96,7 +96,7 @@ class SpillDirectory:
         self._close = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
     def close(self) -> None:
-        """Deletes the folder now. What has been mapped from it stays readable."""
+        """Delete the folder now. What has been mapped from it stays readable."""
         self._close()
 
 

@@ -22,13 +22,13 @@ class Draws:
     keys: tf.Tensor  # uint64[b]
 
     def below(self, bound: int | tf.Tensor, *, index: int) -> tf.Tensor:
-        """Returns draw `index` of each example, int32[b], uniform in [0, bound); bound < 2**31."""
+        """Return draw `index` of each example, int32[b], uniform in [0, bound); bound < 2**31."""
         high = tf.bitwise.right_shift(self._bits(index), tf.constant(32, tf.uint64))
         product = high * tf.cast(bound, tf.uint64)
         return tf.cast(tf.bitwise.right_shift(product, tf.constant(32, tf.uint64)), tf.int32)
 
     def uniform(self, *, index: int) -> tf.Tensor:
-        """Returns draw `index` of each example, float32[b], uniform in [0, 1)."""
+        """Return draw `index` of each example, float32[b], uniform in [0, 1)."""
         high = tf.bitwise.right_shift(self._bits(index), tf.constant(40, tf.uint64))
         return tf.cast(high, tf.float32) * (1.0 / (1 << 24))
 
@@ -39,7 +39,7 @@ class Draws:
 def draws_for(
     name: str, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int, position: int = 0
 ) -> Draws:
-    """Returns the streams of a transform called `name`, the `position`-th of its chain."""
+    """Return the streams of a transform called `name`, the `position`-th of its chain."""
     salt = mix(zlib.crc32(name.encode()) + (position << 32))
     per_epoch = stream(mix(mix(seed) ^ salt), tf.cast(epoch, tf.int64))
     return Draws(keys=stream(per_epoch, tf.cast(example_ids, tf.int64)))

@@ -32,7 +32,7 @@ class MappedFile:
     offset_bytes: int = 0
 
     def tensor(self) -> tf.Tensor:
-        """Returns the whole array as a tensor that occupies no memory of its own.
+        """Return the whole array as a tensor that occupies no memory of its own.
 
         Eager or graph. Every process that runs the operation needs the file under this path.
         """
@@ -42,7 +42,7 @@ class MappedFile:
 
 
 def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> MappedFile | None:
-    """Returns the array's own file where it can be mapped as it is, else a copy made for that.
+    """Return the array's own file where it can be mapped as it is, else a copy made for that.
 
     None where it cannot be mapped at all: private changes (mode "c"), no plain number type, no
     file name. A copy is made once on a machine and says so in the log.
@@ -58,7 +58,7 @@ def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> M
 
 
 def of_array(array: np.ndarray[Any, Any], path: Path) -> MappedFile:
-    """Writes an array in memory to `path` and returns it mapped from there."""
+    """Write an array in memory to `path` and return it mapped from there."""
     np.ascontiguousarray(array).tofile(path)
     dtype = tf.as_dtype(array.dtype)
     return MappedFile(path=str(path), dtype=dtype, shape=array.shape)
@@ -99,7 +99,7 @@ def _plain_dtype(dtype: np.dtype[Any]) -> tf.DType | None:
 
 
 def _file_offset(array: np.memmap[Any, Any]) -> int | None:
-    """Returns where in its file the array begins; `array.offset` is the parent's for a view."""
+    """Return where in its file the array begins; `array.offset` is the parent's for a view."""
     mapping = getattr(array, "_mmap", None)
     if mapping is None:
         return None

@@ -17,7 +17,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 
 
 def mix(value: int) -> int:
-    """Returns the hash of one Python integer (taken modulo 2**64), in [0, 2**64)."""
+    """Return the hash of one Python integer (taken modulo 2**64), in [0, 2**64)."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _MULTIPLIER_1) & _MASK
     value = ((value ^ (value >> 27)) * _MULTIPLIER_2) & _MASK
@@ -25,14 +25,14 @@ def mix(value: int) -> int:
 
 
 def mix_tensor(values: tf.Tensor) -> tf.Tensor:
-    """Returns the hash of each element, uint64[...] -> uint64[...]; equals `mix` bit for bit."""
+    """Return the hash of each element, uint64[...] -> uint64[...]; equals `mix` bit for bit."""
     values = _xor_shifted(values, bits=30) * tf.constant(_MULTIPLIER_1, tf.uint64)
     values = _xor_shifted(values, bits=27) * tf.constant(_MULTIPLIER_2, tf.uint64)
     return _xor_shifted(values, bits=31)
 
 
 def stream(key: int | tf.Tensor, counters: tf.Tensor) -> tf.Tensor:
-    """Returns draw number `counters` of the stream `key`: uint64[...].
+    """Return draw number `counters` of the stream `key`: uint64[...].
 
     `key` is a Python integer or a uint64 tensor that broadcasts against `counters` (any integer
     type). Distinct counters of one key never collide: the map is a bijection of the counter.

@@ -1,4 +1,4 @@
-"""Which example stands at which position: a seeded permutation for each pass over the data.
+"""Order of examples: a seeded permutation for each pass over the data.
 
 Position `p` of the endless sequence of examples belongs to pass `p // num_examples`. Every pass is
 a permutation of its own, computed by index, so that nothing is stored, any process can ask for any
@@ -26,7 +26,7 @@ _KEY_BITS = 21
 
 @tf.autograph.experimental.do_not_convert
 def example_at(positions: tf.Tensor, *, num_examples: int, seed: int, shuffle: bool) -> tf.Tensor:
-    """Returns the example at each position, int64[b] -> int64[b] in [0, num_examples).
+    """Return the example at each position, int64[b] -> int64[b] in [0, num_examples).
 
     A graph function, usable in `tf.function` and in `Dataset.map`. One call may straddle passes,
     and `b` may be 0. The permutation depends on (seed, pass, num_examples) alone; `seed` is any
@@ -39,7 +39,7 @@ def example_at(positions: tf.Tensor, *, num_examples: int, seed: int, shuffle: b
     if not shuffle:
         return offsets
     keys = _keys(positions // size, seed=seed)
-    # RandomIndexShuffle refuses an empty vector, and a replica's share may be empty.
+    # RandomIndexShuffle refuses an empty vector, and a replica's batch fraction may be empty.
     offsets = tf.concat([offsets, tf.zeros([1], tf.int64)], axis=0)
     keys = tf.concat([keys, tf.zeros([1, 3], tf.uint32)], axis=0)
     if not _is_cut_short(num_examples):
@@ -53,7 +53,7 @@ def example_at(positions: tf.Tensor, *, num_examples: int, seed: int, shuffle: b
 def example_at_numpy(
     positions: np.ndarray[Any, Any], *, num_examples: int, seed: int, shuffle: bool
 ) -> np.ndarray[Any, Any]:
-    """Returns what `example_at` returns, as NumPy int64[b]; runs eagerly on the CPU."""
+    """Return what `example_at` returns, as NumPy int64[b]; run eagerly on the CPU."""
     _require_examples(num_examples)
     positions = np.asarray(positions, np.int64)
     if not shuffle:
@@ -66,7 +66,7 @@ def example_at_numpy(
 
 
 def _keys(passes: tf.Tensor, *, seed: int) -> tf.Tensor:
-    """Returns the three keys of the cipher for each pass, int64[b] -> uint32[b, 3]."""
+    """Return the three keys of the cipher for each pass, int64[b] -> uint32[b, 3]."""
     hashed = stream(mix(seed), passes)
     mask = tf.constant((1 << _KEY_BITS) - 1, tf.uint64)
     shifts = tf.constant([0, _KEY_BITS, 2 * _KEY_BITS], tf.uint64)
@@ -81,7 +81,7 @@ def _permuted(offsets: tf.Tensor, *, keys: tf.Tensor, size: tf.Tensor) -> tf.Ten
 
 
 def _is_cut_short(num_examples: int) -> bool:
-    """Whether the cipher has a bit too few for this number of examples.
+    """Return whether the cipher has a bit too few for this number of examples.
 
     RandomIndexShuffle takes log2 of the largest index as the bits it needs, which is one too few
     where that index is a power of two, and rounds up to an even number of at least 16. So 65,537

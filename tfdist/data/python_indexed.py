@@ -67,7 +67,7 @@ class PythonSource(Source):
         return self._spec
 
     def fetch(self, indices: np.ndarray[Any, Any]) -> Nest:
-        """Returns the examples at `indices` (int64[b], b may be 0) as arrays [b, ...]."""
+        """Return the examples at `indices` (int64[b], b may be 0) as arrays [b, ...]."""
         wanted = [int(index) for index in indices]
         if not wanted:
             return tf.nest.map_structure(_no_examples, self._spec)
@@ -82,7 +82,7 @@ class PythonSource(Source):
         return tf.nest.pack_sequence_as(self._spec, stacked)
 
     def describe(self) -> str:
-        """Returns one line for the log."""
+        """Return one line for the log."""
         name = type(self._examples).__name__
         return f"Python-indexed, {name}: {self.num_examples:,} examples"
 
@@ -138,7 +138,7 @@ class PyDatasetSource(Source):
         return max(1, int(self._dataset.workers))
 
     def fetch_batch(self, index: int) -> Nest:
-        """Returns batch `index` as NumPy arrays, packed as Keras packs it."""
+        """Return batch `index` as NumPy arrays, packed as Keras packs it."""
         batch = self._dataset[index]
         batch = _without_lists(tuple(batch) if isinstance(batch, list) else batch)
         if isinstance(batch, np.ndarray):
@@ -164,7 +164,7 @@ class PyDatasetSource(Source):
         self._dataset.on_epoch_end()
 
     def describe(self) -> str:
-        """Returns one line for the log."""
+        """Return one line for the log."""
         count = "endless" if self.num_batches is None else f"{self.num_batches:,}"
         return f"Python-indexed, {type(self._dataset).__name__}: {count} batches"
 
@@ -174,7 +174,7 @@ def _unchanged(example: Any) -> Any:
 
 
 def _without_lists(nest: Any) -> Any:
-    """Makes a list of numbers an array, and one of arrays a tuple: tf.data would stack these."""
+    """Make a list of numbers an array, and one of arrays a tuple: tf.data would stack these."""
     if isinstance(nest, dict):
         return {key: _without_lists(part) for key, part in nest.items()}
     if isinstance(nest, list) and all(isinstance(n, _NUMBER) for n in nest):

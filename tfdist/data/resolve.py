@@ -1,4 +1,4 @@
-"""From what a user passes to `fit` to a source, and which sources a strategy can take."""
+"""Conversion of the user's data to a source, and the sources each strategy supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACCEPTED = (
 
 
 def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
-    """Returns the source for the data arguments of `keras.Model.fit`, by Keras' own rules.
+    """Return the source for the data arguments of `keras.Model.fit`, by Keras' own rules.
 
     Raises `UsageError` for what is none of the accepted kinds, and for `y` or `sample_weight`
     beside something that brings its own.
@@ -43,7 +43,7 @@ def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
 
 
 def check_supported(source: Source, strategy_kind: str) -> None:
-    """Raises `UsageError` where a strategy ("single", "mirrored", "multiworker", "ps") cannot.
+    """Raise `UsageError` where a strategy ("single", "mirrored", "multiworker", "ps") cannot.
 
     Under ps the workers build their batches from graph operations alone: Python code would run
     only in the chief's process, and variables of it are out of reach.

@@ -1,4 +1,4 @@
-"""What the loop asks of data: an example by its index, or the next batch of a stream.
+"""Source interface: examples by index, or batches of a stream.
 
 A source says which of three kinds it is. *graph*: any example by its index in pure graph
 operations, under every strategy. *python*: any example by its index in Python; not under ps.
@@ -25,7 +25,7 @@ class Transform(Protocol):
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
-        """Returns the batch with `x` changed; `example_ids` int64[b], `epoch` int64[] or [b]."""
+        """Return the batch with `x` changed; `example_ids` int64[b], `epoch` int64[] or [b]."""
 
 
 class Source(abc.ABC):
@@ -46,10 +46,10 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Returns one line for the log: the kind, the number of examples, where they are."""
+        """Return one line for the log: the kind, the number of examples, where they are."""
 
     def with_transform(self, transform: Transform | None) -> Self:
-        """Returns the same source with another transform; the data are shared, not copied."""
+        """Return the same source with another transform; the data are shared, not copied."""
         other = copy.copy(self)
         other.transform = transform
         return other
@@ -57,7 +57,7 @@ class Source(abc.ABC):
     def transformed(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
-        """Returns the batch after this source's transform, or as it is where there is none."""
+        """Return the batch after this source's transform, or as it is where there is none."""
         if self.transform is None:
             return batch
         return self.transform(batch, example_ids=example_ids, epoch=epoch, seed=seed)
@@ -70,7 +70,7 @@ class GraphSource(Source):
 
     @abc.abstractmethod
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
-        """Returns the examples at `indices` (int64[b], b may be 0), batched along axis 0.
+        """Return the examples at `indices` (int64[b], b may be 0), batched along axis 0.
 
         Without `arrays` the data held by this process are captured, not copied into the graph.
         With `arrays` (what `arrays()` gave, perhaps through a dataset) only those are read.
@@ -78,7 +78,7 @@ class GraphSource(Source):
 
     @abc.abstractmethod
     def arrays(self) -> Nest:
-        """Returns the nest of tensors that `gather` reads, for a process that is not this one.
+        """Return the nest of tensors that `gather` reads, for a process that is not this one.
 
         To be called inside the dataset function of each ps worker
         (``Dataset.from_tensors(source.arrays()).repeat()``): arrays in memory are then sent to
@@ -87,7 +87,7 @@ class GraphSource(Source):
 
 
 def batch_spec(element_spec: Nest) -> Nest:
-    """Returns the spec of a batch of such examples, of any size."""
+    """Return the spec of a batch of such examples, of any size."""
 
     def batched(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         if not isinstance(spec, tf.TensorSpec):
@@ -98,7 +98,7 @@ def batch_spec(element_spec: Nest) -> Nest:
 
 
 def lean_options() -> tf.data.Options:
-    """Returns the options for a dataset that maps steps to batches of captured arrays.
+    """Return the options for a dataset that maps steps to batches of captured arrays.
 
     TensorFlow's default rewriting of a dataset copies every captured array once for each dataset
     (measured: 2.3 GB and 3 s for an array of that size) and made such a pipeline two to four
@@ -112,10 +112,10 @@ def lean_options() -> tf.data.Options:
 
 
 def unpack(batch: Nest) -> tuple[Nest, Nest, Nest]:
-    """Returns `(x, y, sample_weight)` of a batch, None for what it does not have."""
+    """Return `(x, y, sample_weight)` of a batch, None for what it does not have."""
     return keras.utils.unpack_x_y_sample_weight(batch)
 
 
 def replace_x(batch: Nest, x: Nest) -> Nest:
-    """Returns the batch with other inputs, in the same packing."""
+    """Return the batch with other inputs, in the same packing."""
     return (x, *batch[1:]) if isinstance(batch, tuple) else x

@@ -61,7 +61,7 @@ class StreamSource(Source):
         return self._dataset
 
     def describe(self) -> str:
-        """Returns one line for the log."""
+        """Return one line for the log."""
         count = "endless" if self.is_endless else f"{self.num_batches or 'an unknown number of'}"
         return f"stream, tf.data.Dataset: {count} batches; resumes by reading again"
 
@@ -110,7 +110,7 @@ class InputFunctionSource(Source):
         return self._single.batched_spec
 
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
-        """Returns what the function gives for this context; raises `UsageError` if no dataset."""
+        """Return what the function gives for this context; raise `UsageError` if no dataset."""
         dataset = self._function(context or tf.distribute.InputContext())
         if not isinstance(dataset, tf.data.Dataset):
             raise UsageError(
@@ -122,7 +122,7 @@ class InputFunctionSource(Source):
         return dataset
 
     def describe(self) -> str:
-        """Returns one line for the log."""
+        """Return one line for the log."""
         return f"stream, input function {self._name}: resumes by reading again"
 
     @property
@@ -136,7 +136,7 @@ class InputFunctionSource(Source):
 
 
 def python_operation(dataset: tf.data.Dataset) -> str | None:
-    """Returns the name of an operation of this dataset that runs Python code, or None.
+    """Return the name of an operation of this dataset that runs Python code, or None.
 
     Such an operation runs only in the process that made it. Looks at the dataset and all it was
     made from; what it cannot look into counts as free of Python.

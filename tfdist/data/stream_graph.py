@@ -1,4 +1,4 @@
-"""Rewriting of the graph of a user's `tf.data.Dataset` before it is read.
+"""Graph rewriting of a user's `tf.data.Dataset` before it is read.
 
 A dataset is read in parts: its first batch for its size, up to a step for a resumed run, up to the
 end of a run that stops early. Every task of a job reads it, and each takes its part of a batch.
@@ -85,7 +85,7 @@ class Reading:
 
 
 def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
-    """Returns `dataset` as it can be read in parts; see the module's docstring.
+    """Return `dataset` as it can be read in parts; see the module's docstring.
 
     Each call starts the draws of the graph anew. Caches are shared by all readings of one dataset.
     To be called eagerly.
@@ -103,7 +103,7 @@ def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
 
 
 def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
-    """Returns the graph of `read` as a string, for a process that is not this one."""
+    """Return the graph of `read` as a string, for a process that is not this one."""
     graph = _graph_of(dataset)
     if graph is not None:
         return tf.constant(graph.rewritten(reading).SerializeToString())
@@ -113,7 +113,7 @@ def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
 
 
 def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
-    """Returns the handles of the integer variables that functions of a dataset capture.
+    """Return the handles of the integer variables that functions of a dataset capture.
 
     Such are the states of `keras.random.SeedGenerator` and `tf.random.Generator`.
     """
@@ -149,7 +149,7 @@ class _StreamGraph:
         return dataset
 
     def rewritten(self, reading: Reading) -> Any:
-        """Returns the `GraphDef` for a reading; every task of a job makes the same."""
+        """Return the `GraphDef` for a reading; every task of a job makes the same."""
         graph = type(self.definition)()
         graph.CopyFrom(self.definition)
         bodies = _bodies(graph)
@@ -168,7 +168,7 @@ class _StreamGraph:
         return graph
 
     def _function(self, graph: Any, *, with_variables: bool) -> Callable[[], tf.Tensor]:
-        """Compiles what makes a new dataset of the graph; large tensors and caches are captured.
+        """Compile what makes a new dataset of the graph; large tensors and caches are captured.
 
         Without variables the graph has copies of them, so that a peek draws no random number.
         """
@@ -202,7 +202,7 @@ class _StreamGraph:
         return make.get_concrete_function()
 
     def _own_caches(self, graph: Any) -> dict[str, tf.Tensor]:
-        """Gives each memory cache of the graph a memory of this object."""
+        """Give each memory cache of the graph a memory of this object."""
         found = {}
         for node in graph.node:
             if node.op == "CacheDatasetV2":
@@ -229,24 +229,24 @@ class _Body:
         self.by_name = {node.name: node for node in nodes}
 
     def producer(self, reference: str) -> Any:
-        """The node that an input names, or None where it is an argument of the function."""
+        """Return the node that an input names, or None where it is an argument of the function."""
         return self.by_name.get(reference.split(":")[0])
 
     def add(self, operation: str, *, like: str, output: str = "output") -> tuple[Any, str]:
-        """Adds a node; returns it and how an input names its output."""
+        """Add a node; return it and how an input names its output."""
         name = f"{like}/tfdist_{len(self.nodes)}"
         node = self.by_name[name] = self.nodes.add(name=name, op=operation)
         return node, name if self.function is None else f"{name}:{output}:0"
 
     def constant(self, like: str, value: Any, dtype: tf.DType = tf.int64) -> str:
-        """Adds a constant; returns how an input names it."""
+        """Add a constant; return how an input names it."""
         node, name = self.add("Const", like=like)
         node.attr["dtype"].type = dtype.as_datatype_enum
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
         return name
 
     def draw(self, like: str, seeds: tuple[int, int]) -> str:
-        """Adds a draw of a seed, another one at each call; returns how an input names it."""
+        """Add a draw of a seed, another one at each call; return how an input names it."""
         bounds = (
             self.constant(like, [], tf.int32),
             self.constant(like, 1),
@@ -260,7 +260,7 @@ class _Body:
         return name
 
     def replace_inputs(self, instead: dict[str, str]) -> None:
-        """Has every input that names a node of `instead` name what stands there."""
+        """Have every input that names a node of `instead` name what stands there."""
 
         def resolved(reference: str) -> str:
             while (found := instead.get(reference.split(":")[0])) is not None:
@@ -306,7 +306,7 @@ class _NotMatchedError(Exception):
 
 
 def _with_its_length(dataset: tf.data.Dataset, graph: _StreamGraph) -> tf.data.Dataset:
-    """Has a reading that ends before the dataset's own cardinality fail, as of a cut cache."""
+    """Have a reading that ends before the dataset's own cardinality fail, as of a cut cache."""
     count = int(graph.dataset_of_user.cardinality())
     skips = any(node.op == "IgnoreErrorsDataset" for node in graph.definition.node)
     if count < 0 or skips:
@@ -341,7 +341,7 @@ def _called(node: Any) -> Iterator[str]:
 
 
 def _rename_functions(bodies: Sequence[_Body]) -> None:
-    """Gives the functions new names: TensorFlow would go on with those it knows by the old ones."""
+    """Give the functions new names: TensorFlow would go on with those it knows by the old ones."""
     number = next(_COPIES)
     names = {
         body.function.signature.name: f"{body.function.signature.name}_tfdist_{number}"
@@ -376,7 +376,7 @@ def _leave_out(body: _Body, *, whole: bool, peek: bool) -> None:
 
 
 def _upstream(body: _Body, nodes: Iterable[Any]) -> list[Any]:
-    """What the nodes read from, directly or not."""
+    """Return what the nodes read from, directly or not."""
     found: dict[str, Any] = {}
     waiting = list(nodes)
     while waiting:
@@ -389,7 +389,7 @@ def _upstream(body: _Body, nodes: Iterable[Any]) -> list[Any]:
 
 
 def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
-    """Gives a node that draws without a seed one of its own.
+    """Give a node that draws without a seed one of its own.
 
     A dataset that a function makes is made anew at each call, and gets another seed each time.
     What is deeper still would draw the same in each of these: it is left as it is.
@@ -435,7 +435,7 @@ def _value_of(node: Any) -> int | None:
 
 
 def _put_in_order(node: Any, body: _Body, *, drawing: set[str]) -> None:
-    """Has a node give its elements in one order, with draws in one order."""
+    """Have a node give its elements in one order, with draws in one order."""
     if "deterministic" in node.attr and node.attr["deterministic"].s:
         node.attr["deterministic"].s = b"true"
     if drawing.isdisjoint(_called(node)):
@@ -461,7 +461,7 @@ def _data_inputs(node: Any) -> list[str]:
 
 
 def _drawing_functions(graph: Any) -> set[str]:
-    """The functions that draw from a state, or call one that does."""
+    """Return the functions that draw from a state, or call one that does."""
     functions = {function.signature.name: function for function in graph.library.function}
     direct = {
         name
@@ -481,7 +481,7 @@ def _drawing_functions(graph: Any) -> set[str]:
 
 
 def _large_constants(definition: Any) -> dict[str, tf.Tensor]:
-    """Takes the large tensors out of a graph, so that copies share them."""
+    """Take the large tensors out of a graph, so that copies share them."""
     found = {}
     for node in definition.node:
         if node.op != "Const" or node.ByteSize() < _LARGE_BYTES:
@@ -493,7 +493,7 @@ def _large_constants(definition: Any) -> dict[str, tf.Tensor]:
 
 
 def _resources(dataset: tf.data.Dataset, definition: Any) -> dict[str, tf.Tensor]:
-    """Which inputs of the graph are which variable or table of this process.
+    """Return which inputs of the graph are which variable or table of this process.
 
     The serialized graph has copies of them, whose later changes nobody would see.
     """
@@ -547,7 +547,7 @@ def _dtype_of_variable(handle: tf.Tensor) -> tf.DType | None:
 
 
 def _require_seeded(dataset: Any) -> None:
-    """Raises UsageError for a shuffle without a seed; of a dataset that is not copied."""
+    """Raise UsageError for a shuffle without a seed; of a dataset that is not copied."""
     for parent in getattr(dataset, "_inputs", list)():
         _require_seeded(parent)
     seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]

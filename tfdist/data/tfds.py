@@ -35,7 +35,7 @@ def load(
     memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
     prepare_timeout_s: float = 3600.0,
 ) -> Source:
-    """Returns a split of a TFDS dataset as a source of ``(x, y)``; every task may call it.
+    """Return a split of a TFDS dataset as a source of ``(x, y)``; every task may call it.
 
     `name` and `split` are as in `tfds.load` ("mnist", "train[:90%]"). `convert` makes one
     example, by default the dataset's supervised pair, of the dict of features: in graph
@@ -63,7 +63,7 @@ def prepare(
     file_format: str | None = None,
     timeout_s: float = 3600.0,
 ) -> Any:
-    """Returns the TFDS builder of a prepared dataset.
+    """Return the TFDS builder of a prepared dataset.
 
     One process at a time prepares; the others wait for it, say so, and find it done. The lock ends
     with its owner, however that ends.
@@ -118,7 +118,7 @@ def _known_names() -> list[str]:
 
 
 def _lock_file(builder: Any) -> Path:
-    """Returns where the lock is: beside the data, or in the cache for data in a bucket."""
+    """Return where the lock is: beside the data, or in the cache for data in a bucket."""
     root = str(builder.data_dir_root)
     directory = default_cache_dir() if "://" in root else Path(root)
     return directory / f".tfdist-{builder.name}.lock"

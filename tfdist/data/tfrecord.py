@@ -36,7 +36,7 @@ class RecordIndex:
     lengths: np.ndarray[Any, Any]  # int64[num_records]: of the record's own bytes
 
     def within(self, spans: Sequence[tuple[str, int, int]]) -> RecordIndex:
-        """Returns the records of these runs only: (file, first record in it, count)."""
+        """Return the records of these runs only: (file, first record in it, count)."""
         firsts = np.searchsorted(self.file_numbers, np.arange(len(self.files)))
         runs = [
             firsts[self.files.index(_absolute(file))] + np.arange(first, first + count)
@@ -93,14 +93,14 @@ class TFRecordSource(GraphSource):
 
     @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
-        """Returns the parsed records at `indices`, int64[b] -> nest of [b, ...]."""
+        """Return the parsed records at `indices`, int64[b] -> nest of [b, ...]."""
         if arrays is None:
             arrays = self._held_arrays()
         return self._parse(self._records(indices, arrays))
 
     @tf.autograph.experimental.do_not_convert
     def arrays(self) -> Nest:
-        """Returns the index, and the files' bytes where they are held in memory.
+        """Return the index, and the files' bytes where they are held in memory.
 
         In a graph these are operations that read the files, under the same paths, wherever the
         graph runs.
@@ -108,7 +108,7 @@ class TFRecordSource(GraphSource):
         return self._held_arrays() if tf.executing_eagerly() else self._make_arrays()
 
     def describe(self) -> str:
-        """Returns one line for the log."""
+        """Return one line for the log."""
         place = "in memory" if self._in_memory else "read by offset"
         size = f"{sum(self.index.sizes_bytes) / 1e6:,.1f} MB in {len(self.index.files)} files"
         return f"graph-indexed TFRecords: {self.num_examples:,} examples, {size}, {place}"
@@ -145,7 +145,7 @@ class TFRecordSource(GraphSource):
 
 
 def load_index(files: Sequence[str], *, cache_dir: Path | None = None) -> RecordIndex:
-    """Returns the index of these files, from the cache where none has changed since."""
+    """Return the index of these files, from the cache where none has changed since."""
     states = [tf.io.gfile.stat(file) for file in files]
     sizes = tuple(int(state.length) for state in states)
     key = repr([(f, s, state.mtime_nsec) for f, s, state in zip(files, sizes, states, strict=True)])
@@ -182,7 +182,7 @@ def _absolute(file: str) -> str:
 
 
 def _scan(file: str, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields (offset, length) of each record; reads the headers only."""
+    """Yield (offset, length) of each record; read the headers only."""
     with _open(file) as handle:
         offset = 0
         while offset < size_bytes:
@@ -206,7 +206,7 @@ def _open(file: str) -> BinaryIO:
 
 
 def _read_record(place: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-    """Reads one record: a dataset of the file from its offset on, of which one is taken."""
+    """Read one record: a dataset of the file from its offset on, of which one is taken."""
     file, offset = place
     kinds = {"output_types": [tf.string], "output_shapes": [tf.TensorShape([])]}
     records = tf.raw_ops.TFRecordDatasetV2(

@@ -1,1 +1,1 @@
-"""Starting, watching and ending the processes of a job on one machine."""
+"""Launcher: starts, supervises and ends the processes of a job."""

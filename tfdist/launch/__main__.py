@@ -1,4 +1,4 @@
-"""`python -m tfdist.launch`: flags in, exit code out, and every mistake in one line.
+"""`python -m tfdist.launch`: flags in, exit code out, errors in one line.
 
 What it needs is imported where Ctrl-C ends it without a traceback.
 """
@@ -60,7 +60,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _open_standard_files() -> None:
-    """Opens what the caller has closed, so that no log or socket becomes standard output."""
+    """Open what the caller has closed, so that no log or socket becomes standard output."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

@@ -1,4 +1,4 @@
-"""The file that a task's Python is started with: finds this tfdist and hands over to it.
+"""Entry file of a task's Python: imports this tfdist and runs a module of it.
 
 Run by its path, so that it works wherever the launcher itself was imported from, with
 nothing on `sys.path` but what the program is to find there.

@@ -45,25 +45,25 @@ class Console:
 
     @property
     def is_waiting(self) -> bool:
-        """Returns whether there is output that the reader has not taken yet."""
+        """Return whether there is output that the reader has not taken yet."""
         return bool(self._backlog) and not self.is_closed
 
     @property
     def is_full(self) -> bool:
-        """Returns whether so much is waiting that the tasks should wait too."""
+        """Return whether so much is waiting that the tasks should wait too."""
         return len(self._backlog) > _BACKLOG_BYTES
 
     def say(self, text: str) -> None:
-        """Adds lines of the launcher's own."""
+        """Add lines of the launcher's own."""
         for line in text.splitlines():
             self._put(b"[launch] " + line.encode(errors="backslashreplace"))
 
     def line(self, name: str, text: bytes, *, hue: int = 0) -> None:
-        """Adds one line of the task called `name`."""
+        """Add one line of the task called `name`."""
         self._put(self._prefix(name, hue) + text)
 
     def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
-        """Shows a line that the next one replaces; only a terminal can."""
+        """Show a line that the next one replaces; only a terminal can."""
         if not self.is_terminal:
             return
         room = max(0, self._columns() - len(name) - 4)
@@ -73,27 +73,27 @@ class Console:
         self._add(_ERASE + self._progress)
 
     def drop_progress(self) -> None:
-        """Takes the progress line away."""
+        """Take the progress line away."""
         if self._progress:
             self._progress = b""
             self._add(_ERASE)
 
     def write(self) -> None:
-        """Writes what the reader takes without waiting."""
+        """Write what the reader takes without waiting."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self.is_waiting and poll.poll(0):
             self._write_some()
 
     def drain(self, timeout_s: float | None) -> None:
-        """Writes all that is left; waits for the reader as long as `timeout_s` each time."""
+        """Write all that is left; wait for the reader as long as `timeout_s` each time."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self.is_waiting and poll.poll(None if timeout_s is None else timeout_s * 1000):
             self._write_some()
 
     def forget_backlog(self) -> None:
-        """Gives up what is waiting for a reader that does not read."""
+        """Give up what is waiting for a reader that does not read."""
         self._backlog.clear()
 
     def _write_some(self) -> None:
@@ -125,7 +125,7 @@ class Console:
 
 
 def show(text: str) -> None:
-    """Prints what a command was asked for, to standard output.
+    """Print what a command was asked for, to standard output.
 
     Raises:
         BrokenPipeError: its reader has left.

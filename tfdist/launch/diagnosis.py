@@ -1,6 +1,6 @@
-"""What has failed in an attempt: which task first, at which step, and why the kernel killed it.
+"""Diagnosis of a failed attempt: the root cause, its step, and why the kernel killed it.
 
-`Blame` and `Progress` are pure: they are told what has happened, and asked with the time.
+`RootCause` and `Progress` are pure: they are told what has happened, and asked with the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdist.launch.report import Failure, exit_code_of, signal_name
 from tfdist.launch.watchdog import Hang
 
 SETTLE_S = 0.5
-"""How long a task that looks like a victim waits for its culprit before it is blamed itself."""
+"""How long a failure that looks secondary waits for its root cause before it counts itself."""
 
 _OWN, _ABORTED, _LOST_PEER = range(3)  # how likely a task is to have failed by itself
 
@@ -40,8 +40,8 @@ _LOST = re.compile(
 )
 
 
-class Blame:
-    """Collects failures and names the first.
+class RootCause:
+    """Collected failures of an attempt, of which it names the root cause.
 
     A program that has failed may take its process up to `patience_s` to end. Until a process
     has ended, or has taken longer, nobody is named.
@@ -55,15 +55,16 @@ class Blame:
         self._first_seen_s = math.inf
 
     def raised(self, event: Raised) -> None:
-        """Takes down that a program has failed."""
+        """Record that a program has failed."""
         self._raised.setdefault(event.task, event)
         self._moments.setdefault(event.task, event.at_s)
 
     def ended(self, event: Ended, *, since_s: float, now_s: float) -> None:
-        """Takes down an end that should not have been.
+        """Record an end that should not have been.
 
         It is seen when the launcher wakes up, so a task that was killed since it last did, at
-        `since_s`, may have died before the moment at which its victim says it failed.
+        `since_s`, may have died before the moment at which the task that failed because of it says
+        it failed.
         """
         self._ended[event.task] = event
         self._moments.setdefault(event.task, since_s if _was_killed(event) else event.at_s)
@@ -78,11 +79,11 @@ class Blame:
 
     @property
     def tasks(self) -> set[Task]:
-        """Returns the tasks that have failed so far."""
+        """Return the tasks that have failed so far."""
         return set(self._moments)
 
     def suspect(self, now_s: float, *, is_complete: bool) -> Failure | None:
-        """Returns who failed first, or None while that is not to be said yet.
+        """Return who failed first, or None while that is not to be said yet.
 
         `is_complete` says that no task is left of which a failure could still come.
         """
@@ -95,21 +96,21 @@ class Blame:
         return self._failure(first, is_overdue=self._overdue(now_s))
 
     def next_s(self) -> float:
-        """Returns when `suspect` may answer without another event."""
+        """Return when `suspect` may answer without another event."""
         patience_s = min(
             (e.at_s + self._patience_s for e in self._raised.values()), default=math.inf
         )
         return min(patience_s, self._first_seen_s + SETTLE_S)
 
     def _overdue(self, now_s: float) -> bool:
-        """Whether a task whose program has failed does not end: nothing else would tell."""
+        """Return whether a task whose program has failed does not end: nothing else would tell."""
         return any(now_s >= event.at_s + self._patience_s for event in self._raised.values())
 
     def _rank(self, task: Task) -> int:
         raised, ended = self._raised.get(task), self._ended.get(task)
         if raised is not None:
-            is_victim = is_lost_peer(raised.cause) or raised.exit_code == EXIT_PEER_MISSING
-            return _LOST_PEER if is_victim else _OWN
+            is_secondary = is_lost_peer(raised.cause) or raised.exit_code == EXIT_PEER_MISSING
+            return _LOST_PEER if is_secondary else _OWN
         return _ABORTED if ended and ended.status == -signal.SIGABRT else _OWN
 
     def _failure(self, task: Task, *, is_overdue: bool) -> Failure:
@@ -126,7 +127,7 @@ class Blame:
 
 
 def is_lost_peer(cause: str) -> bool:
-    """Returns whether an error says that its task has lost another one."""
+    """Return whether an error says that its task has lost another one."""
     return bool(_LOST.search(cause))
 
 
@@ -150,7 +151,7 @@ _SILENT_S = 3.0  # a task that has said nothing for so long does not speak any m
 
 
 class Watcher(Protocol):
-    """Finds tasks that stand still, from what it is told of them; `Watchdog` is one."""
+    """Interface of what detects hanging tasks; implemented by `Watchdog`."""
 
     def started(self, task: Task, *, at_s: float) -> None: ...
     def ended(self, task: Task) -> None: ...
@@ -173,30 +174,30 @@ class Progress:
 
     @property
     def first_step_s(self) -> float | None:
-        """Returns when the first step of this attempt was done, None if that is not known."""
+        """Return when the first step of this attempt was done, None if that is not known."""
         return self._first_step_s
 
     @property
     def step(self) -> int | None:
-        """Returns the last step that any task has told; None before the training."""
+        """Return the last step that any task has told; None before the training."""
         return self._step
 
-    def asked_for(self, task: Task, *, at_s: float) -> None:
-        """Takes down that a task is to start: that it never does is a hang, too."""
+    def start_requested(self, task: Task, *, at_s: float) -> None:
+        """Record that a task is to start: that it never does is a hang, too."""
         self._watchdog.started(task, at_s=at_s)
 
     def started(self, event: Started) -> None:
-        """Takes down that a task has a process, which has said nothing yet."""
+        """Record that a task has a process, which has said nothing yet."""
         self._beats.pop(event.task, None)
         self._started_s[event.task] = event.at_s
         self._watchdog.started(event.task, at_s=event.at_s)
 
     def ended(self, task: Task) -> None:
-        """Takes down that a task is not expected to get on any more."""
+        """Record that a task is not expected to get on any more."""
         self._watchdog.ended(task)
 
     def beat(self, beat: Beat) -> None:
-        """Takes down what a task says."""
+        """Record what a task says."""
         self._beats[beat.task] = beat
         self.reached(beat.step)
         known_s, first_s = self._first_step_s, beat.first_step_s
@@ -205,18 +206,18 @@ class Progress:
         self._watchdog.beat(beat)
 
     def reached(self, step: int | None) -> None:
-        """Takes down a step that a task has reached."""
+        """Record a step that a task has reached."""
         if step is not None:
             self._step = step if self._step is None else max(self._step, step)
 
     def next_check_s(self) -> float:
-        """Returns when `hang` may answer without another event."""
+        """Return when `hang` may answer without another event."""
         return self._watchdog.next_check_s()
 
     def hang(
         self, now_s: float, *, among: Container[Task]
     ) -> tuple[Failure, tuple[Task, ...]] | None:
-        """Returns the failure of one of the tasks `among` that stands still, and who is stuck."""
+        """Return the failure of one of the tasks `among` that hangs, and who is stuck."""
         if now_s < self._watchdog.next_check_s():
             return None
         hang = self._watchdog.verdict(now_s)
@@ -227,7 +228,7 @@ class Progress:
         return self.dated(failure, now_s=now_s), hang.stuck
 
     def behind(self, failure: Failure) -> Failure:
-        """Returns that of another task where `failure` is of one that has lost or missed a peer.
+        """Return that of another task where `failure` is of one that has lost or missed a peer.
 
         TensorFlow gives up a peer that is stopped and does not answer, and the tasks wait for one
         that does not come, which both may be over before it counts as hanging.
@@ -246,11 +247,11 @@ class Progress:
         return dataclasses.replace(failure, task=task, cause=cause, kind="absent")
 
     def dated(self, failure: Failure, *, now_s: float) -> Failure:
-        """Returns `failure` with the step it happened at and how long it took to be seen."""
+        """Return `failure` with the step it happened at and how long it took to be seen."""
         return dataclasses.replace(failure, step=self._step, detect_s=now_s - failure.at_s)
 
     def _last_sign_s(self, task: Task, *, now_s: float) -> float:
-        """Returns when a task last got on: its last word, or what that says of its phase."""
+        """Return when a task last got on: its last word, or what that says of its phase."""
         beat = self._beats.get(task)
         if beat is None:
             return self._started_s.get(task, now_s)
@@ -290,14 +291,14 @@ class KillEvidence:
         self._killed: set[int] = set()
 
     def started(self, pid: int) -> None:
-        """Remembers where a task's memory is counted, and how many were killed there so far."""
+        """Remember where a task's memory is counted, and how many were killed there so far."""
         path = self._counter_file(pid)
         if path is not None:
             self._files[pid] = path
             self._counters.setdefault(path, _oom_kills(path) or 0)
 
     def of_kill(self, pid: int) -> str:
-        """Returns why the kernel killed the task whose process was `pid`; "" if it is not known.
+        """Return why the kernel killed the task whose process was `pid`; "" if it is not known.
 
         A rise of a counter explains one death only.
         """
@@ -314,7 +315,7 @@ class KillEvidence:
         return f"killed by the kernel's out-of-memory killer ({where})"
 
     def close(self) -> None:
-        """Lets go of the kernel's log."""
+        """Let go of the kernel's log."""
         if self._log_fd >= 0:
             os.close(self._log_fd)
             self._log_fd = -1

@@ -1,4 +1,4 @@
-"""What can happen to a running job; all that the supervisor acts on."""
+"""Events of a running job that the supervisor acts on."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Raised:
     cause: str
     at_s: float
     step: int | None = None
-    """The steps it had done, where it knows."""
+    """Steps done, where known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Awaited:
-    """The oldest piece of work that a task has given to another and that is not done."""
+class TaskPendingWork:
+    """The oldest work unit that a task has dispatched and that is not done."""
 
     task: Task
     since_s: float
@@ -54,7 +54,7 @@ class Beat:
     first_step_s: float | None
     """When this process had done its first steps."""
     at_s: float
-    awaited: Awaited | None = None
+    awaited: TaskPendingWork | None = None
     rest_s: float | None = None
     """Since when each of its threads waits for another of them; None where one does not."""
 
@@ -74,20 +74,20 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """Somebody asked the launcher to stop, by a signal or by closing its output (SIGPIPE)."""
+class StopRequest:
+    """A stop request to the launcher, by a signal or by closing its output (SIGPIPE)."""
 
     signum: int
 
 
-Event = Started | Raised | Beat | Ended | Asked
+Event = Started | Raised | Beat | Ended | StopRequest
 
 
 _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")
 
 
 def task_of(name: object) -> Task:
-    """Returns the task that `str` gives as ``worker-1``; raises ValueError if it is none."""
+    """Return the task that `str` gives as ``worker-1``; raise ValueError if it is none."""
     match = _TASK.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise ValueError("no task's name")
@@ -95,7 +95,7 @@ def task_of(name: object) -> Task:
 
 
 def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
-    """Returns what a task has told.
+    """Return what a task has told.
 
     Raises KeyError for a task that is not running or a note that lacks something, ValueError and
     TypeError for one that makes no sense.
@@ -121,8 +121,10 @@ def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
     )
 
 
-def _awaited(told: dict[str, Any] | None) -> Awaited | None:
+def _awaited(told: dict[str, Any] | None) -> TaskPendingWork | None:
     if told is None:
         return None
     # It may be on another host.
-    return Awaited(task=task_of(told["task"]), since_s=told["since"], is_first=told["first"])
+    return TaskPendingWork(
+        task=task_of(told["task"]), since_s=told["since"], is_first=told["first"]
+    )

@@ -1,4 +1,4 @@
-"""The fork server: a process that imports TensorFlow once and forks a task for each request.
+"""Fork server: a process that imports TensorFlow once and forks a task per request.
 
 It reads requests from a socket and answers with starts and ends, as it is the parent of the
 tasks. It must not run an operation or ask for a device itself: TensorFlow's threads and
@@ -6,7 +6,8 @@ devices are made on first use, and do not live through a fork. So there is one t
 forks, given that the libraries below NumPy are told to make none (`ONE_THREAD`).
 
 `ForkStarter` is the launcher's side. Who runs many jobs one after the other, such as a sweep, keeps
-a `WarmServer`: one process imports once, and each job gets a fork server that is a fork of it, and
+a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it,
+and
 needs no import: ``tfdist.launch --fork_server FD``. The tasks are forked from that one as from any
 fork server, and end with it; what a job has allocated is gone with its processes.
 """
@@ -52,9 +53,9 @@ save then, and would end with the server: it waits for its launcher's end."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serves until the launcher is gone: socket descriptor, then the modules to import.
+    """Serve until the launcher is gone: socket descriptor, then the modules to import.
 
-    With ``--``, and more modules, it is the process of a `WarmServer`.
+    With ``--``, and more modules, it is the process of a `ForkTemplate`.
     """
     if "--" in argv:
         _keep_warm(argv)
@@ -83,12 +84,12 @@ def import_once(modules: Sequence[str]) -> None:
 
 
 def count_threads() -> int:
-    """Returns how many threads this process has."""
+    """Return how many threads this process has."""
     return len(os.listdir("/proc/self/task"))
 
 
 def serve(control: socket.socket) -> None:
-    """Forks a task for each request, until the launcher is gone; returns in tasks as well."""
+    """Fork a task for each request, until the launcher is gone; return in tasks as well."""
     request = _Server(control).serve()
     if request is not None:  # in a task: nothing of the server is left on its stack
         _run(request)
@@ -101,7 +102,7 @@ class _Server:
         self._wake_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any] | None:
-        """Returns in the server when the launcher is gone, and in each task with its request."""
+        """Return in the server when the launcher is gone, and in each task with its request."""
         signal.signal(signal.SIGCHLD, _nothing)
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
         self._tell({"ready": True})
@@ -124,7 +125,7 @@ class _Server:
                     return dict(request)
 
     def _fork(self, request: dict[str, Any], fds: Sequence[int]) -> bool:
-        """Returns True in the task, False in the server."""
+        """Return True in the task, False in the server."""
         server = os.getpid()
         try:
             pid = os.fork()
@@ -183,13 +184,13 @@ class _Server:
 def _run(request: dict[str, Any]) -> None:
     set_title(request["title"])
     failed = note_to(request["notes_fd"], task=request["task"])
-    heartbeat.print_stacks_when_asked()
+    heartbeat.print_stacks_on_request()
     heartbeat.start(request["notes_fd"], task=request["task"])
     run_program(request["target"], request["args"], is_module=request["is_module"], failed=failed)
 
 
 def _reseed() -> None:
-    """Gives the task random numbers of its own; TensorFlow draws its seeds when first used."""
+    """Give the task random numbers of its own; TensorFlow draws its seeds when first used."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -207,7 +208,7 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 _END_TIMEOUT_S = 2.0
 
 
-class WarmServer:
+class ForkTemplate:
     """The process that imports once; it ends with the one that made it.
 
     It is started by `start` or on first use, and again when it has been killed.
@@ -238,15 +239,15 @@ class WarmServer:
 
     @property
     def pid(self) -> int | None:
-        """Returns its process id; None before its first use."""
+        """Return its process id; None before its first use."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Begins to import; its owner may do other things until it needs the first fork server."""
+        """Begin to import; its owner may do other things until it needs the first fork server."""
         self._ready_socket()
 
     def connect(self) -> socket.socket:
-        """Returns a socket to a fork server of its own, which is forked after the imports."""
+        """Return a socket to a fork server of its own, which is forked after the imports."""
         control = self._ready_socket()
         self._is_used = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -255,7 +256,7 @@ class WarmServer:
         return ours
 
     def close(self) -> None:
-        """Ends it; the fork servers of jobs that go on end with these."""
+        """End it; the fork servers of jobs that go on end with these."""
         process, self._process = self._process, None
         if self._socket is not None:
             self._socket.close()
@@ -287,7 +288,7 @@ class WarmServer:
 
 
 def _keep_warm(argv: Sequence[str]) -> None:
-    """Serves until its owner is gone: socket descriptor, modules to import, ``--``, and more."""
+    """Serve until its owner is gone: socket descriptor, modules to import, ``--``, and more."""
     control = socket.socket(fileno=int(argv[0]))
     modules, more = argv[1 : argv.index("--")], argv[argv.index("--") + 1 :]
     gc.disable()  # as `import_once` has it
@@ -319,7 +320,7 @@ def _import_if_it_can_be(name: str) -> None:
 
 
 def _forked(control: socket.socket) -> socket.socket | None:
-    """Returns None when the owner is gone, and in each fork the socket to its launcher."""
+    """Return None when the owner is gone, and in each fork the socket to its launcher."""
     signal.signal(signal.SIGCHLD, _reap_forks)
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -334,7 +335,7 @@ def _forked(control: socket.socket) -> socket.socket | None:
 
 
 def _reap_forks(signum: int, frame: FrameType | None) -> None:
-    """Takes those that have ended, so that what they have used is counted as their owner's."""
+    """Take those that have ended, so that what they have used is counted as their owner's."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -352,7 +353,7 @@ class ForkStarter:
 
     Args:
       cause_of_kill: why the kernel killed a process; "" where that is not known.
-      server: a socket to a server that is there already; see `WarmServer`.
+      server: a socket to a server that is there already; see `ForkTemplate`.
     """
 
     def __init__(
@@ -389,23 +390,23 @@ class ForkStarter:
 
     @property
     def pid(self) -> int | None:
-        """Returns the id of the server that it has started, which is its session's too."""
+        """Return the id of the server that it has started, which is its session's too."""
         return self._server.pid if self._server else None
 
     @property
     def sessions(self) -> frozenset[int]:
-        """Returns the server's session."""
+        """Return the server's session."""
         return frozenset({self._server.pid} if self._server else ())
 
     @property
     def is_over(self) -> bool:
-        """Returns whether the server has ended, so that another one is needed."""
+        """Return whether the server has ended, so that another one is needed."""
         return self._is_over or (self._server is not None and self._server.poll() is not None)
 
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> None:
-        """Asks for a task. It is forked once the server has imported everything."""
+        """Ask for a task. It is forked once the server has imported everything."""
         program = spec.program
         request = {
             "task": str(spec.task),
@@ -424,7 +425,7 @@ class ForkStarter:
         self._send_waiting()
 
     def withdraw(self, task: Task) -> bool:
-        """Takes back a start that has not been begun; returns whether it could."""
+        """Withdraw a start that has not been begun; return whether it could."""
         for request in self._waiting:
             if request[0] == task:
                 self._waiting.remove(request)
@@ -434,18 +435,18 @@ class ForkStarter:
         return False
 
     def give_up(self) -> None:
-        """Ends a server that does not tell what has started or ended; another takes its place."""
+        """End a server that does not tell what has started or ended; another takes its place."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # so that `collect` sees its end, even so
         if self._server is not None:
             self._server.kill()
 
     def fileno(self) -> int | None:
-        """Returns the socket on which the server answers."""
+        """Return the socket on which the server answers."""
         return self._socket.fileno()
 
     def collect(self) -> list[Started | Ended]:
-        """Returns which tasks have started or ended since the last call."""
+        """Return which tasks have started or ended since the last call."""
         events: list[Started | Ended] = []
         while self._socket.fileno() >= 0:
             try:
@@ -460,7 +461,7 @@ class ForkStarter:
         return events
 
     def close(self) -> None:
-        """Ends the server."""
+        """End the server."""
         for request in self._waiting:
             self._forget(request)
         self._waiting.clear()
@@ -487,7 +488,7 @@ class ForkStarter:
         return []
 
     def _send_waiting(self) -> None:
-        """Sends what the server takes at once: while it does not read, it may wait for `collect`.
+        """Send what the server takes at once: while it does not read, it may wait for `collect`.
 
         Each of its answers brings us back here.
         """
@@ -520,7 +521,7 @@ class ForkStarter:
 
 
 def shared_environment(specs: Sequence[ProcessSpec]) -> dict[str, str]:
-    """Returns what the environments of all tasks agree on, for the server to import with."""
+    """Return what the environments of all tasks agree on, for the server to import with."""
     first, *others = (spec.env for spec in specs)
     return {
         name: value

@@ -1,4 +1,4 @@
-"""A tiny process that outlives the launcher and ends what it left behind, however it died.
+"""Guardian: a small process that outlives the launcher and ends what it left behind.
 
 It reads from a pipe which sessions the launcher has started, and waits. The pipe ends with the
 launcher, by kill -9 too. Everything of the job is killed then: what is in those sessions, and
@@ -22,8 +22,8 @@ _CLOSE_TIMEOUT_S = 2.0
 _ONE_TASK_S = 1.0
 
 
-class Guard:
-    """Keeps a guardian that knows every session of this job, and ends what a job leaves.
+class GuardianClient:
+    """Client of a guardian that knows every session of this job and ends what it leaves.
 
     A guardian that is killed is replaced, and `say` tells.
     """
@@ -38,18 +38,18 @@ class Guard:
         self._start()
 
     def add(self, session: int) -> None:
-        """Puts a session under guard; its id is the pid of the task that leads it."""
+        """Put a session under guard; its id is the pid of the task that leads it."""
         self._sessions.add(session)
         self._tell(b"+%d\n" % session)
 
     def forget_empty(self) -> None:
-        """Lets go of sessions that have no process left, before their ids are used again."""
+        """Let go of sessions that have no process left, before their ids are used again."""
         empty = self._sessions - occupied(self._sessions)
         self._sessions -= empty
         self._tell(b"".join(b"-%d\n" % session for session in empty))
 
     def check(self) -> None:
-        """Replaces the guardian if it has ended."""
+        """Replace the guardian if it has ended."""
         if self._process is None or self._process.poll() is None:
             return
         if self._starts >= _MAX_STARTS:
@@ -62,18 +62,18 @@ class Guard:
         self._tell(b"".join(b"+%d\n" % session for session in self._sessions))
 
     def end_all(self, *, keep: frozenset[int] = frozenset()) -> list[int]:
-        """Kills whatever is left of the job; returns the processes that would not go.
+        """Kill whatever is left of the job; return the processes that would not go.
 
         What is in a session of `keep` stays for the next attempt.
         """
         return end_all(self._mark, self._sessions, keep=keep)
 
     def end_session(self, session: int) -> None:
-        """Kills one task and what it has left in its session, while the others go on."""
+        """Kill one task and what it has left in its session, while the others go on."""
         end_all(None, {session}, give_up_s=_ONE_TASK_S)
 
     def close(self) -> None:
-        """Dismisses the guardian; the job has no process left."""
+        """Dismiss the guardian; the job has no process left."""
         process, self._process = self._process, None
         if process is None or process.stdin is None:
             return
@@ -120,7 +120,7 @@ _PAUSE_S = 0.01
 
 
 def main(mark: str) -> None:
-    """Waits until the launcher has ended; kills what it left, unless it said it was done."""
+    """Wait until the launcher has ended; kill what it left, unless it said it was done."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)  # the launcher's end is the only reason to end
     sessions: set[int] = set()
@@ -142,7 +142,7 @@ def end_all(
     keep: frozenset[int] = frozenset(),
     give_up_s: float = _GIVE_UP_S,
 ) -> list[int]:
-    """Kills all processes of a job until none is left; returns those that would not go.
+    """Kill all processes of a job until none is left; return those that would not go.
 
     Those in a session of `keep` stay. Without a mark only the sessions count.
     """
@@ -162,14 +162,14 @@ def end_all(
 def members(
     mark: str | None, sessions: set[int], *, keep: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Returns the living processes that carry `mark` or are in `sessions`, but not in `keep`."""
+    """Return the living processes that carry `mark` or are in `sessions`, but not in `keep`."""
     entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     own = os.getpid()
     return [pid for pid in entries if pid != own and _belongs(pid, mark, sessions, keep)]
 
 
 def occupied(sessions: set[int]) -> set[int]:
-    """Returns those of `sessions` in which a process lives."""
+    """Return those of `sessions` in which a process lives."""
     entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return {_session(pid) for pid in entries} & sessions
 
@@ -182,7 +182,7 @@ def _belongs(pid: int, mark: str | None, sessions: set[int], keep: frozenset[int
 
 
 def _session(pid: int) -> int:
-    """Returns the session of a living process, 0 for a dead one."""
+    """Return the session of a living process, 0 for a dead one."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

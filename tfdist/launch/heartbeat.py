@@ -1,4 +1,4 @@
-"""A task's signs of life: a line a second to the launcher, and its stacks when they are asked for.
+"""Heartbeat of a task: a line a second to the launcher, and stack dumps on request.
 
 A program may take as long as it likes before and after its training, so that time alone says
 nothing there. But one that waits for time, a file, a connection, a terminal or another process
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from types import ModuleType
 
-    from tfdist.cluster.phases import Awaited
+    from tfdist.cluster.phases import PendingWork
 
 STACK_SIGNAL: int = _signal.SIGQUIT
 """Makes a task print the Python stacks of all its threads, unless its program handles it."""
@@ -34,7 +34,7 @@ _STDERR_FD = 2
 
 
 def start(notes_fd: int, *, task: str, every_s: float = 1.0) -> None:
-    """Tells the launcher every `every_s` seconds what this process is doing, from now on.
+    """Tell the launcher every `every_s` seconds what this process is doing, from now on.
 
     The thread ends when nobody listens any more. It never holds up the program: while the pipe
     is full it writes nothing. It blocks every signal, as these are the program's.
@@ -54,13 +54,13 @@ def start(notes_fd: int, *, task: str, every_s: float = 1.0) -> None:
         _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
 
 
-def print_stacks_when_asked() -> None:
-    """Has `STACK_SIGNAL` print the stacks to standard error, also while no Python code can run."""
+def print_stacks_on_request() -> None:
+    """Have `STACK_SIGNAL` print the stacks to standard error, also while no Python code can run."""
     faulthandler.register(STACK_SIGNAL, file=_STDERR_FD, all_threads=True, chain=False)
 
 
 def steps_done() -> int | None:
-    """Returns the steps that this process says it has done, None before its training."""
+    """Return the steps that this process says it has done, None before its training."""
     phases = _phases()
     step = None if phases is None else phases.current().step
     return None if step is None else int(step)
@@ -102,7 +102,7 @@ def _identity(fd: int) -> tuple[int, int] | None:
 
 
 def _line(task: str, started_s: float, rest: Rest) -> bytes:
-    """Returns a beat as JSON, without `json`: a program may have a module of that name."""
+    """Return a beat as JSON, without `json`: a program may have a module of that name."""
     phase, step, since_s, first_s = "import", None, started_s, None
     awaited = None
     runtime: frozenset[int] = frozenset()
@@ -129,7 +129,7 @@ def _moment(at_s: float | None) -> str:
     return "null" if at_s is None else f"{at_s:.3f}"
 
 
-def _awaited(awaited: Awaited | None) -> str:
+def _awaited(awaited: PendingWork | None) -> str:
     if awaited is None:
         return "null"
     first = "true" if awaited.is_first else "false"
@@ -168,7 +168,7 @@ class Rest:
     def since_s(
         self, now_s: float, *, but: Collection[int] = (), runtime: Collection[int] = ()
     ) -> float | None:
-        """Returns since when, None if it goes on.
+        """Return since when, None if it goes on.
 
         The threads `but` do not count. Those of a `runtime` wake up now and then, to hear peers or
         by the clock: they may, as long as they hardly work.
@@ -205,7 +205,7 @@ def _keeps_house(call: Sequence[bytes]) -> bool:
 
 
 def _waits_for_another(call: Sequence[bytes]) -> bool:
-    """Whether a thread is in a wait without an end, for a thread of its own process."""
+    """Return whether a thread is in a wait without an end, for a thread of its own process."""
     if call[0] != _FUTEX:
         return False
     operation, timeout = int(call[_OPERATION], 16), int(call[_TIMEOUT], 16)
@@ -214,7 +214,7 @@ def _waits_for_another(call: Sequence[bytes]) -> bool:
 
 
 def _turns(status: bytes) -> bytes:
-    """The lines that count how often the thread has run, voluntarily and not."""
+    """Return the lines that count how often the thread has run, voluntarily and not."""
     return status[status.index(b"\nvoluntary_ctxt_switches") :]
 
 

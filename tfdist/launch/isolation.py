@@ -1,4 +1,4 @@
-"""A network of the job's own: a namespace in which there is nothing but loopback.
+"""Network isolation: a namespace in which there is nothing but loopback.
 
 TensorFlow's servers listen on every interface and run what any client sends. Where there is no
 other interface, and no process that is not the job's, nobody else reaches them.
@@ -23,7 +23,7 @@ _IFREQ = "16sh22x"
 
 
 def isolate() -> None:
-    """Moves this process, and all that it starts from now on, into a network of their own.
+    """Move this process, and all that it starts from now on, into a network of their own.
 
     Called while the process has one thread: the kernel takes no other into a user namespace.
 
@@ -44,7 +44,7 @@ def isolate() -> None:
 
 
 def _unshare_network() -> None:
-    """Makes the namespace; without the right to, inside a user namespace, where all have it."""
+    """Make the namespace; without the right to, inside a user namespace, where all have it."""
     user, group = os.geteuid(), os.getegid()
     try:
         _unshare(_CLONE_NEWNET)

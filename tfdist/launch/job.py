@@ -1,4 +1,4 @@
-"""Running a job from beginning to end: plan it, make its directory, run it, say how it went."""
+"""Job run: plan, run directory, attempts, result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import HeldPort, hold_ports, placement, tf_config, wishes
+from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
@@ -28,7 +28,7 @@ from tfdist.launch.multihost.leader import Team, TeamProcesses, TeamScreen
 from tfdist.launch.multihost.member import Joining
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import (
-    Job,
+    JobDescription,
     ProcessSpec,
     decided_strategy,
     render,
@@ -36,9 +36,9 @@ from tfdist.launch.plan import (
     tasks_with_address,
 )
 from tfdist.launch.process import raise_file_limit
-from tfdist.launch.processes import JobProcesses, Workshop
+from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
-    Attempt,
+    AttemptReport,
     attempt_entry,
     earlier_attempts,
     reserve_room,
@@ -58,7 +58,7 @@ _OTHER_FILES = 128
 
 
 def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
-    """Runs a job and returns its exit code; with ``dry_run`` prints its plan.
+    """Run a job and return its exit code; with ``dry_run`` prints its plan.
 
     Raises:
         UsageError: it cannot be run as asked; nothing has been started.
@@ -66,7 +66,7 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     search = [_working_directory(), *sys.path]
     check_program(options.program, search=search)
     _pass_over_tf_config(options.program, environ)
-    if line := wishes.legacy_keras(environ):
+    if line := settings.legacy_keras(environ):
         _remark(line)
     options, group = decided_group(with_variables(options, environ), environ)
     job = _job(options, group, environ=environment_of_tasks(environ), search=search)
@@ -82,14 +82,14 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
 
 
 def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
-    """Says that a TF_CONFIG in the environment is not used; refuses one that was to be.
+    """Report that a TF_CONFIG in the environment is not used; refuse one that was to be.
 
     That is one of a job of several tasks, as a scheduler sets it: a launcher in each of its pods
     would train by itself. A task of another launcher has one in any case.
     """
     if not environ.get(tf_config.VARIABLE, "").strip():
         return
-    if wishes.text(environ, wishes.CLUSTER) not in ("", "auto", "tf_config"):
+    if settings.text(environ, settings.CLUSTER) not in ("", "auto", "tf_config"):
         return  # the user has named another source
     told = None
     with contextlib.suppress(UsageError):  # unused, it may say what it likes
@@ -107,7 +107,7 @@ def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
 
 
 def _remark(line: str) -> None:
-    """Shows a line of the launcher's own before it has a screen."""
+    """Show a line of the launcher's own before it has a screen."""
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
@@ -124,11 +124,11 @@ def _working_directory() -> str:
 
 
 def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
-    """Returns the options with the ports of TFDIST_PORTS, where the flags have none."""
-    told = wishes.text(environ, wishes.PORTS)
+    """Return the options with the ports of TFDIST_PORTS, where the flags have none."""
+    told = settings.text(environ, settings.PORTS)
     if options.ports is not None or not told:
         return options
-    return dataclasses.replace(options, ports=as_text(parse_ports(told, where=wishes.PORTS)))
+    return dataclasses.replace(options, ports=as_text(parse_ports(told, where=settings.PORTS)))
 
 
 def _job(
@@ -137,10 +137,10 @@ def _job(
     *,
     environ: Mapping[str, str],
     search: Sequence[str],
-) -> Job:
+) -> JobDescription:
     machine = this_machine(environ)
     strategy = decided_strategy(options, machine)
-    return Job(
+    return JobDescription(
         options=options,
         strategy=strategy,
         ports=ports_of_tasks(options, group, strategy=strategy),
@@ -159,7 +159,7 @@ def _job(
 def ports_of_tasks(
     options: LaunchOptions, group: Group | None, *, strategy: str
 ) -> Sequence[int] | None:
-    """Returns the ports that tasks may have on any host of the job; None for all.
+    """Return the ports that tasks may have on any host of the job; None for all.
 
     That of the rendezvous is none of them.
 
@@ -185,7 +185,7 @@ def ports_of_tasks(
     )
 
 
-def _run_here(job: Job, *, open_files: tuple[int, int]) -> int:
+def _run_here(job: JobDescription, *, open_files: tuple[int, int]) -> int:
     if job.options.isolate and not job.options.dry_run:
         isolate()
     with contextlib.ExitStack() as stack:
@@ -197,8 +197,8 @@ def _run_here(job: Job, *, open_files: tuple[int, int]) -> int:
         return _run(job, ports, run_dir=run_dir, open_files=open_files)
 
 
-def _show_part(job: Job, group: Group) -> int:
-    """Prints the tasks of this host."""
+def _show_part(job: JobDescription, group: Group) -> int:
+    """Print the tasks of this host."""
     cluster = group.stand_in_cluster(strategy=job.strategy, ports=job.ports)
     here = group.tasks(range(len(group.hosts)))[group.rank]
     specs = job.specs_here(cluster, here, attempt=next_attempt(job.run_dir))
@@ -209,14 +209,14 @@ def _show_part(job: Job, group: Group) -> int:
     return _show(job, specs, about=about)
 
 
-def _show(job: Job, specs: Sequence[ProcessSpec], *, about: str) -> int:
+def _show(job: JobDescription, specs: Sequence[ProcessSpec], *, about: str) -> int:
     head = f"# strategy {job.strategy}, run directory {job.run_dir}\n{about}"
     show(f"{head}\n{render(specs)}")
     return 0
 
 
 def _run(
-    job: Job, ports: Sequence[HeldPort], *, run_dir: RunDir, open_files: tuple[int, int]
+    job: JobDescription, ports: Sequence[HeldPort], *, run_dir: RunDir, open_files: tuple[int, int]
 ) -> int:
     screen = standard_screen(job.environ)
     screen.announce(f"run directory {job.run_dir}")
@@ -232,14 +232,14 @@ def _run(
         ) as run,
     ):
         outcome = run.run()
-    screen.last_words(is_hurried=outcome.was_asked)
+    screen.last_words(is_hurried=outcome.was_requested)
     return outcome.exit_code
 
 
 def run_across(
-    job: Job, group: Group, *, terms: Mapping[str, str], open_files: tuple[int, int]
+    job: JobDescription, group: Group, *, terms: Mapping[str, str], open_files: tuple[int, int]
 ) -> int:
-    """Runs this host's part of a job and returns the exit code of the whole.
+    """Run this host's part of a job and return the exit code of the whole.
 
     `terms` must be the same on all hosts.
 
@@ -268,7 +268,7 @@ class _Part:
     def __init__(
         self,
         *,
-        job: Job,
+        job: JobDescription,
         group: Group,
         terms: Mapping[str, str],
         own: str,
@@ -285,7 +285,7 @@ class _Part:
         self._signals = signals
 
     def lead(self, stack: contextlib.ExitStack, *, open_files: tuple[int, int]) -> int:
-        """Runs the job, as host 0."""
+        """Run the job, as host 0."""
         job, group = self._job, self._group
         hub = self._hub()
         team = Team(
@@ -313,9 +313,9 @@ class _Part:
         return code
 
     def follow(self, stack: contextlib.ExitStack, *, open_files: tuple[int, int]) -> int:
-        """Does what host 0 says, as any other host."""
+        """Do what host 0 says, as any other host."""
         job, group = self._job, self._group
-        workshop = Workshop(
+        task_factory = TaskFactory(
             environ=job.environ,
             start=job.start,
             fork_server=job.options.fork_server,
@@ -333,13 +333,13 @@ class _Part:
             timeout_s=job.options.host_timeout_s,
             clock=time.monotonic,
         )
-        with workshop:
+        with task_factory:
             return Node(
                 job,
                 group,
                 joining,
                 ports=self._ports,
-                workshop=workshop,
+                task_factory=task_factory,
                 screen=self._screen,
                 signals=self._signals,
                 stack=stack,
@@ -388,7 +388,7 @@ class Outcome:
     """How a job has ended: its exit code, and whether it was told to."""
 
     exit_code: int
-    was_asked: bool
+    was_requested: bool
 
 
 class JobRun:
@@ -399,7 +399,7 @@ class JobRun:
 
     def __init__(
         self,
-        job: Job,
+        job: JobDescription,
         *,
         ports: Sequence[HeldPort],
         run_dir: RunDir,
@@ -418,7 +418,7 @@ class JobRun:
         if ports:
             self._hold = partial(self._hold, host=ports[0].host)
         self._stack = contextlib.ExitStack()
-        self._workshop = Workshop(
+        self._task_factory = TaskFactory(
             environ=job.environ,
             start=job.start,
             fork_server=job.options.fork_server,
@@ -433,14 +433,14 @@ class JobRun:
         )
 
     def __enter__(self) -> JobRun:
-        self._stack.enter_context(self._workshop)
+        self._stack.enter_context(self._task_factory)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def run(self) -> Outcome:
-        """Runs the attempts; the report is written after each.
+        """Run the attempts; the report is written after each.
 
         Raises:
             UsageError: the run directory cannot be written to; nothing has been started.
@@ -458,22 +458,22 @@ class JobRun:
             raise
 
     def _run_from(self, logs: Path) -> Outcome:
-        before: Attempt | None = None
+        before: AttemptReport | None = None
         while True:
             attempt = self._run_attempt(logs, is_first=before is None)
             self._report(attempt, before=before)
             ended = self._hindrance() if attempt.restart else None
             next_logs = self._next_logs(attempt) if ended is None else None
             if next_logs is None:
-                was_asked = attempt.exit_code > 0 and attempt.first_failure is None
+                was_requested = attempt.exit_code > 0 and attempt.first_failure is None
                 code = attempt.exit_code if ended is None else ended
                 self._write(code)
-                return Outcome(exit_code=code, was_asked=was_asked or ended is not None)
+                return Outcome(exit_code=code, was_requested=was_requested or ended is not None)
             self._write(None)
             logs, before = next_logs, attempt
 
-    def _run_attempt(self, logs: Path, *, is_first: bool) -> Attempt:
-        self._workshop.check()
+    def _run_attempt(self, logs: Path, *, is_first: bool) -> AttemptReport:
+        self._task_factory.check()
         self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
         specs = self._specs()
         if is_first:
@@ -523,7 +523,7 @@ class JobRun:
     ) -> tuple[JobProcesses | TeamProcesses, Screen]:
         team = self._team
         here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
-        local = self._workshop.processes(
+        local = self._task_factory.processes(
             here, chief=specs[0].task, fork_log=logs / "fork-server.log"
         )
         if team is None:
@@ -532,7 +532,7 @@ class JobRun:
         return processes, TeamScreen(self._screen, processes)
 
     def _hindrance(self) -> int | None:
-        """Returns what the job ends with if something is in the way of another attempt."""
+        """Return what the job ends with if something is in the way of another attempt."""
         asked = self._asked()
         try:
             if asked is None and self._team is not None:
@@ -543,15 +543,15 @@ class JobRun:
         return None if asked is None else exit_code_for(asked)
 
     def _asked(self) -> int | None:
-        """Returns the signal by which somebody asked the job to stop between two attempts."""
+        """Return the signal by which somebody asked the job to stop between two attempts."""
         came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
         if not came:
             return None
         self._screen.say(f"{signal_name(came[0])}: not started again")
         return came[0]
 
-    def _next_logs(self, attempt: Attempt) -> Path | None:
-        """Returns where the next attempt writes; None if there is to be none."""
+    def _next_logs(self, attempt: AttemptReport) -> Path | None:
+        """Return where the next attempt writes; None if there is to be none."""
         failure = attempt.first_failure
         if not attempt.restart or failure is None:
             return None
@@ -564,7 +564,7 @@ class JobRun:
         self._screen.say(f"started again as attempt {self._run_dir.attempt} ({attempt.restart})")
         return logs
 
-    def _report(self, attempt: Attempt, *, before: Attempt | None) -> None:
+    def _report(self, attempt: AttemptReport, *, before: AttemptReport | None) -> None:
         if before is not None:
             self._entries[-1]["restart_s"] = restart_seconds(before, attempt)
         entry = attempt_entry(

@@ -1,4 +1,4 @@
-"""What this machine has to divide among the tasks: CPUs and GPUs."""
+"""CPUs and GPUs of this machine, to be divided among the tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Machine:
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Returns what the launcher may use, by its affinity, control group and environment."""
+    """Return what the launcher may use, by its affinity, control group and environment."""
     driver = any(Path(node).exists() for node in _GPU_NODES)
     return Machine(cpus=_cpus(), gpus=_gpus(environ), has_gpu_driver=driver)
 
@@ -58,7 +58,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def listed_gpus(text: str) -> tuple[str, ...]:
-    """Returns the devices of ``nvidia-smi -L``; of a GPU that is divided (MIG) its parts."""
+    """Return the devices of ``nvidia-smi -L``; of a GPU that is divided (MIG) its parts."""
     gpus: list[str] = []
     for gpu in re.split("^(?=GPU )", text, flags=re.MULTILINE):
         parts = re.findall(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", gpu, flags=re.MULTILINE)
@@ -67,7 +67,7 @@ def listed_gpus(text: str) -> tuple[str, ...]:
 
 
 def visible_gpus(value: str) -> tuple[str, ...]:
-    """Returns the devices that CUDA sees for a value of CUDA_VISIBLE_DEVICES.
+    """Return the devices that CUDA sees for a value of CUDA_VISIBLE_DEVICES.
 
     CUDA stops at the first entry that is none, such as -1.
     """

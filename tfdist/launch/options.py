@@ -1,4 +1,4 @@
-"""What a user asks the launcher for, checked when created, and the command line that says so.
+"""Options of the launcher, validated when created, and their command line.
 
 The line is the launcher's own flags, then a program with flags of its own. The program's part
 must reach it untouched, whatever it looks like, so the line is cut at the program before anything
@@ -49,12 +49,12 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Returns the program as a person calls it: ``train.py`` or ``package.module``."""
+        """Return the program as a person calls it: ``train.py`` or ``package.module``."""
         return self.target if self.is_module else self.target.rpartition("/")[2]
 
     @property
     def python_args(self) -> tuple[str, ...]:
-        """Returns what to write after ``python`` to run it by hand."""
+        """Return what to write after ``python`` to run it by hand."""
         return ("-m", self.target, *self.args) if self.is_module else (self.target, *self.args)
 
 
@@ -125,12 +125,12 @@ class LaunchOptions:
 
     @property
     def port_range(self) -> range | None:
-        """Returns the ports that the job may have, None for any."""
+        """Return the ports that the job may have, None for any."""
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
     @property
     def num_ps(self) -> int:
-        """Returns how many ps a ps job has: one unless more were asked for."""
+        """Return how many ps a ps job has: one unless more were asked for."""
         return self.ps or 1
 
 
@@ -298,7 +298,7 @@ FLAGS = (
         name="hang_timeout_s",
         read=_seconds,
         shown="S",
-        help="how long a task may stand still before it has failed; 0: for ever (300)",
+        help="how long a task may hang before it has failed; 0: for ever (300)",
     ),
     _Flag(
         name="run_dir",
@@ -386,7 +386,7 @@ _TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 
 def parse(argv: Sequence[str]) -> LaunchOptions | None:
-    """Returns what `argv` asks for, or None when it asks for the help text.
+    """Return what `argv` asks for, or None when it asks for the help text.
 
     Raises:
         UsageError: an unknown flag, or a value that cannot be.
@@ -411,7 +411,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
 
 
 def help_text() -> str:
-    """Returns what ``--help`` prints."""
+    """Return what ``--help`` prints."""
     lines = [
         "usage: python -m tfdist.launch [flags] [script.py | -m module] [the program's own flags]",
         "",
@@ -442,7 +442,7 @@ def _begins_program(token: str) -> bool:
 
 
 def _next_flag(rest: list[str]) -> tuple[_Flag, str, list[str]]:
-    """Returns the first flag of `rest`, its text, and what follows."""
+    """Return the first flag of `rest`, its text, and what follows."""
     head, equals, text = rest[0].partition("=")
     name = "help" if head == "-h" else head.removeprefix("--").replace("-", "_")
     flag = _BY_NAME.get(name)
@@ -467,7 +467,7 @@ def _unknown(head: str) -> UsageError:
 
 
 def _switch(flag: str, text: str) -> bool:
-    """Reads ``--flag`` and ``--flag=true``; a switch never takes the next word."""
+    """Read ``--flag`` and ``--flag=true``; a switch never takes the next word."""
     if text.lower() in _TRUE or not text:
         return _TRUE.get(text.lower(), True)
     raise UsageError(

@@ -1,4 +1,4 @@
-"""From what was asked for to a process per task: pure, so that ``--dry_run`` can print it."""
+"""Plan of a job: one process per task; pure, so that ``--dry_run`` can print it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.cluster import (
     addressed_tasks,
     build_cluster,
     job_configs,
-    wishes,
+    settings,
 )
 from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
@@ -46,7 +46,7 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class LaunchContext:
     """Where a job runs: this machine, the environment, and the directory it writes to."""
 
     machine: Machine
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class JobDescription:
     """A job that has been decided on, but for its ports."""
 
     options: LaunchOptions
@@ -76,11 +76,11 @@ class Job:
 
     @property
     def num_ports(self) -> int:
-        """Returns how many of its tasks need a port."""
+        """Return how many of its tasks need a port."""
         return len(tasks_with_address(self.options, self.strategy))
 
     def specs(self, ports: Sequence[HeldPort], *, attempt: int) -> tuple[ProcessSpec, ...]:
-        """Returns its processes; the first is the chief's. `UsageError` if it cannot be run."""
+        """Return its processes; the first is the chief's. `UsageError` if it cannot be run."""
         addresses = [port.address for port in ports]
         place = self._place(attempt)
         return plan(self.options, strategy=self.strategy, place=place, addresses=addresses)
@@ -88,14 +88,14 @@ class Job:
     def specs_here(
         self, cluster: ClusterSpec, here: Sequence[Task], *, attempt: int
     ) -> tuple[ProcessSpec, ...]:
-        """Returns the processes of the tasks that are on this host, of a job on several."""
+        """Return the processes of the tasks that are on this host, of a job on several."""
         place = self._place(attempt)
         return plan_here(
             self.options, strategy=self.strategy, place=place, cluster=cluster, here=here
         )
 
-    def _place(self, attempt: int) -> Place:
-        return Place(
+    def _place(self, attempt: int) -> LaunchContext:
+        return LaunchContext(
             machine=self.machine,
             environ=self.environ,
             python=sys.executable,
@@ -106,7 +106,7 @@ class Job:
 
 
 def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
-    """Returns the strategy of the job, ``auto`` decided by the numbers asked for.
+    """Return the strategy of the job, ``auto`` decided by the numbers asked for.
 
     Raises:
         UsageError: a job of one process, of which something was asked that only others have.
@@ -136,7 +136,7 @@ def _strategy_of(options: LaunchOptions, machine: Machine) -> str:
 def start_method(
     options: LaunchOptions, machine: Machine, *, imports_tensorflow: bool
 ) -> StartMethod:
-    """Returns how the tasks are started.
+    """Return how the tasks are started.
 
     ``auto`` forks a program that says it imports TensorFlow, and never where there may be a GPU.
     """
@@ -147,7 +147,7 @@ def start_method(
 
 
 def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:
-    """Returns the tasks that need a port, in the order in which `plan` takes addresses."""
+    """Return the tasks that need a port, in the order in which `plan` takes addresses."""
     ps = options.num_ps if strategy == "ps" else 0
     return addressed_tasks(
         strategy=strategy, workers=options.workers, ps=ps, evaluator=options.evaluator
@@ -155,9 +155,9 @@ def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...
 
 
 def plan(
-    options: LaunchOptions, *, strategy: str, place: Place, addresses: Sequence[str]
+    options: LaunchOptions, *, strategy: str, place: LaunchContext, addresses: Sequence[str]
 ) -> tuple[ProcessSpec, ...]:
-    """Returns a process for each task, in the order in which they start.
+    """Return a process for each task, in the order in which they start.
 
     Raises:
         UsageError: the job cannot be divided over this machine.
@@ -183,11 +183,11 @@ def plan_here(
     options: LaunchOptions,
     *,
     strategy: str,
-    place: Place,
+    place: LaunchContext,
     cluster: ClusterSpec,
     here: Collection[Task],
 ) -> tuple[ProcessSpec, ...]:
-    """Returns a process for each task of `cluster` that is `here`, on this machine, as `plan`."""
+    """Return a process for each task of `cluster` that is `here`, on this machine, as `plan`."""
     job = JobOptions(
         strategy=strategy,
         devices_per_worker=options.devices_per_worker,
@@ -225,14 +225,14 @@ def _process(
     config: TaskConfig,
     *,
     options: LaunchOptions,
-    place: Place,
+    place: LaunchContext,
     gpus: Mapping[Task, str],
     here: Collection[Task],
 ) -> ProcessSpec:
     task, program = config.task, options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
     if options.ports is not None:
-        forced[wishes.PORTS] = options.ports
+        forced[settings.PORTS] = options.ports
     if task in gpus:
         forced["CUDA_VISIBLE_DEVICES"] = gpus[task]
     if options.threads_per_task is not None:
@@ -259,10 +259,10 @@ def _process(
 def _thread_defaults(
     config: TaskConfig, *, options: LaunchOptions, cpus: int, here: Collection[Task]
 ) -> dict[str, str]:
-    """Returns the task's share of the CPUs; what the user has set himself goes before it.
+    """Return the task's share of the CPUs; what the user has set himself goes before it.
 
     In a ps job an operation may hold an inter-op thread until a worker answers: with fewer
-    threads than workers the job stands still.
+    threads than workers the job hangs.
     """
     cluster = config.cluster
     computing = max(1, sum(task.type in ("worker", "ps", "evaluator") for task in here))
@@ -278,7 +278,7 @@ def _compute_threads(count: int) -> dict[str, str]:
 
 
 def _without_proxy(environ: Mapping[str, str], cluster: ClusterSpec) -> dict[str, str]:
-    """Returns the variables that keep connections between the tasks away from any proxy.
+    """Return the variables that keep connections between the tasks away from any proxy.
 
     gRPC reads no_grpc_proxy before no_proxy, so where that is set it must say it too.
     """
@@ -297,7 +297,7 @@ def _without_proxy(environ: Mapping[str, str], cluster: ClusterSpec) -> dict[str
 def _divide_gpus(
     options: LaunchOptions, *, strategy: str, gpus: Sequence[str], here: Collection[Task]
 ) -> dict[Task, str]:
-    """Returns CUDA_VISIBLE_DEVICES for each task of a machine with GPUs."""
+    """Return CUDA_VISIBLE_DEVICES for each task of a machine with GPUs."""
     if not gpus:
         return {}
     workers = [task for task in here if task.type == "worker"]

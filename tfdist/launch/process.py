@@ -1,4 +1,4 @@
-"""One process in a session of its own that does not outlive its parent; tasks by exec."""
+"""Process in its own session that does not outlive its parent; tasks started by exec."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ class Starter(Protocol):
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
-        """Starts a task; None if `Started` will come from `collect`."""
+        """Start a task; None if `Started` will come from `collect`."""
 
     def withdraw(self, task: Task) -> bool:
-        """Takes back a start that has not been begun; returns whether it could."""
+        """Withdraw a start that has not been begun; return whether it could."""
 
     def give_up(self) -> None:
-        """Has starts and ends that nobody tells of come to an end: its helper does not answer."""
+        """Have starts and end that nobody tells of come to an end: its helper does not answer."""
 
     def fileno(self) -> int | None:
-        """Returns what to watch for news besides SIGCHLD."""
+        """Return what to watch for news besides SIGCHLD."""
 
     def collect(self) -> list[Started | Ended]:
-        """Returns which tasks have started or ended since the last call."""
+        """Return which tasks have started or ended since the last call."""
 
     @property
     def sessions(self) -> frozenset[int]:
-        """Returns the sessions of its own, which live on from one attempt to the next."""
+        """Return the sessions of its own, which live on from one attempt to the next."""
 
     @property
     def is_over(self) -> bool:
-        """Returns whether it can start no task any more."""
+        """Return whether it can start no task any more."""
 
     def close(self) -> None:
-        """Ends what the starter itself has running."""
+        """End what the starter itself has running."""
 
 
 class ExecStarter:
@@ -64,7 +64,7 @@ class ExecStarter:
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started:
-        """Starts a task and returns its `Started`. Raises OSError if that fails."""
+        """Start a task and return its `Started`. Raises OSError if that fails."""
         child = spawn(
             task_command(spec, notes_fd=notes_fd),
             env=env,
@@ -76,18 +76,18 @@ class ExecStarter:
         return Started(task=spec.task, pid=child.pid, at_s=self._clock())
 
     def withdraw(self, task: Task) -> bool:
-        """Returns False: a start here is done at once."""
+        """Return False: a start here is done at once."""
         return False
 
     def give_up(self) -> None:
-        """Does nothing: it has no helper."""
+        """Do nothing: it has no helper."""
 
     def fileno(self) -> int | None:
-        """Returns None: SIGCHLD tells."""
+        """Return None: SIGCHLD tells."""
         return None
 
     def collect(self) -> list[Started | Ended]:
-        """Returns the tasks that have ended since the last call."""
+        """Return the tasks that have ended since the last call."""
         now_s = self._clock()
         over = {t: child for t, child in self._children.items() if child.poll() is not None}
         for task in over:
@@ -96,20 +96,20 @@ class ExecStarter:
 
     @property
     def sessions(self) -> frozenset[int]:
-        """Returns none: no process but the tasks'."""
+        """Return none: no process but the tasks'."""
         return frozenset()
 
     @property
     def is_over(self) -> bool:
-        """Returns False."""
+        """Return False."""
         return False
 
     def close(self) -> None:
-        """Does nothing: no process but the tasks'."""
+        """Do nothing: no process but the tasks'."""
 
 
 def task_command(spec: ProcessSpec, *, notes_fd: int) -> list[str]:
-    """Returns the command that runs a task's program, titled, with a line to the launcher."""
+    """Return the command that runs a task's program, titled, with a line to the launcher."""
     kind = "module" if spec.program.is_module else "script"
     return [
         *(sys.executable, _BOOTSTRAP, "task", str(spec.task), spec.title, str(notes_fd), kind),
@@ -118,7 +118,7 @@ def task_command(spec: ProcessSpec, *, notes_fd: int) -> list[str]:
 
 
 def bootstrap_command(module: str, *args: str) -> list[str]:
-    """Returns the command that runs `main` of a module of the launcher in a new Python."""
+    """Return the command that runs `main` of a module of the launcher in a new Python."""
     return [sys.executable, _BOOTSTRAP, module, *args]
 
 
@@ -130,7 +130,7 @@ def spawn(
     keep_fds: Collection[int],
     open_files: tuple[int, int],
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, which the kernel kills when we end.
+    """Start a process in a session of its own, which the kernel kills when we end.
 
     `open_files` are the limits it gets, which the launcher may have raised for itself.
     """
@@ -160,7 +160,7 @@ def die_with(parent: int) -> None:
 
 
 def raise_file_limit(needed: int) -> tuple[int, int]:
-    """Lets this process open `needed` files if it may; returns the limits from before."""
+    """Let this process open `needed` files if it may; return the limits from before."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < needed:

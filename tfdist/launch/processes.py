@@ -1,4 +1,4 @@
-"""All processes of a job: one loop over their output, their ends, their notes and signals."""
+"""Processes of a job: one event loop over output, exits, notes and signals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.launch.console import Console
 from tfdist.launch.diagnosis import KillEvidence
-from tfdist.launch.events import Asked, Ended, Event, Started, event_of
+from tfdist.launch.events import Ended, Event, Started, StopRequest, event_of
 from tfdist.launch.fork_server import ForkStarter, shared_environment
-from tfdist.launch.guardian import MARK, Guard
+from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.heartbeat import STACK_SIGNAL
 from tfdist.launch.options import StartMethod
 from tfdist.launch.plan import ProcessSpec
@@ -42,7 +42,7 @@ class JobProcesses:
         chief: Task,
         mark: str,
         starter: Starter,
-        guard: Guard,
+        guard: GuardianClient,
         evidence: KillEvidence,
         screen: JobScreen,
         signals: SignalPipe,
@@ -73,7 +73,7 @@ class JobProcesses:
             self._watch(starter_fd, self._collect)
 
     def start(self, spec: ProcessSpec) -> None:
-        """Starts a task; its `Started` comes as an event. Raises OSError if it cannot."""
+        """Start a task; its `Started` comes as an event. Raises OSError if it cannot."""
         output = self._screen.open(spec, is_chief=spec.task == self._chief)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
@@ -95,7 +95,7 @@ class JobProcesses:
             self._on_started(started)
 
     def signal(self, task: Task, signum: int) -> None:
-        """Sends a signal to a task's whole process group."""
+        """Send a signal to a task's whole process group."""
         self._is_patient = False
         if task not in self._running:
             return
@@ -113,46 +113,46 @@ class JobProcesses:
                 self._starter.give_up()
 
     def ask_for_stacks(self, task: Task) -> None:
-        """Has a task print its Python stacks; its own processes, which might end, hear nothing."""
+        """Have a task print its Python stacks; its own processes, which might end, hear nothing."""
         if pid := self._running.get(task):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, STACK_SIGNAL)
 
-    def kill_alone(self, task: Task) -> None:
-        """Ends one task, and what it has left in its session, while the job goes on."""
+    def kill_one(self, task: Task) -> None:
+        """End one task, and what it has left in its session, while the job goes on."""
         if task in self._running and self._running[task] is None:
             self._owed[task] = signal.SIGKILL
         elif task in self._pids:
             self._guard.end_session(self._pids[task])
 
     def state_of(self, task: Task) -> str | None:
-        """Returns the state letter of a task's process, None if it is gone."""
+        """Return the state letter of a task's process, None if it is gone."""
         pid = self._pids.get(task)
         return None if pid is None else proc_state(pid)
 
     def can_speak(self, task: Task) -> bool:
-        """Returns whether a task's process still has the pipe on which it tells what it does."""
+        """Return whether a task's process still has the pipe on which it tells what it does."""
         pid = self._pids.get(task)
         return pid is None or holds_pipe(pid, pipe_fd=self._notes_fd)
 
     def can_start(self, task: Task) -> bool:
-        """Returns True: this machine is there."""
+        """Return True: this machine is there."""
         return True
 
     def watch(self, fd: int) -> None:
-        """Has `wait` return when there is something to read from a descriptor of another."""
+        """Have `wait` return when there is something to read from a descriptor of another."""
         self._watch(fd, lambda: None)
 
     def unwatch(self, fd: int) -> None:
-        """Takes `watch` back."""
+        """Take `watch` back."""
         self._unwatch(fd)
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Returns what has happened, after `timeout_s` at the latest."""
+        """Return what has happened, after `timeout_s` at the latest."""
         self._flush()
         ready = self._selector.select(0 if self._news else timeout_s)
         # What a task printed waits until the supervisor knows what happened meanwhile: then the
-        # words of a failure's victims are not shown any more.
+        # output caused by a peer's failure is suppressed.
         for handler, args in [key.data for key, _ in ready if key.fd not in self._pipes]:
             handler(*args)
         if not self._news:
@@ -186,7 +186,7 @@ class JobProcesses:
 
     def _on_signals(self) -> None:
         came = self._signals.read()
-        self._news += [Asked(signum=signum) for signum in came if signum in STOP_SIGNALS]
+        self._news += [StopRequest(signum=signum) for signum in came if signum in STOP_SIGNALS]
         if signal.SIGCHLD in came:
             self._guard.check()
             self._collect()
@@ -207,7 +207,7 @@ class JobProcesses:
             self._guard.forget_empty()
 
     def _explained(self, ended: Ended) -> Ended:
-        """Returns an end with its cause, where the kernel tells it."""
+        """Return an end with its cause, where the kernel tells it."""
         pid = self._pids.get(ended.task)
         if pid is None or ended.cause or ended.status != -signal.SIGKILL:
             return ended
@@ -246,10 +246,10 @@ class JobProcesses:
             if not self._read(fd):
                 break
         if fd in self._pipes:
-            self._pipes[fd][1].settle()
+            self._pipes[fd][1].flush_line()
 
     def _flush(self) -> None:
-        """Writes to the consoles, and has the tasks wait when nobody reads what they print."""
+        """Write to the consoles, and have the tasks wait when nobody reads what they print."""
         for console in self._screen.consoles:
             console.write()
             if console.is_full and not self._is_patient:
@@ -257,7 +257,7 @@ class JobProcesses:
             self._watch_console(console)
         out = self._screen.out
         if out.is_closed and self._is_patient:
-            self._news.append(Asked(signum=signal.SIGPIPE))
+            self._news.append(StopRequest(signum=signal.SIGPIPE))
         if out.is_full is not self._is_paused:
             self._is_paused = out.is_full
             for fd in self._pipes:
@@ -295,7 +295,7 @@ def _signal_group(pid: int, signum: int) -> None:
             os.kill(pid, signum)
 
 
-class Workshop:
+class TaskFactory:
     """The guardian and the fork server; a context manager that leaves no process behind."""
 
     def __init__(
@@ -319,9 +319,9 @@ class Workshop:
         self._given = _socket_of(fork_server)
         self._evidence = KillEvidence()
 
-    def __enter__(self) -> Workshop:
+    def __enter__(self) -> TaskFactory:
         self._stack.callback(self._evidence.close)
-        self._guard = Guard(self._mark, environ=self._environ, say=self._screen.say)
+        self._guard = GuardianClient(self._mark, environ=self._environ, say=self._screen.say)
         self._stack.callback(self._guard.close)
         self._stack.callback(self._guard.end_all)
         self._stack.callback(self._close_starter)
@@ -331,13 +331,13 @@ class Workshop:
         self._stack.close()
 
     def check(self) -> None:
-        """Replaces the guardian if it has ended."""
+        """Replace the guardian if it has ended."""
         self._guard.check()
 
     def processes(
         self, specs: Sequence[ProcessSpec], *, chief: Task, fork_log: Path
     ) -> JobProcesses:
-        """Returns the processes of an attempt, none of them started.
+        """Return the processes of an attempt, none of them started.
 
         `fork_log` is where a fork server would write.
         """
@@ -353,7 +353,7 @@ class Workshop:
         )
 
     def _ready_starter(self, specs: Sequence[ProcessSpec], *, fork_log: Path) -> Starter:
-        """Returns what starts the tasks: of the attempt before, unless that has ended."""
+        """Return what starts the tasks: of the attempt before, unless that has ended."""
         if self._starter is not None and not self._starter.is_over:
             return self._starter
         self._close_starter()

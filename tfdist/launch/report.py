@@ -1,4 +1,4 @@
-"""`report.json`: how each attempt of a job went, task by task, and what failed first."""
+"""`report.json`: each attempt of a job, its tasks, and its root cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESERVE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The failure that came first; those after it are its victims."""
+    """The root cause; later failures are secondary."""
 
     task: Task
     cause: str
@@ -56,7 +56,7 @@ class TaskRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class AttemptReport:
     """One start of all tasks of a job, and its end."""
 
     exit_code: int
@@ -75,14 +75,14 @@ class Attempt:
 
     @property
     def all_started_at_s(self) -> float | None:
-        """Returns when the last of its tasks was first started; None if one never was."""
+        """Return when the last of its tasks was first started; None if one never was."""
         firsts = [record.started_at_s for record in self.tasks if not record.restart]
         known = [moment for moment in firsts if moment is not None]
         return max(known) if known and len(known) == len(firsts) else None
 
 
 def signal_name(signum: int) -> str:
-    """Returns ``SIGKILL`` for 9."""
+    """Return ``SIGKILL`` for 9."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -90,14 +90,14 @@ def signal_name(signum: int) -> str:
 
 
 def exit_code_of(status: int) -> int:
-    """Returns the exit code a shell would give for a task's `status`: 128 + n for a signal n."""
+    """Return the exit code a shell would give for a task's `status`: 128 + n for a signal n."""
     return 128 - status if status < 0 else status
 
 
 def attempt_entry(
-    attempt: Attempt, *, number: int, epoch_s: float, hosts: Mapping[Task, str] | None = None
+    attempt: AttemptReport, *, number: int, epoch_s: float, hosts: Mapping[Task, str] | None = None
 ) -> dict[str, Any]:
-    """Returns the report's entry; `epoch_s` is the time of day when the clock stood at 0.
+    """Return the report's entry; `epoch_s` is the time of day when the clock stood at 0.
 
     `hosts` says where each task was, in a job on several hosts.
     """
@@ -157,14 +157,14 @@ def attempt_entry(
     }
 
 
-def restart_seconds(failed: Attempt, following: Attempt) -> float | None:
-    """Returns the seconds from a failure until every task of the next attempt was started."""
+def restart_seconds(failed: AttemptReport, following: AttemptReport) -> float | None:
+    """Return the seconds from a failure until every task of the next attempt was started."""
     failure = failed.first_failure
     return _elapsed_s(failure.at_s if failure else None, following.all_started_at_s)
 
 
-def _restart_s(attempt: Attempt, failure: Failure) -> float | None:
-    """Returns the seconds from a failure until its task was started again alone."""
+def _restart_s(attempt: AttemptReport, failure: Failure) -> float | None:
+    """Return the seconds from a failure until its task was started again alone."""
     moments = [
         record.started_at_s
         for record in attempt.tasks
@@ -183,7 +183,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the attempts of earlier runs in this directory; none if the report is damaged."""
+    """Return the attempts of earlier runs in this directory; none if the report is damaged."""
     try:
         report = json.loads((run_dir / FILE_NAME).read_text())
         attempts = report["attempts"]
@@ -193,7 +193,7 @@ def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def reserve_room(run_dir: Path) -> IO[bytes]:
-    """Takes room on the disk for a report until the file, which has no name, is closed.
+    """Take room on the disk for a report until the file, which has no name, is closed.
 
     Raises OSError where there is not so much.
     """
@@ -205,5 +205,5 @@ def reserve_room(run_dir: Path) -> IO[bytes]:
 def write_report(
     run_dir: Path, *, exit_code: int | None, attempts: Sequence[dict[str, Any]]
 ) -> None:
-    """Writes the report in one piece; `exit_code` None means that the job still runs."""
+    """Write the report in one piece; `exit_code` None means that the job still runs."""
     write_json(run_dir / FILE_NAME, {"exit_code": exit_code, "attempts": list(attempts)})

@@ -1,4 +1,4 @@
-"""The directory a job writes to: chosen, made, and kept from other jobs while this one runs."""
+"""Run directory of a job: chosen, created, and locked while the job runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOGS = "logs"
 
 
 def chosen_run_dir(given: str | None, *, now: Callable[[], datetime] | None = None) -> Path:
-    """Returns the absolute path of the run directory: the one given, or a new name."""
+    """Return the absolute path of the run directory: the one given, or a new name."""
     if given is not None:
         return Path(os.path.abspath(os.path.expanduser(given)))
     moment = now() if now else datetime.now(UTC)
@@ -27,12 +27,12 @@ def chosen_run_dir(given: str | None, *, now: Callable[[], datetime] | None = No
 
 
 def restart_log(log_path: Path, restart: int) -> Path:
-    """Returns where a task that was started again alone writes: ``worker-1.restart-1.log``."""
+    """Return where a task that was started again alone writes: ``worker-1.restart-1.log``."""
     return log_path.with_name(f"{log_path.stem}.restart-{restart}{log_path.suffix}")
 
 
 def next_attempt(run_dir: Path) -> int:
-    """Returns the number of the next start of the job in `run_dir`, from 1 on."""
+    """Return the number of the next start of the job in `run_dir`, from 1 on."""
     try:
         names = os.listdir(run_dir / _LOGS)
     except OSError:
@@ -81,12 +81,12 @@ class RunDir:
         self.close()
 
     def next_attempt(self) -> Path:
-        """Goes on to the next attempt; makes and returns the directory for its logs."""
+        """Go on to the next attempt; make and return the directory for its logs."""
         self.attempt += 1
         return self.start_attempt()
 
     def start_attempt(self) -> Path:
-        """Makes and returns the directory for the logs of this attempt."""
+        """Make and return the directory for the logs of this attempt."""
         logs = self.path / _LOGS / f"attempt-{self.attempt}"
         try:
             logs.mkdir()
@@ -95,12 +95,12 @@ class RunDir:
         return logs
 
     def close(self) -> None:
-        """Lets other jobs use the directory."""
+        """Let other jobs use the directory."""
         self._lock.release()
 
 
 def not_writable(path: Path, error: OSError) -> UsageError:
-    """Returns the error for a run directory that refuses what is written to it."""
+    """Return the error for a run directory that refuses what is written to it."""
     return UsageError(
         "--run_dir",
         received=f"{path} ({error.strerror})",

@@ -1,4 +1,4 @@
-"""What a person sees of a job: the tasks' lines, and what the launcher itself has to say."""
+"""Console view of a job: the tasks' lines and the launcher's own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LineSplitter:
         """What a terminal would show of the unfinished line, if it has been begun again."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that `data` completes."""
+        """Return the lines that `data` completes."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [piece for line in whole for piece in _pieces(_visible(line))]
         if b"\r" in self._rest:
@@ -64,7 +64,7 @@ class LineSplitter:
         return lines
 
     def end(self) -> list[bytes]:
-        """Returns what is left when the stream has ended without a newline."""
+        """Return what is left when the stream has ended without a newline."""
         rest, self._rest, self.progress = _visible(self._rest), b"", None
         return _pieces(rest) if rest else []
 
@@ -88,30 +88,30 @@ class TaskOutput:
         self._log_fd = os.open(log_path, flags, 0o644)
 
     def feed(self, data: bytes) -> None:
-        """Takes what the task has written."""
+        """Take what the task has written."""
         self._log(data)
         self._show([line for line in self._splitter.feed(data) if not _CHATTER.match(line)])
         progress = self._splitter.progress
         if progress is not None and self._is_chief and not self.muted:
             self._writer.progress(self.name, progress, hue=self._hue)
 
-    def settle(self) -> None:
-        """Shows the line that the task left unfinished when it ended."""
+    def flush_line(self) -> None:
+        """Show the line that the task left unfinished when it ended."""
         self._show(self._splitter.end())
 
     def close(self) -> None:
-        """Ends the log."""
-        self.settle()
+        """End the log."""
+        self.flush_line()
         if self._log_fd >= 0:
             os.close(self._log_fd)
             self._log_fd = -1
 
     def last_lines(self) -> tuple[str, ...]:
-        """Returns the last lines as text, bytes that are not UTF-8 escaped."""
+        """Return the last lines as text, bytes that are not UTF-8 escaped."""
         return tuple(line.decode(errors="backslashreplace")[:_MAX_LAST_CHARS] for line in self.last)
 
     def is_last_on_screen(self) -> bool:
-        """Returns whether `last_lines` are, in one piece, the last thing that was shown."""
+        """Return whether `last_lines` are, in one piece, the last thing that was shown."""
         shown, lines = self._shown_at, self._writer.num_lines
         return len(shown) == len(self.last) and list(shown) == [
             *range(lines - len(shown) + 1, lines + 1)
@@ -138,14 +138,14 @@ class TaskOutput:
 
 
 def _visible(line: bytes) -> bytes:
-    """Returns what is left of a line after its carriage returns: its last text."""
+    """Return what is left of a line after its carriage returns: its last text."""
     if b"\r" not in line:
         return line
     return next((text for text in reversed(line.split(b"\r")) if text), b"")
 
 
 def _pieces(line: bytes) -> list[bytes]:
-    """Cuts an overlong line, never inside a UTF-8 character."""
+    """Cut an overlong line, never inside a UTF-8 character."""
     pieces = []
     while len(line) > MAX_LINE_BYTES:
         cut = MAX_LINE_BYTES
@@ -174,7 +174,7 @@ class JobScreen:
         """Where each task is, in a job on several hosts."""
 
     def open(self, spec: ProcessSpec, *, is_chief: bool) -> TaskOutput:
-        """Returns a new place for a task's output; OSError if its log cannot be made."""
+        """Return a new place for a task's output; OSError if its log cannot be made."""
         hue = self._hues.setdefault(spec.task, len(self._hues))
         if (before := self._outputs.get(spec.task)) is not None:
             before.close()
@@ -186,48 +186,48 @@ class JobScreen:
         return output
 
     def announce(self, text: str) -> None:
-        """Shows a line that belongs to the job's output."""
+        """Show a line that belongs to the job's output."""
         self.out.say(text)
 
     def say(self, text: str) -> None:
-        """Shows lines of the launcher's own."""
+        """Show lines of the launcher's own."""
         self.out.write()
         self.err.say(text)
 
     def show_failure(self, task: Task, cause: str) -> None:
-        """Shows what failed first and its last lines; from now on nothing of other tasks."""
+        """Show what failed first and its last lines; from now on nothing of other tasks."""
         for other, output in self._outputs.items():
             output.muted = other != task
         failed = self._outputs.get(task)
         self.say(self._failure_block(task, failed, cause))
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
-        """Returns the last lines of a task's output."""
+        """Return the last lines of a task's output."""
         output = self._outputs.get(task)
         return output.last_lines() if output else self._told.get(task, ())
 
     def told(self, task: Task, lines: tuple[str, ...]) -> None:
-        """Takes the last lines of a task on another host."""
+        """Take the last lines of a task on another host."""
         self._told[task] = lines
 
     def forget(self) -> None:
-        """Lets go of the tasks: the next attempt may have others."""
+        """Let go of the tasks: the next attempt may have others."""
         self._outputs.clear()
         self._told.clear()
 
     def flush(self) -> None:
-        """Writes what the reader takes without waiting, where no processes do it in their loop."""
+        """Write what the reader takes without waiting, where no processes do it in their loop."""
         for console in self.consoles:
             console.write()
 
     def last_words(self, *, is_hurried: bool) -> None:
-        """Waits for whoever reads the output, not for long when the job was asked to stop."""
+        """Wait for whoever reads the output, not for long when the job was asked to stop."""
         with contextlib.suppress(KeyboardInterrupt):
             for console in self.consoles:
                 console.drain(_LAST_WORDS_S if is_hurried else None)
 
     def close(self) -> None:
-        """Ends all logs and takes a progress line away."""
+        """End all logs and take a progress line away."""
         for output in self._outputs.values():
             output.close()
         self.out.drop_progress()
@@ -248,13 +248,13 @@ class JobScreen:
 
 
 def standard_screen(environ: Mapping[str, str]) -> JobScreen:
-    """Returns a screen on this process's standard output and error."""
+    """Return a screen on this process's standard output and error."""
     out = _console(1, environ)
     return JobScreen(out=out, err=out if _is_same(1, 2) else _console(2, environ))
 
 
 def shows_in_place(fd: int, environ: Mapping[str, str]) -> bool:
-    """Returns whether a line on `fd` can be written over, as on a terminal."""
+    """Return whether a line on `fd` can be written over, as on a terminal."""
     return os.isatty(fd) and environ.get("TERM") != "dumb"
 
 

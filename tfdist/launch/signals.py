@@ -1,4 +1,4 @@
-"""Signals as events: they wake the loop up through a pipe and are handled there."""
+"""Signals as events: they wake the event loop through a pipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ctrl-C on, delivers it twice: within so long it is one."""
 
 
 def exit_code_for(signum: int) -> int:
-    """Returns what a job ends with that was asked to stop: 128 + n, and for SIGUSR1 as SIGTERM."""
+    """Return what a job ends with that was asked to stop: 128 + n, and for SIGUSR1 as SIGTERM."""
     return 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
 
@@ -56,7 +56,7 @@ class SignalPipe:
         os.close(self._write_fd)
 
     def read(self) -> list[int]:
-        """Returns the signals that have come since the last call, each request to stop once."""
+        """Return the signals that have come since the last call, each request to stop once."""
         try:
             came = os.read(self.fd, 4096)
         except BlockingIOError:

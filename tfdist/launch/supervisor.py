@@ -1,4 +1,4 @@
-"""One attempt of a job: when it is over, what failed first, and who is told to end when.
+"""Supervisor of one attempt: its end, its root cause, and the shutdown of its tasks.
 
 It acts on events alone. The processes, the screen and the clock are parameters, so that
 its tests replay histories without any process.
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
-from tfdist.launch.diagnosis import Blame, Progress, Watcher
-from tfdist.launch.events import Asked, Beat, Ended, Event, Raised, Started
+from tfdist.launch.diagnosis import Progress, RootCause, Watcher
+from tfdist.launch.events import Beat, Ended, Event, Raised, Started, StopRequest
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import Attempt, Failure, TaskRecord, signal_name
+from tfdist.launch.report import AttemptReport, Failure, TaskRecord, signal_name
 from tfdist.launch.rundir import restart_log
 from tfdist.launch.signals import exit_code_for
 
@@ -35,7 +35,7 @@ STRAGGLER_GRACES = 6
 """How many times the grace the other workers may go on after the chief of theirs is done."""
 
 STACKS_S = 0.5
-"""How long the stacks of a task that stands still may take to come into its log."""
+"""How long the stacks of a task that hangs may take to come into its log."""
 
 _GIVE_UP_S = 10.0  # after SIGKILL, for a process that not even that ends
 _MAX_NAMES = 8
@@ -51,46 +51,46 @@ class Processes(Protocol):
     """The processes of a job, as far as the supervisor deals with them."""
 
     def start(self, spec: ProcessSpec) -> None:
-        """Starts a task; its `Started` comes as an event. Raises OSError if it cannot."""
+        """Start a task; its `Started` comes as an event. Raises OSError if it cannot."""
 
     def signal(self, task: Task, signum: int) -> None:
-        """Sends a signal to a task's whole process group: the job is about to end."""
+        """Send a signal to a task's whole process group: the job is about to end."""
 
     def ask_for_stacks(self, task: Task) -> None:
-        """Has a task print its Python stacks; it goes on."""
+        """Have a task print its Python stacks; it goes on."""
 
-    def kill_alone(self, task: Task) -> None:
-        """Ends one task, and what it has left behind, while the job goes on."""
+    def kill_one(self, task: Task) -> None:
+        """End one task, and what it has left behind, while the job goes on."""
 
     def can_start(self, task: Task) -> bool:
-        """Returns whether a task can be started now: its host is there."""
+        """Return whether a task can be started now: its host is there."""
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Returns what has happened, after `timeout_s` at the latest."""
+        """Return what has happened, after `timeout_s` at the latest."""
 
 
 class Screen(Protocol):
     """What a person sees of the job."""
 
     def say(self, text: str) -> None:
-        """Shows lines of the launcher's own."""
+        """Show lines of the launcher's own."""
 
     def show_failure(self, task: Task, cause: str) -> None:
-        """Shows what failed first and its last lines; from now on nothing of other tasks."""
+        """Show what failed first and its last lines; from now on nothing of other tasks."""
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
-        """Returns the last lines of a task's output."""
+        """Return the last lines of a task's output."""
 
 
 def named(tasks: Iterable[Task]) -> str:
-    """Returns the tasks as a list for a person, the first ones only where there are many."""
+    """Return the tasks as a list for a person, the first ones only where there are many."""
     names = [str(task) for task in tasks]
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RestartDecision:
     """Whether to start again, and what to say about it; nothing where nobody asked for it."""
 
     restart: bool = False
@@ -110,29 +110,35 @@ class RestartPolicy:
         self._window_s = window_s
         self._restarted: list[Failure] = []
 
-    def verdict(self, failure: Failure, *, alone: bool = False) -> Verdict:
-        """Returns whether to start again after `failure`, the task `alone` or the whole job.
+    def verdict(self, failure: Failure, *, alone: bool = False) -> RestartDecision:
+        """Return whether to start again after `failure`, the task `alone` or the whole job.
 
         Changes nothing. Of tasks that are started again alone each has its own last failure:
         several of them may well be killed at the same step.
         """
         if not self._max_restarts:
-            return Verdict()
+            return RestartDecision()
         if failure.exit_code == EXIT_USAGE:
-            return Verdict(reason=f"exit code {EXIT_USAGE} is a mistake that would be made again")
+            return RestartDecision(
+                reason=f"exit code {EXIT_USAGE} is a mistake that would be made again"
+            )
         if failure.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
-            return Verdict(reason=f"exit code {failure.exit_code} is that of a task told to stop")
+            return RestartDecision(
+                reason=f"exit code {failure.exit_code} is that of a task told to stop"
+            )
         if self._is_repeated(failure, alone=alone):
-            return Verdict(reason=f"the same failure {_place(failure)} twice in a row")
+            return RestartDecision(reason=f"the same failure {_place(failure)} twice in a row")
         used = sum(failure.at_s - past.at_s <= self._window_s for past in self._restarted)
         within = f"within {self._window_s:g} s"
         if used >= self._max_restarts:
             restarts = f"all {used} restarts" if used > 1 else "the one restart"
-            return Verdict(reason=f"{restarts} {within} used up")
-        return Verdict(restart=True, reason=f"restart {used + 1} of {self._max_restarts} {within}")
+            return RestartDecision(reason=f"{restarts} {within} used up")
+        return RestartDecision(
+            restart=True, reason=f"restart {used + 1} of {self._max_restarts} {within}"
+        )
 
     def restarted(self, failure: Failure) -> None:
-        """Counts a restart after `failure`."""
+        """Count a restart after `failure`."""
         self._restarted.append(failure)
 
     def _is_repeated(self, failure: Failure, *, alone: bool) -> bool:
@@ -161,33 +167,33 @@ class Records:
         self._records = {task: [TaskRecord(task=task)] for task in tasks}
 
     def started(self, event: Started) -> None:
-        """Takes down that a task has a process."""
+        """Record that a task has a process."""
         self._update(event.task, pid=event.pid, started_at_s=event.at_s)
 
     def ended(self, event: Ended) -> None:
-        """Takes down that a task's process has ended."""
+        """Record that a task's process has ended."""
         self._update(event.task, status=event.status, ended_at_s=event.at_s)
 
     def stopped(self, task: Task) -> None:
-        """Takes down that the launcher has asked a task to end."""
+        """Record that the launcher has asked a task to end."""
         self._update(task, stopped=True)
 
     def restarted(self, task: Task) -> int:
-        """Begins the record of a task's next process; returns which restart of it this is."""
+        """Begin the record of a task's next process; return which restart of it this is."""
         restart = len(self._records[task])
         self._records[task].append(TaskRecord(task=task, restart=restart))
         return restart
 
     def all(self) -> tuple[TaskRecord, ...]:
-        """Returns the records of all processes."""
+        """Return the records of all processes."""
         return tuple(record for records in self._records.values() for record in records)
 
     def _update(self, task: Task, **changes: Any) -> None:
         self._records[task][-1] = dataclasses.replace(self._records[task][-1], **changes)
 
 
-class Ending:
-    """Signals the tasks in `running`, which the supervisor keeps up to date."""
+class Shutdown:
+    """Shutdown of the tasks in `running`, which the supervisor keeps up to date."""
 
     def __init__(
         self,
@@ -204,27 +210,27 @@ class Ending:
         self._killed = False
         self.has_begun = False
         self.deadline_s = math.inf
-        """When the patience with the tasks ends."""
+        """When the tasks' grace period ends."""
 
     @property
     def is_overdue(self) -> bool:
-        """Returns whether tasks that were told to end in time have not."""
+        """Return whether tasks that were told to end in time have not."""
         is_late = self.has_begun and self._clock() >= self.deadline_s
         return is_late and bool(self._running) and not self._killed
 
     @property
     def has_failed(self) -> bool:
-        """Returns whether not even SIGKILL ends what is still running."""
+        """Return whether not even SIGKILL ends what is still running."""
         return self._killed and self._clock() >= self.deadline_s and bool(self._running)
 
     def stop(self, signum: int, *, within_s: float, but: Container[Task] = ()) -> None:
-        """Tells all tasks to end by themselves, except those that are ending already."""
+        """Tell all tasks to end by themselves, except those that are ending already."""
         self.has_begun = True
         self.deadline_s = min(self.deadline_s, self._clock() + within_s)
         self._signal(signum, but=but)
 
     def kill(self) -> None:
-        """Ends all tasks at once."""
+        """End all tasks at once."""
         if self._killed:
             return
         self._killed = True
@@ -268,13 +274,13 @@ class Supervisor:
         self._clock = clock
         self._records = Records(self._specs)
         self._progress = Progress(watchdog)
-        self._blame = Blame(patience_s=grace_s)
+        self._root_cause = RootCause(patience_s=grace_s)
         self._running: dict[Task, None] = {}  # in the order of their start
         self._hang: tuple[Failure, tuple[Task, ...]] | None = None
         self._failure: Failure | None = None
-        self._verdict = Verdict()
+        self._verdict = RestartDecision()
         self._asked: int | None = None
-        self._ending = Ending(
+        self._shutdown = Shutdown(
             self._running, processes=processes, records=self._records, clock=clock
         )
         self._min_workers = min_workers or sum(task.type == "worker" for task in self._specs)
@@ -286,12 +292,12 @@ class Supervisor:
         self._straggler_deadline_s = self._stacks_deadline_s = math.inf
         self._started_s = self._woken_s = clock()
 
-    def run(self) -> Attempt:
-        """Starts every task and returns when the last one has ended."""
+    def run(self) -> AttemptReport:
+        """Start every task and return when the last one has ended."""
         for spec in self._specs.values():
-            if not self._ending.has_begun:
+            if not self._shutdown.has_begun:
                 self._start(spec)
-        while self._running and not self._ending.has_failed:
+        while self._running and not self._shutdown.has_failed:
             events = self._processes.wait(self._timeout_s())
             since_s, self._woken_s = self._woken_s, self._clock()
             for event in events:
@@ -307,7 +313,7 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec) -> None:
         self._running[spec.task] = None
-        self._progress.asked_for(spec.task, at_s=self._clock())
+        self._progress.start_requested(spec.task, at_s=self._clock())
         try:
             self._processes.start(spec)
         except OSError as error:
@@ -323,40 +329,40 @@ class Supervisor:
                 self._progress.started(event)
             case Beat(task=task) if task in self._running:
                 self._progress.beat(event)
-            case Raised(task=task) if task in self._running and not self._ending.has_begun:
+            case Raised(task=task) if task in self._running and not self._shutdown.has_begun:
                 self._progress.reached(event.step)
-                self._blame.raised(event)
+                self._root_cause.raised(event)
             case Ended(task=task) if task in self._running:
                 self._running.pop(task)
                 self._records.ended(event)
                 self._progress.ended(task)
                 self._after_end(event, since_s=since_s)
-            case Asked(signum=signum):
+            case StopRequest(signum=signum):
                 self._ask(signum)
 
     def _after_end(self, ended: Ended, *, since_s: float) -> None:
         task = ended.task
-        if task == self._chief and (self._ending.has_begun or not ended.status):
+        if task == self._chief and (self._shutdown.has_begun or not ended.status):
             self._straggler_deadline_s = self._clock() + STRAGGLER_GRACES * self._grace_s
             self._is_done = True
             self._end_servers()
-            for served in filter(self._serves_nobody, self._blame.tasks):
-                self._blame.forget(served)  # they have seen it before
-        if self._ending.has_begun:
+            for served in filter(self._serves_nobody, self._root_cause.tasks):
+                self._root_cause.forget(served)  # they have seen it before
+        if self._shutdown.has_begun:
             return
         if self._has_left(task) or self._serves_nobody(task):
             return
         if not ended.status:
-            self._blame.forget(task)
+            self._root_cause.forget(task)
             if not self._is_ps or task in (self._chief, EVALUATOR):
                 return
             ended = dataclasses.replace(ended, cause="ended before the chief (exit code 0)")
-        self._blame.ended(ended, since_s=since_s, now_s=self._clock())
+        self._root_cause.ended(ended, since_s=since_s, now_s=self._clock())
 
     def _ask(self, signum: int) -> None:
-        is_first = self._asked is None and (not self._ending.has_begun or self._verdict.restart)
+        is_first = self._asked is None and (not self._shutdown.has_begun or self._verdict.restart)
         if not is_first:
-            self._ending.kill()
+            self._shutdown.kill()
             return
         self._asked = signum
         is_closed = signum == signal.SIGPIPE
@@ -373,7 +379,7 @@ class Supervisor:
         servers = self._running.keys() - {self._chief} if saving else ()
         as_term = is_closed or signum == signal.SIGHUP  # which no program saves at
         signum = signal.SIGTERM if as_term else signum
-        self._ending.stop(signum, within_s=self._grace_s, but=servers)
+        self._shutdown.stop(signum, within_s=self._grace_s, but=servers)
 
     def _judge(self) -> None:
         """Finds what failed first once anything has ended badly, and stops the rest.
@@ -381,10 +387,10 @@ class Supervisor:
         Not if the same awakening brought a request to stop or the end of the chief: these
         explain the ends around them.
         """
-        while not self._ending.has_begun and self._hang is None:
+        while not self._shutdown.has_begun and self._hang is None:
             now_s = self._clock()
-            is_complete = not (set(self._running) - self._blame.tasks)
-            failure = self._blame.suspect(now_s, is_complete=is_complete)
+            is_complete = not (set(self._running) - self._root_cause.tasks)
+            failure = self._root_cause.suspect(now_s, is_complete=is_complete)
             if failure is None:
                 self._find_hang(now_s)
                 return
@@ -409,8 +415,8 @@ class Supervisor:
             self._processes.ask_for_stacks(task)
 
     def _end_hang(self) -> None:
-        """Acts on a task that stands still, once the stacks have been printed."""
-        if self._hang is None or self._ending.has_begun:
+        """Act on a task that hangs, once the stacks have been printed."""
+        if self._hang is None or self._shutdown.has_begun:
             return
         failure, stuck = self._hang
         self._hang, self._stacks_deadline_s = None, math.inf
@@ -430,49 +436,49 @@ class Supervisor:
             within_s = min(within_s, RESTART_GRACE_S)
         elif self._verdict.reason:
             self._screen.say(f"not started again: {self._verdict.reason}")
-        self._ending.stop(signal.SIGTERM, within_s=within_s, but=but)
+        self._shutdown.stop(signal.SIGTERM, within_s=within_s, but=but)
 
-    def _verdict_on(self, failure: Failure) -> Verdict:
-        """Returns whether the failed task alone, where that can be, or the job starts again."""
-        return self._policy.verdict(failure, alone=self._is_alone(failure.task))
+    def _verdict_on(self, failure: Failure) -> RestartDecision:
+        """Return whether the failed task alone, where that can be, or the job starts again."""
+        return self._policy.verdict(failure, alone=self._is_expendable(failure.task))
 
     def _can_go_on(self, failure: Failure) -> bool:
-        """Returns whether the others can go on: only an evaluator or workers of a ps job failed."""
-        failed = {failure.task, *self._blame.tasks}
-        if not all(map(self._is_alone, failed)):
+        """Return whether the others can go on: only an evaluator or workers of a ps job failed."""
+        failed = {failure.task, *self._root_cause.tasks}
+        if not all(map(self._is_expendable, failed)):
             return False
         return self._may_start(failure) or self._is_dispensable(failure, failed=failed)
 
     def _go_on(self, failure: Failure) -> bool:
-        """Has the others go on, with the failed task or without; returns whether they can."""
+        """Have the others go on, with the failed task or without; return whether they can."""
         if not self._can_go_on(failure):
             return False
-        self._blame.forget(failure.task)
+        self._root_cause.forget(failure.task)
         if failure.task in self._running:
             self._leaving[failure.task] = failure
-            self._processes.kill_alone(failure.task)
+            self._processes.kill_one(failure.task)
         else:
-            self._settle(failure)
+            self._start_again_or_drop(failure)
         return True
 
     def _first(self, failure: Failure) -> Failure:
-        """Returns the first of the failures that have left a job without workers."""
+        """Return the first of the failures that have left a job without workers."""
         lost = [past for past in self._lost if self._is_worker(past.task)]
         is_last = self._is_worker(failure.task) and not self._others({failure.task})
         is_mistake = failure.exit_code == EXIT_USAGE
         return lost[0] if lost and is_last and not is_mistake else failure
 
     def _has_left(self, task: Task) -> bool:
-        """Deals with the end of a task; returns whether it was one that had failed alone."""
+        """Deal with the end of a task; return whether it was one that had failed alone."""
         failure = self._leaving.pop(task, None)
         if failure is None:
             return False
-        self._blame.forget(task)
-        self._settle(failure)
+        self._root_cause.forget(task)
+        self._start_again_or_drop(failure)
         return True
 
     def _lose(self, failure: Failure) -> None:
-        """Goes on without the failed task."""
+        """Go on without the failed task."""
         task, verdict = failure.task, self._verdict_on(failure)
         lines = self._screen.last_lines(task)
         self._lost.append(dataclasses.replace(failure, last_lines=lines))
@@ -482,22 +488,22 @@ class Supervisor:
         self._screen.say(f"{task} failed: {failure.cause}; going on {others}{why}")
 
     def _may_start(self, failure: Failure) -> bool:
-        """Whether the failed task can be started again alone: its host is still there."""
+        """Return whether the failed task can be started again alone: its host is still there."""
         return self._verdict_on(failure).restart and self._processes.can_start(failure.task)
 
-    def _is_alone(self, task: Task) -> bool:
+    def _is_expendable(self, task: Task) -> bool:
         return task == EVALUATOR or self._is_worker(task)
 
     def _is_worker(self, task: Task) -> bool:
         return self._is_ps and task.type == "worker"
 
     def _others(self, failed: Container[Task]) -> list[Task]:
-        """Returns the workers that go on."""
+        """Return the workers that go on."""
         workers = filter(self._is_worker, self._running)
         return [task for task in workers if task not in failed and task not in self._leaving]
 
     def _is_dispensable(self, failure: Failure, *, failed: Container[Task]) -> bool:
-        """Whether enough workers are left. A mistake in the program would be made by all."""
+        """Return whether enough workers are left. A mistake in the program would be made by all."""
         has_begun = self._progress.step is not None
         if failure.exit_code == EXIT_USAGE:
             return False
@@ -505,8 +511,8 @@ class Supervisor:
             return has_begun
         return len(self._others(failed)) >= (1 if has_begun else self._min_workers)
 
-    def _settle(self, failure: Failure) -> None:
-        self._processes.kill_alone(failure.task)  # what it has left behind
+    def _start_again_or_drop(self, failure: Failure) -> None:
+        self._processes.kill_one(failure.task)  # what it has left behind
         if self._may_start(failure):
             self._start_again(failure)
         else:
@@ -527,27 +533,27 @@ class Supervisor:
         return self._is_ps and self._is_done and task != EVALUATOR
 
     def _end_servers(self) -> None:
-        """Tells workers and ps to end, once, when the chief is done and its evaluator too."""
-        is_evaluated = self._ending.has_begun or EVALUATOR not in self._running
+        """Tell workers and ps to end, once, when the chief is done and its evaluator too."""
+        is_evaluated = self._shutdown.has_begun or EVALUATOR not in self._running
         if self._is_ps and self._is_done and is_evaluated and not self._are_servers_told:
             self._end_served()
 
     def _end_served(self) -> None:
-        """Tells what is left to end: it holds nothing to save, and nobody waits for it."""
+        """Tell what is left to end: it holds nothing to save, and nobody waits for it."""
         self._are_servers_told = True
-        self._ending.stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
+        self._shutdown.stop(signal.SIGTERM, within_s=min(self._grace_s, SERVER_GRACE_S))
 
     def _keep_deadlines(self) -> None:
         now_s = self._clock()
-        if self._ending.is_overdue:
+        if self._shutdown.is_overdue:
             # The servers of a ps job that is done may be kept from hearing by TensorFlow.
             is_served_out = self._is_ps and self._chief not in self._running
             if not is_served_out and not self._verdict.restart:
                 self._screen.say(f"killed, as still running: {named(self._running)}")
-            self._ending.kill()
+            self._shutdown.kill()
         elif now_s >= self._stacks_deadline_s:
             self._end_hang()
-        elif now_s >= self._straggler_deadline_s and not self._ending.has_begun and self._running:
+        elif now_s >= self._straggler_deadline_s and not self._shutdown.has_begun and self._running:
             self._end_stragglers(now_s)
 
     def _end_stragglers(self, now_s: float) -> None:
@@ -563,16 +569,16 @@ class Supervisor:
             self._end_served()
 
     def _timeout_s(self) -> float | None:
-        if self._ending.has_begun:
-            next_s = self._ending.deadline_s
+        if self._shutdown.has_begun:
+            next_s = self._shutdown.deadline_s
         elif self._hang is not None:
             next_s = self._stacks_deadline_s
         else:
-            checks_s = (self._blame.next_s(), self._progress.next_check_s())
+            checks_s = (self._root_cause.next_s(), self._progress.next_check_s())
             next_s = min(self._straggler_deadline_s, *checks_s)
         return None if math.isinf(next_s) else max(0.0, next_s - self._clock())
 
-    def _attempt(self) -> Attempt:
+    def _attempt(self) -> AttemptReport:
         failure, code = self._failure, 0
         if failure is not None:
             lines = self._screen.last_lines(failure.task)
@@ -583,7 +589,7 @@ class Supervisor:
         if not code and self._lost:
             self._screen.say(f"done without {named(lost.task for lost in self._lost)}")
         is_worth_it = self._verdict.restart and self._asked is None and not self._running
-        return Attempt(
+        return AttemptReport(
             exit_code=code,
             tasks=self._records.all(),
             first_failure=failure,

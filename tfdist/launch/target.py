@@ -1,4 +1,4 @@
-"""Whether the program that the tasks are to run is there, found out before any is started."""
+"""Check of the tasks' program before any task is started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_")
 
 
 def check_program(program: Program, *, search: Sequence[str]) -> None:
-    """Raises `UsageError`, with the near name, unless the program is there; imports nothing.
+    """Raise `UsageError`, with the near name, unless the program is there; import nothing.
 
     `search` is where modules are looked for, as `sys.path` is.
     """
@@ -58,7 +58,7 @@ def _imports(node: ast.AST) -> bool:
 
 
 def _sets(node: ast.AST) -> bool:
-    """Returns whether code changes a variable that matters, or one whose name it does not say."""
+    """Return whether code changes a variable that matters, or one whose name it does not say."""
     match node:
         case (
             ast.Subscript(value=target, ctx=ast.Store() | ast.Del())
@@ -75,7 +75,7 @@ def _sets(node: ast.AST) -> bool:
 
 
 def _name_in(part: ast.AST) -> str | None:
-    """Returns what may be a variable's name: text, or the keyword of an argument."""
+    """Return what may be a variable's name: text, or the keyword of an argument."""
     match part:
         case ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
             return name
@@ -87,14 +87,14 @@ def _is_environ(target: ast.AST) -> bool:
 
 
 def file_of_program(program: Program, *, search: Sequence[str]) -> str:
-    """Returns the file of a program that is there; empty if it has none."""
+    """Return the file of a program that is there; empty if it has none."""
     if program.is_module:
         return _file_of(program.target, search=search)
     return program.target
 
 
 def _file_of(name: str, *, search: Sequence[str]) -> str:
-    """Returns the file of a module that is there, of a package its ``__main__``."""
+    """Return the file of a module that is there, of a package its ``__main__``."""
     *_, found = _found(name, search=search)
     if found is not None and found.places is not None:
         *_, found = _found(f"{name}.__main__", search=search)
@@ -110,7 +110,7 @@ class _Module:
 
 
 def _found(name: str, *, search: Sequence[str]) -> Iterator[_Module | None]:
-    """Yields the packages on the way to a module, and it; None, as the last, for what is missing.
+    """Yield the packages on the way to a module, and it; None, as the last, for what is missing.
 
     All that an import would ask is asked, since an editable install may bring a finder of its own,
     and nothing is imported. So what a package makes of itself when it is imported stays unseen.
@@ -142,7 +142,7 @@ def _find(name: str, places: Sequence[str] | None, *, search: Sequence[str]) -> 
 
 @contextlib.contextmanager
 def _present(package: str, places: Sequence[str] | None) -> Iterator[None]:
-    """Has finders see a package as imported: for a namespace inside another one they look."""
+    """Have finders see a package as imported: for a namespace inside another one they look."""
     if not package or package in sys.modules:
         yield
         return
@@ -156,7 +156,7 @@ def _present(package: str, places: Sequence[str] | None) -> Iterator[None]:
 
 
 def _check_configuration(program: Program) -> None:
-    """Raises `UsageError` for what each task of `tfdist.train` would refuse by itself."""
+    """Raise `UsageError` for what each task of `tfdist.train` would refuse by itself."""
     from tfdist.configs.command_line import parse  # not for other programs: it takes a moment
 
     parse(program.args)
@@ -213,7 +213,7 @@ def _check_module(name: str, *, search: Sequence[str]) -> None:
 
 
 def _may_have_more(package: _Module) -> bool:
-    """Returns whether a package says that it adds modules to itself when it is imported."""
+    """Return whether a package says that it adds modules to itself when it is imported."""
     try:
         return bool(_ADDS_MODULES.search(Path(package.file).read_bytes()))
     except OSError:

@@ -1,4 +1,4 @@
-"""What a task's process does: runs its program as ``python program args`` would run it.
+"""Process of a task: runs its program as ``python program args`` would.
 
 Imported by every task before its program, so it imports next to nothing itself.
 """
@@ -22,18 +22,18 @@ _MAX_CAUSE_CHARS = 500  # so that a note, escapes and all, is written to the pip
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs a program: task name, title, descriptor for notes, script or module, target, args."""
+    """Run a program: task name, title, descriptor for notes, script or module, target, args."""
     task, title, notes_fd, kind, target, *args = argv
     os.set_inheritable(int(notes_fd), False)
     set_title(title)
     failed = note_to(int(notes_fd), task=task)
-    heartbeat.print_stacks_when_asked()
+    heartbeat.print_stacks_on_request()
     heartbeat.start(int(notes_fd), task=task)
     run_program(target, args, is_module=kind == "module", failed=failed)
 
 
 def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
-    """Returns a function that tells the launcher when, how and why a program failed.
+    """Return a function that tells the launcher when, how and why a program failed.
 
     Where the program has forked, its children end by the same way: they tell nothing.
     """
@@ -96,7 +96,7 @@ def run_program(
     is_module: bool,
     failed: Callable[[int, str], None],
 ) -> None:
-    """Runs `target` as ``__main__``; returns, or raises SystemExit with its exit code.
+    """Run `target` as ``__main__``; return, or raise SystemExit with its exit code.
 
     `failed` is called with the exit code and the cause as soon as the program has failed:
     ending takes a process with TensorFlow long enough that its peers may end before it.
@@ -172,7 +172,7 @@ def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int
 
 
 def _gist(message: str) -> str:
-    """Returns the line of a message that says what happened.
+    """Return the line of a message that says what happened.
 
     TensorFlow's begin with "Graph execution error:", and end with what it was and the node's name.
     """

@@ -1,4 +1,4 @@
-"""Finds out from the tasks' beats that a job stands still.
+"""Hang detection from the tasks' heartbeats.
 
 In a synchronous job all steps stop together, so each task says what it is doing, and each phase
 has its deadline. Pure: beats, times and the states of processes go in, a verdict comes out.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tfdist.cluster import Task
 from tfdist.cluster.phases import UNTIMED
-from tfdist.launch.events import Awaited, Beat
+from tfdist.launch.events import Beat, TaskPendingWork
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
@@ -48,7 +48,7 @@ class Watched:
     Attributes:
       heard_s: when it last spoke; until it has, when it was started.
       state: the state letter of its process; None when that is gone.
-      awaited: the oldest piece of work that it has given to another.
+      awaited: the oldest work unit that it has given to another.
       rest_s: since when its threads wait for each other; None while it can go on.
       started_s: when its present process was started.
     """
@@ -60,7 +60,7 @@ class Watched:
     step: int | None = None
     has_spoken: bool = False
     state: str | None = "R"
-    awaited: Awaited | None = None
+    awaited: TaskPendingWork | None = None
     rest_s: float | None = None
     started_s: float = -math.inf
 
@@ -71,12 +71,12 @@ class Watched:
 
     @property
     def steps(self) -> int:
-        """Returns how many steps it has done, -1 before its training."""
+        """Return how many steps it has done, -1 before its training."""
         return -1 if self.step is None else self.step
 
     @property
     def doing(self) -> str:
-        """Returns what it does, in words."""
+        """Return what it does, in words."""
         doing = _DOING.get(self.phase, f"in {self.phase}")
         return doing if self.step is None else f"{doing} after {self.step} steps"
 
@@ -91,33 +91,33 @@ def _culprit(
     chief: Task,
     now_s: float,
 ) -> tuple[Watched, str] | None:
-    """Returns whom to blame and why, None if there is nobody.
+    """Return the task that causes the hang and why, None if there is none.
 
     First a silent task: a stopped one before others. Then one that owes work, given with the
     moment since when. Then one that can never go on. Then one that is busy while others wait for
     it. Then, of those that wait, the one with the fewest steps. Where all are alike, the chief.
     """
     if silent:
-        blamed = min(silent, key=lambda task: (not task.is_stopped, task.heard_s))
-        return blamed, _silence(blamed, now_s) + _waits(waiting, but=blamed)
+        suspect = min(silent, key=lambda task: (not task.is_stopped, task.heard_s))
+        return suspect, _silence(suspect, now_s) + _waits(waiting, but=suspect)
     if owing:
-        blamed, since_s = min(owing, key=lambda owed: owed[1])
-        return blamed, f"its piece of work is not done after {now_s - since_s:.0f} s"
+        suspect, since_s = min(owing, key=lambda owed: owed[1])
+        return suspect, f"its work unit is not done after {now_s - since_s:.0f} s"
     if resting:
-        blamed = min(resting, key=lambda task: (task.steps, task.task != chief, task.task))
-        for_ = f"for {now_s - (blamed.rest_s or now_s):.0f} s"
-        cause = f"{blamed.doing}, and all its threads wait for each other {for_}"
-        return blamed, cause + _waits(waiting, but=blamed)
+        suspect = min(resting, key=lambda task: (task.steps, task.task != chief, task.task))
+        for_ = f"for {now_s - (suspect.rest_s or now_s):.0f} s"
+        cause = f"{suspect.doing}, and all its threads wait for each other {for_}"
+        return suspect, cause + _waits(waiting, but=suspect)
     if busy:
-        blamed = min(busy, key=lambda task: (task.steps, task.since_s))
-        return blamed, f"{blamed.doing} for {_age(blamed, now_s)}" + _waits(waiting, but=blamed)
+        suspect = min(busy, key=lambda task: (task.steps, task.since_s))
+        return suspect, f"{suspect.doing} for {_age(suspect, now_s)}" + _waits(waiting, but=suspect)
     if waiting:
         return _last_of(waiting, chief=chief, now_s=now_s)
     return None
 
 
 def _silence(task: Watched, now_s: float) -> str:
-    """Returns how a task that says nothing looks from outside."""
+    """Return how a task that says nothing looks from outside."""
     for_ = f"for {now_s - task.heard_s:.0f} s"
     last = f", last heard {task.doing}" if task.phase != "import" else ""
     if task.state == "t":
@@ -157,11 +157,11 @@ def _waits(waiting: Iterable[Watched], *, but: Watched) -> str:
 
 
 _CHECK_EVERY_S = 1.0
-_CHECKS = 16  # at the least, in the time that a task may stand still
+_CHECKS = 16  # at the least, in the time that a task may hang
 LATE_S = 3.0
 """How late a check may be before the launcher itself was held up, and blames nobody for it."""
 
-_SUSPECT_S = 3.0  # of silence, in a job that stands still
+_SUSPECT_S = 3.0  # of silence, in a job that hangs
 _TRACE_TIMEOUTS = 3  # a large model is traced for long, and once
 
 _BUSY = ("callback", "trace", "import", "done")
@@ -170,7 +170,7 @@ _BUSY = ("callback", "trace", "import", "done")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """A job that stands still.
+    """A job that hangs.
 
     Attributes:
       task: whom to blame.
@@ -219,20 +219,20 @@ class Watchdog:
         self._watched: dict[Task, Watched] = {}
         self._checked_s = math.inf
         self._excused_s = -math.inf  # what was before it does not count
-        self._noticed_s: float | None = None  # when the job was first seen to stand still
+        self._noticed_s: float | None = None  # when the job was first seen to hang
 
     def started(self, task: Task, *, at_s: float) -> None:
-        """Begins to watch a task."""
+        """Begin to watch a task."""
         if not self._watched:
             self._checked_s = at_s
         self._watched[task] = Watched(task=task, heard_s=at_s, since_s=at_s, started_s=at_s)
 
     def ended(self, task: Task) -> None:
-        """Watches a task no more."""
+        """Watch a task no more."""
         self._watched.pop(task, None)
 
     def beat(self, beat: Beat) -> None:
-        """Takes note of what a task says; not of a beat from before the task's present process."""
+        """Note what a task says; not of a beat from before the task's present process."""
         task = self._watched.get(beat.task)
         if task is None or beat.at_s < task.heard_s:
             return
@@ -241,13 +241,13 @@ class Watchdog:
         task.awaited, task.rest_s = beat.awaited, beat.rest_s
 
     def next_check_s(self) -> float:
-        """Returns when `verdict` is to be asked for again; infinity when nothing is watched."""
+        """Return when `verdict` is to be asked for again; infinity when nothing is watched."""
         if not self._watched or math.isinf(self._hang_timeout_s):
             return math.inf
         return self._checked_s + self._check_every_s
 
     def verdict(self, now_s: float) -> Hang | None:
-        """Returns what is wrong, None while nothing is; to be called at `next_check_s`.
+        """Return what is wrong, None while nothing is; to be called at `next_check_s`.
 
         Where it comes much later, because the launcher itself was stopped, and while tasks wait
         for the launcher, every task gets all its time again.
@@ -268,7 +268,7 @@ class Watchdog:
         return None
 
     def stopped(self) -> Task | None:
-        """Returns a task whose process is stopped at this moment, None where all run."""
+        """Return a task whose process is stopped at this moment, None where all run."""
         states = ((task.task, self._state_of(task.task)) for task in self._tasks())
         return next((task for task, state in states if state in ("T", "t")), None)
 
@@ -295,14 +295,14 @@ class Watchdog:
                 self.ended(task.task)
 
     def _is_mute(self, task: Watched, now_s: float) -> bool:
-        """Whether a task has been silent for too long."""
+        """Return whether a task has been silent for too long."""
         limit_s = self._hang_timeout_s
         if not task.is_stopped and (not task.has_spoken or task.phase in ("import", "rendezvous")):
             limit_s += self._startup_timeout_s  # libraries may hold up all else while they load
         return self._silence_s(task, now_s) >= limit_s
 
     def _is_over(self, task: Watched, now_s: float) -> bool:
-        """Whether a task has been too long in its phase, with nobody to wait for."""
+        """Return whether a task has been too long in its phase, with nobody to wait for."""
         if not self._is_late(task, now_s):
             return False
         if self._waits(task):
@@ -321,7 +321,7 @@ class Watchdog:
         return age_s >= timeout_s
 
     def _owing(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
-        """Returns the tasks that have had a piece of work for too long, and since when."""
+        """Return the tasks that have had a work unit for too long, and since when."""
         found = []
         for awaited in (task.awaited for task in self._tasks()):
             owing = self._watched.get(awaited.task) if awaited else None
@@ -333,7 +333,7 @@ class Watchdog:
         return found
 
     def _resting(self, now_s: float) -> list[Watched]:
-        """Returns the tasks that can never go on, unless another may still wake them.
+        """Return the tasks that can never go on, unless another may still wake them.
 
         One that is not at rest itself may send them something; but not one that waits for them.
         """
@@ -348,7 +348,7 @@ class Watchdog:
         return now_s - max(task.rest_s, self._excused_s) >= self._hang_timeout_s
 
     def _busy(self, task: Watched) -> bool:
-        """Whether others may wait for a task that does not wait for them."""
+        """Return whether others may wait for a task that does not wait for them."""
         return task.phase in _BUSY and not self._serves(task)
 
     def _waits(self, task: Watched) -> bool:
@@ -378,13 +378,13 @@ class Watchdog:
         )
         if found is None:  # the one that was stopped has just gone on
             return None
-        blamed, cause = found
-        tasks.sort(key=lambda task: (task is not blamed, task.task))
+        suspect, cause = found
+        tasks.sort(key=lambda task: (task is not suspect, task.task))
         stuck = tuple(task.task for task in tasks if task.state in ("R", "S", "D"))
-        return Hang(task=blamed.task, cause=f"hangs: {cause}", stuck=stuck)
+        return Hang(task=suspect.task, cause=f"hangs: {cause}", stuck=stuck)
 
     def _is_silent(self, task: Watched, now_s: float) -> bool:
-        """Whether a task of a job that stands still does not speak, and has had the time to."""
+        """Whether a task of a job that hangs does not speak, and has had the time to."""
         if task.has_spoken or task.is_stopped:
             return task.is_stopped or self._silence_s(task, now_s) >= self._suspect_s
         return self._is_mute(task, now_s)
@@ -398,7 +398,7 @@ class Watchdog:
 
 
 def proc_state(pid: int) -> str | None:
-    """Returns the state letter of a process, T for a stopped one; None if it is gone."""
+    """Return the state letter of a process, T for a stopped one; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
@@ -409,7 +409,7 @@ def proc_state(pid: int) -> str | None:
 
 
 def holds_pipe(pid: int, *, pipe_fd: int) -> bool:
-    """Whether a process has the pipe open that `pipe_fd` is an end of; True where unknown.
+    """Return whether a process has the pipe open that `pipe_fd` is an end of; True where unknown.
 
     A task that becomes another program, or closes all that it has open, has lost it.
     """

@@ -1,4 +1,4 @@
-"""What surrounds a job: its files are checked, its hosts looked at, it is given to a scheduler.
+"""Operations around a job: lint of its files, preflight of its hosts, submission.
 
 rules    what a rule of both checks is: code, severity, meaning
 lint     what is wrong with a job's files; `python -m tfdist.lint`

@@ -1,4 +1,4 @@
-"""Two hashes by which anyone checks that two runs are the same run."""
+"""Two digests that tell whether two runs computed the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def weights_sha256(model: Any) -> str:
-    """Returns SHA-256 over `model.weights` in order, as little-endian C-order bytes.
+    """Return SHA-256 over `model.weights` in order, as little-endian C-order bytes.
 
     Reads each variable once, one at a time. Not a collective: the chief alone may call it.
     """
@@ -19,7 +19,7 @@ def weights_sha256(model: Any) -> str:
 
 
 def state_sha256(model: Any) -> str:
-    """Returns SHA-256 over `model.weights` and then the variables of its optimizer."""
+    """Return SHA-256 over `model.weights` and then the variables of its optimizer."""
     optimizer = getattr(model, "optimizer", None)
     return _sha256([*model.weights, *(optimizer.variables if optimizer is not None else ())])
 

@@ -1,4 +1,4 @@
-"""What an evaluator writes beside a run: a line for each checkpoint, and a request to stop."""
+"""Files of an evaluator: a line per evaluated checkpoint, and a stop request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Evaluations:
         self.stop_file = folder / "stop.evaluator.json"
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns the lines, without one that a crash cut short."""
+        """Return the lines, without one that a crash cut short."""
         with self._one_line_errors():
             try:
                 text = self.metrics_file.read_text(encoding="utf-8")
@@ -45,18 +45,18 @@ class Evaluations:
         return [*(past for past in self.lines() if past["step"] < line["step"]), dict(line)]
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Writes these lines in place of those there are."""
+        """Write these lines in place of those there are."""
         with self._one_line_errors():
             write_text(self.metrics_file, "".join(to_json(line) + "\n" for line in lines))
 
     def ask_to_stop(self, why: Mapping[str, Any]) -> None:
-        """Has the chief end the training before its next range of steps."""
+        """Have the chief end the training before its next range of steps."""
         with self._one_line_errors():
             write_text(self.stop_file, to_json(why) + "\n")
 
     @property
-    def asks_to_stop(self) -> bool:
-        """Returns whether the evaluator has asked for the end of the training."""
+    def is_stop_requested(self) -> bool:
+        """Return whether the evaluator has asked for the end of the training."""
         return self.stop_file.exists()
 
     def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:

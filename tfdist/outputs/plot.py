@@ -1,4 +1,4 @@
-"""One picture of a run: loss and metrics over steps, training beside validation."""
+"""Plot of a run: loss and metrics over steps, training and validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRAINING, _VALIDATION = "#1f5fa8", "#d1661a"
 def draw(
     lines: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str
 ) -> Path | None:
-    """Draws the lines of `metrics.jsonl` as a PNG; returns its path.
+    """Draw the lines of `metrics.jsonl` as a PNG; return its path.
 
     Returns None, and says so in the log, where matplotlib is not installed or nothing was logged.
     """
@@ -44,7 +44,7 @@ def draw(
 
 
 def panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the metrics to show, loss first and no more than three."""
+    """Return the metrics to show, loss first and no more than three."""
     names = [
         name
         for name, value in lines[-1].items()

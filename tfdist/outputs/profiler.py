@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 class StepProfiler:
     """Records from step `first` up to step `last`, in whole ranges of steps, in the chief.
 
-    Under ps it sees the chief alone: what it hands out, and when.
+    Under ps it sees the chief alone: what it dispatches, and when.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Ends the recording, also after an error."""
+        """End the recording, also after an error."""
         if self._running is not None:
             self._running.stop()
             self._running, self._done = None, True

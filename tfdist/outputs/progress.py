@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a plain line every ten seconds elsewhere.
+"""Progress display: a bar on a terminal, elsewhere a line every ten seconds.
 
 A task of a launcher that stands on a terminal ends its line with a carriage return, so that the
 launcher shows the next one in its place.
@@ -105,7 +105,7 @@ class ProgressDisplay:
 
 
 def number(value: float) -> str:
-    """Returns a loss or metric as it is shown."""
+    """Return a loss or metric as it is shown."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 

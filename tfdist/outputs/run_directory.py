@@ -1,4 +1,4 @@
-"""The directory of one run: its configuration, metrics and summary, and whose it is.
+"""Run directory: configuration, metrics, summary, and owner.
 
 Only the chief writes. `config.json` is written first and says which run the directory belongs
 to; `summary.json` with the status ``done`` is written last and says that it is finished.
@@ -50,7 +50,7 @@ class RunDirectory:
     def claim(
         self, config: Mapping[str, Any], overwrite: bool = False, *, free: Collection[str] = ()
     ) -> Claim:
-        """Takes the directory for the run that `config` describes; the chief calls it first.
+        """Take the directory for the run that `config` describes; the chief calls it first.
 
         Args:
           config: JSON; nested keys are compared one by one.
@@ -78,7 +78,7 @@ class RunDirectory:
         return Claim.FINISHED if summary and summary.get("status") == DONE else Claim.RESUMED
 
     def withdraw(self) -> None:
-        """Gives back a directory claimed as NEW by a run that was a mistake and did no step."""
+        """Give back a directory claimed as NEW by a run that was a mistake and did no step."""
         if self.metrics_file.exists() or self.checkpoints.exists():
             return
         with contextlib.suppress(OSError):
@@ -86,25 +86,25 @@ class RunDirectory:
             self.path.rmdir()  # only where nothing else is in it
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the resolved configuration, whole or not at all."""
+        """Write the resolved configuration, whole or not at all."""
         with self._one_line_errors():
             write_text(self.config_file, to_json(config, indent=1) + "\n")
 
     def read_config(self) -> dict[str, Any] | None:
-        """Returns the configuration of the run that owns the directory, None where none does."""
+        """Return the configuration of the run that owns the directory, None where none does."""
         return _read_json(self.config_file)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes the result of the run, whole or not at all."""
+        """Write the result of the run, whole or not at all."""
         with self._one_line_errors():
             write_text(self.summary_file, to_json(summary, indent=1) + "\n")
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Returns the summary, None before there is one."""
+        """Return the summary, None before there is one."""
         return _read_json(self.summary_file)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Adds a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null.
+        """Add a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null.
 
         It is on the disk then, as the checkpoint will be that a run goes on from after this line.
         """
@@ -114,7 +114,7 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Returns the lines of `metrics.jsonl`, without one that a crash cut short."""
+        """Return the lines of `metrics.jsonl`, without one that a crash cut short."""
         with self._one_line_errors():
             try:
                 lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
@@ -127,11 +127,11 @@ class RunDirectory:
         return metrics
 
     def drop_metrics_after(self, step: int) -> None:
-        """Takes back the lines of steps that a run resumed at `step` is about to do again."""
+        """Withdraw the lines of steps that a run resumed at `step` is about to do again."""
         self._keep_metrics([line for line in self.read_metrics() if line["step"] <= step])
 
     def drop_metrics_from(self, virtual_epoch: int) -> None:
-        """Takes back the lines of virtual epochs that a resumed run does again, from this one."""
+        """Withdraw the lines of virtual epochs that a resumed run does again, from this one."""
         lines = self.read_metrics()
         self._keep_metrics([one for one in lines if one["virtual_epoch"] < virtual_epoch])
 
@@ -162,7 +162,7 @@ class RunDirectory:
         )
 
     def _move_aside(self) -> None:
-        """Moves everything but what the launcher has just begun to write for this start."""
+        """Move everything but what the launcher has just begun to write for this start."""
         if not self.config_file.exists():
             return
         number = 1
@@ -191,12 +191,12 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Returns JSON that every reader takes: what is not finite becomes null."""
+    """Return JSON that every reader takes: what is not finite becomes null."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` as JSON has it: NumPy scalars as numbers, non-finite numbers as null."""
+    """Return `value` as JSON has it: NumPy scalars as numbers, non-finite numbers as null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The result of a run as a table: drawn on a terminal, plain text elsewhere."""
+"""Result table of a run: drawn on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfdist.outputs.progress import number
 def show(
     summary: Mapping[str, Any], *, run_dir: str, plot: str | None, console: Console | None = None
 ) -> None:
-    """Writes the summary of a run to `console`, by default standard output."""
+    """Write the summary of a run to `console`, by default standard output."""
     console = console or Console(highlight=False, soft_wrap=True)
     rows = result_rows(summary, run_dir=run_dir, plot=plot)
     if console.is_terminal:
@@ -34,7 +34,7 @@ def show(
 def result_rows(
     summary: Mapping[str, Any], *, run_dir: str, plot: str | None
 ) -> list[tuple[str, str]]:
-    """Returns label and value of each row."""
+    """Return label and value of each row."""
     rows = [("status", str(summary["status"])), ("strategy", strategy_line(summary))]
     resumed = summary.get("resumed_from_step")
     steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
@@ -66,7 +66,7 @@ def result_rows(
 
 
 def strategy_line(summary: Mapping[str, Any]) -> str:
-    """Returns strategy and size of the job: ``ps, 4 workers, 1 parameter server``."""
+    """Return strategy and size of the job: ``ps, 4 workers, 1 parameter server``."""
     workers, replicas = summary["workers"], summary["replicas"]
     parts = [f"{workers} worker{'s' * (workers != 1)}"]
     if summary.get("ps"):
@@ -77,7 +77,7 @@ def strategy_line(summary: Mapping[str, Any]) -> str:
 
 
 def _staleness(ages: Mapping[str, int]) -> str:
-    """Returns ``0: 71%, 1: 20%, 2-3: 9%``: the share of the steps by updates that came between."""
+    """Return ``0: 71%, 1: 20%, 2-3: 9%``: the share of the steps by updates that came between."""
     total = sum(ages.values())
     bins: dict[str, int] = {}
     for age, count in sorted((int(age), count) for age, count in ages.items()):

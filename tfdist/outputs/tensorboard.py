@@ -15,7 +15,7 @@ class ScalarWriter:
         self._writer: Any = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes the logs of a step under Keras' names: ``val_loss`` as ``validation/loss``."""
+        """Write the logs of a step under Keras' names: ``val_loss`` as ``validation/loss``."""
         import tensorflow as tf
 
         if self._writer is None:
@@ -32,7 +32,7 @@ class ScalarWriter:
 
 
 def tag(name: str) -> str:
-    """Returns where TensorBoard shows a log of this name."""
+    """Return where TensorBoard shows a log of this name."""
     if name.startswith("val_"):
         return f"validation/{name.removeprefix('val_')}"
     return name if name in ("learning_rate", "examples_per_second") else f"train/{name}"

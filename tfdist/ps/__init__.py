@@ -1,4 +1,4 @@
-"""The parameter server: whatever a job of strategy ps has that no other has.
+"""Parameter server strategy: everything that only a ps job has.
 
 A ps job alone imports it: `make_strategy`, and where an engine is made. Every task needs the
 modules of the first group, the chief those of both.
@@ -9,9 +9,9 @@ modules of the first group, the chief those of both.
     placement     on which server a variable is made
     split         a variable in parts on several servers
 
-    engine        ranges of steps are handed out, and what comes back is added up
-    workers       the pool: pieces of work, each to a worker that is free and alive
-    closure       what a worker runs: a piece of work, and in it a range of steps
+    engine        ranges of steps are dispatched, and what comes back is added up
+    workers       the pool: work units, each to a worker that is free and alive
+    closure       what a worker runs: a work unit, and in it a range of steps
     clock         how many updates of others came between a step's reading and its writing
     metrics       which metrics add up over pieces
     messages      what crosses between a worker and the servers, in few messages

@@ -1,4 +1,4 @@
-"""Counts the updates on each parameter server, so that a step knows how many others came between.
+"""Update counters on the parameter servers, to measure a step's staleness.
 
 What a clock does at each step, its server does alone: no step waits for it, and none sends a
 message for it.
@@ -39,7 +39,7 @@ class UpdateClock:
         return max(int(count.numpy()) for count in self._counts.values())
 
     def begin(self) -> list[tf.Tensor]:
-        """Begins a range of steps, in graph; returns what `step` takes from step to step."""
+        """Begin a range of steps, in graph; return what `step` takes from step to step."""
         ages = []
         for device in self._counts:
             with tf.device(device):
@@ -88,7 +88,7 @@ class UpdateClock:
         return result, list(kept.values())
 
     def look_first(self, operations: Sequence[Any]) -> None:
-        """Has the step look at a server's clock before it does anything else there.
+        """Have the step look at a server's clock before it does anything else there.
 
         Given all operations of the step. What it reads within a condition or a loop is left alone:
         to wait there would cost a message.
@@ -120,7 +120,7 @@ class UpdateClock:
 
 
 def _written(op: Any) -> list[Any]:
-    """The handles of the variables that an operation may write to."""
+    """Return the handles of the variables that an operation may write to."""
     if not _writes(op):
         return []
     return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]

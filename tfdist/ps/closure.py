@@ -1,4 +1,4 @@
-"""What a worker of a ps job runs: a piece of work, and in it a range of a program's steps."""
+"""Work units of a ps job: each runs a range of a program's steps on a worker."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _REPLACED = (
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class Piece:
-    """A piece of work, and who waits for its result."""
+class WorkUnit:
+    """A work unit and the future of its result."""
 
-    function: Callable[[Place], Any]
+    function: Callable[[WorkerIncarnation], Any]
     future: Future[Done]
     steps: int
     max_staleness: int | None = None
@@ -48,8 +48,8 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a piece of work runs.
+class WorkerIncarnation:
+    """Worker incarnation that runs a work unit.
 
     Attributes:
       worker_index: the worker's.
@@ -68,7 +68,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """A piece of work that is done.
+    """A work unit that is done.
 
     Attributes:
       value: what its function returned.
@@ -82,30 +82,30 @@ class Done:
 
 
 @contextlib.contextmanager
-def running_at(place: Place, executor: Any) -> Iterator[None]:
-    """Runs what is in the block on the devices of a worker, one operation after the other."""
-    device = f"/job:worker/replica:0/task:{place.worker_index}"
-    dispatch = coordinator_context.with_dispatch_context(place)
+def running_on(incarnation: WorkerIncarnation, executor: Any) -> Iterator[None]:
+    """Run what is in the block on the devices of a worker, one operation after the other."""
+    device = f"/job:worker/replica:0/task:{incarnation.worker_index}"
+    dispatch = coordinator_context.with_dispatch_context(incarnation)
     with tf.device(device), tf_context.executor_scope(executor), dispatch:
         yield
 
 
 def is_of_the_network(error: tf.errors.OpError) -> bool:
-    """Whether an error may be the end of a worker, and not a mistake in the work."""
+    """Return whether an error may be the end of a worker, and not a mistake in the work."""
     if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
         return True
     return any(text in str(error) for text in _REPLACED)
 
 
-# A program as a chief hands it out in pieces, and what comes back of them.
+# A program dispatched in work units, and the results they return.
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Work:
-    """A program, ready to be handed out, and what its steps have told.
+    """A program, ready to be dispatched, and what its steps have told.
 
     Attributes:
-      closure: traced, of a `PieceGraph`.
+      closure: traced, of a `UnitGraph`.
       dataset: makes what a worker iterates over.
       log_shapes: of the last step's logs, by name, in the order in which they are told.
       counted: the counts of the optimizers that each step applies.
@@ -132,7 +132,7 @@ class Work:
     counts_at_rest: np.ndarray | None = None
 
     def count_from(self, step: int) -> None:
-        """Has what optimizers count follow the step from here on, while none is under way.
+        """Have what optimizers count follow the step from here on, while none is under way.
 
         They go on from where this program's steps have brought them, unless somebody has changed
         them since `rests`, such as another program of the same optimizer or a callback.
@@ -148,19 +148,19 @@ class Work:
     def _counts(self) -> np.ndarray:
         return np.array([count.numpy() for count in self.counted], np.int64)
 
-    def __call__(self, first: int, last: int, place: Place) -> Any:
-        """Runs the steps ``[first, last)`` on a worker; returns arrays."""
-        life, given = self.data.get(place.worker_index, (0, None))
-        if life != place.life:
+    def __call__(self, first: int, last: int, incarnation: WorkerIncarnation) -> Any:
+        """Run the steps ``[first, last)`` on a worker; return arrays."""
+        life, given = self.data.get(incarnation.worker_index, (0, None))
+        if life != incarnation.life:
             given = iter(self.dataset())
-            self.data[place.worker_index] = place.life, given
+            self.data[incarnation.worker_index] = incarnation.life, given
         numbers = np.array([first, last], np.int64)
         if self.counts_of_step_0 is not None:
             numbers = np.append(numbers, self.counts_of_step_0 + first * self.counts_each)
         return keras.tree.map_structure(np.asarray, self.closure(given, tf.constant(numbers)))
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Takes in the totals and logs of a range; returns the staleness of its steps."""
+        """Take in the totals and log of a range; return the staleness of its steps."""
         totals, rest = np.split(numbers, [self.num_totals])
         self.totals = totals if self.totals is None else self.totals + totals
         logs: dict[str, Any] = {}
@@ -171,14 +171,14 @@ class Work:
         return rest.astype(np.int64)
 
 
-def told(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
-    """What `Work.take` takes apart: one vector, as each tensor would be a message of its own."""
+def encode_result(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
+    """Encode for `Work.take` as one vector: each tensor would be a message of its own."""
     parts = [tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*totals, logs, ages)]
     return tf.concat(parts, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class HandedOut:
+class DispatchedBlock:
     """The steps ``[first, last)`` of a program on their way, and where their result will be."""
 
     program: StepProgram
@@ -188,10 +188,10 @@ class HandedOut:
     future: Future[Done]
 
 
-# What a worker of a ps job runs of a program, in graph: a range of steps, or a step's outputs.
+# Graph of a ps worker's work unit: a range of steps, or a step's outputs.
 
 
-class PieceGraph:
+class UnitGraph:
     """A program as a worker runs it, to be traced once.
 
     Both functions take the worker's own iterator, and numbers, int64 ``[2 + optimizers]``: the
@@ -220,7 +220,7 @@ class PieceGraph:
         self._profile = profile
 
     def outputs(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Returns what the first step returns."""
+        """Return what the first step returns."""
         first, last = numbers[0], numbers[1]
         part = self._program.feed.worker_parts(data, first, last)(first)
         found = self._step(first, part, ())[0]
@@ -286,7 +286,7 @@ class PieceGraph:
             parallel_iterations=1,
         )[1:]
         stale = clock.staleness(ages) if clock else tf.zeros([0])
-        numbers = told(totals, kept, stale)
+        numbers = encode_result(totals, kept, stale)
         return numbers, [row.stack() for row in rows], *(t.stack() for t in times)
 
     def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
@@ -303,7 +303,7 @@ class PieceGraph:
         counts: UpdateCounts | None = None,
         watcher: AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, Any]:
-        """Runs one step; returns what it returned, and the metric totals after it."""
+        """Run one step; return what it returned, and the metric totals after it."""
         program = self._program
         if phases:
             phases.batch(part.data)
@@ -319,7 +319,7 @@ class PieceGraph:
                     replica=0,
                     num_replicas=1,
                     local=local,
-                    at_door=phases.gradients if phases else None,
+                    at_hook=phases.gradients if phases else None,
                     counts=counts,
                 )
             returned.append(outputs)

@@ -1,4 +1,4 @@
-"""What the steps of a ps job cost, as a table for a person."""
+"""Table of the costs of a ps job's steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ COLUMNS = ("input", "read", "compute", "write", "between", "waiting", "step")
 
 
 def show(profile: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Writes the table to `console`, by default standard output."""
+    """Write the table to `console`, by default standard output."""
     console = console or Console(highlight=False, soft_wrap=True)
     for line in lines(profile):
         console.print(line, markup=False, emoji=False)
 
 
 def lines(profile: Mapping[str, Any]) -> list[str]:
-    """The table of `PsProfile.summary`, line by line."""
+    """Return the table of `PsProfile.summary`, line by line."""
     workers = profile["workers"]
     if not workers:
         return ["what a step costs: too few steps to tell"]

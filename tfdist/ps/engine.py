@@ -1,4 +1,4 @@
-"""The chief hands ranges of steps to workers, which update the variables on the ps.
+"""Parameter server engine: the chief dispatches ranges of steps to workers.
 
 A step is one update by one worker. Each worker keeps the arrays it was sent once, and the metrics
 of its range; it returns them with the range, and the chief adds them up. Nothing that many workers
@@ -21,11 +21,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.ps.clock import UpdateClock
-from tfdist.ps.closure import Done, HandedOut, PieceGraph, Work
+from tfdist.ps.closure import DispatchedBlock, Done, UnitGraph, Work
 from tfdist.ps.members import Members
 from tfdist.ps.metrics import require_sums, require_zeros
 from tfdist.ps.profile import PsProfile, profile_of
-from tfdist.ps.workers import crew_of, steps_of_a_piece
+from tfdist.ps.workers import steps_of_a_unit, worker_pool_of
 from tfdist.strategy import Job
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram
@@ -41,13 +41,13 @@ class ParameterServerEngine:
     def __init__(self, job: Job) -> None:
         self._job = job
         patience_s = job.config.options.startup_timeout_s if job.config else _PATIENCE_S
-        self._crew = crew_of(job.strategy, patience_s=patience_s)
-        self._workers = len(self._crew.shares)
+        self._worker_pool = worker_pool_of(job.strategy, patience_s=patience_s)
+        self._workers = len(self._worker_pool.shares)
         self._clock: UpdateClock | None = None
         self._applied = 0  # when nobody worked last, by the clock
         self._completed = 0  # since then
         self._work: dict[StepProgram, Work] = {}
-        self._under_way: list[HandedOut] = []
+        self._under_way: list[DispatchedBlock] = []
         self._times: list[tuple[int, Any]] = []
         self._since_s = 0.0
         self._profile: PsProfile | None = None
@@ -57,7 +57,7 @@ class ParameterServerEngine:
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Runs the steps ``[first, last)`` on whatever workers there are.
+        """Run the steps ``[first, last)`` on whatever workers there are.
 
         Waits for all of them, or where the next range `goes_on` from here, until the last one has
         begun, so that no worker waits for the others' last pieces.
@@ -72,11 +72,11 @@ class ParameterServerEngine:
         each = min(max(each, 1), self._most_steps(program))
         for start in range(first, last, each):
             span = start, min(start + each, last)
-            future = self._hand_out(work, *span, max_staleness=program.max_staleness)
-            self._under_way.append(HandedOut(program, work, *span, future))
+            future = self._dispatch(work, *span, max_staleness=program.max_staleness)
+            self._under_way.append(DispatchedBlock(program, work, *span, future))
         if goes_on:
             with self._nothing_left_after_an_error():
-                self._crew.wait_until_begun()
+                self._worker_pool.wait_until_begun()
             # In their order, so that sums are the same whoever was first.
             self._take(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
         else:
@@ -84,14 +84,14 @@ class ParameterServerEngine:
         return work.logs
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Waits for what `run` has left under way; returns the last step's logs."""
+        """Wait for what `run` has left under way; return the last step's logs."""
         self._take(list(self._under_way))
         return self._work[program].logs if program in self._work else {}
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Forgets what no worker has begun, and waits until what they have begun has ended."""
-        self._crew.drop()
-        begun = [piece.future for piece in self._under_way if not piece.future.cancelled()]
+        self._worker_pool.drop()
+        begun = [unit.future for unit in self._under_way if not unit.future.cancelled()]
         self._under_way.clear()
         concurrent.futures.wait(begun)
         if begun:
@@ -99,18 +99,18 @@ class ParameterServerEngine:
 
     @property
     def steps_under_way(self) -> int:
-        """The steps that `run` has handed out and not seen done."""
-        return sum(piece.last - piece.first for piece in self._under_way)
+        """The steps that `run` has dispatched and not seen done."""
+        return sum(unit.last - unit.first for unit in self._under_way)
 
-    def _take(self, pieces: Sequence[HandedOut]) -> None:
-        """Takes in what comes of `pieces`, in their order."""
+    def _take(self, units: Sequence[DispatchedBlock]) -> None:
+        """Take in what comes of `units`, in their order."""
         with self._nothing_left_after_an_error():
-            for piece in pieces:
-                self._account(piece, piece.future.result())
-                self._under_way.remove(piece)
-        if pieces and not self._under_way:
-            pieces[-1].work.rests()
-            self._account_at_rest()
+            for unit in units:
+                self._account(unit, unit.future.result())
+                self._under_way.remove(unit)
+        if units and not self._under_way:
+            units[-1].work.rests()
+            self._account_when_idle()
 
     @contextlib.contextmanager
     def _nothing_left_after_an_error(self) -> Iterator[None]:
@@ -118,27 +118,27 @@ class ParameterServerEngine:
         try:
             yield
         except BaseException:
-            self.let_go()
+            self.close()
             raise
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
-        """Yields each step's outputs, in order; a few steps a worker are under way at a time."""
+        """Yield each step's outputs, in order; a few steps a worker are under way at a time."""
         work = self._prepared(program, outputs=True)
         waiting: collections.deque[Future[Done]] = collections.deque()
         for step in range(first, last):
-            waiting.append(self._hand_out(work, step, step + 1))
+            waiting.append(self._dispatch(work, step, step + 1))
             if len(waiting) > 2 * self._workers:
                 yield waiting.popleft().result().value
         while waiting:
             yield waiting.popleft().result().value
 
     def reset_metrics(self) -> None:
-        """Forgets the totals that workers have returned."""
+        """Forget the totals that workers have returned."""
         for work in self._work.values():
             work.totals = None
 
-    def settle_metrics(self, program: StepProgram) -> None:
-        """Puts the totals that workers have returned into the model's metrics."""
+    def publish_metrics(self, program: StepProgram) -> None:
+        """Put the totals that workers have returned into the model's metrics."""
         work = self._work.get(program)
         if work is None or work.totals is None:
             return
@@ -150,39 +150,39 @@ class ParameterServerEngine:
             start += size
 
     def take_metrics(self, program: StepProgram) -> None:
-        """Starts from the totals that are in the model's metrics."""
+        """Start from the totals that are in the model's metrics."""
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
         self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
 
-    def _hand_out(
+    def _dispatch(
         self, work: Work, first: int, last: int, *, max_staleness: int | None = None
     ) -> Future[Done]:
         steps = last - first if work.training else 0
         function = functools.partial(work, first, last)
-        return self._crew.submit(function, steps=steps, max_staleness=max_staleness)
+        return self._worker_pool.submit(function, steps=steps, max_staleness=max_staleness)
 
     def _most_steps(self, program: StepProgram) -> int:
-        return steps_of_a_piece(
+        return steps_of_a_unit(
             most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
         )
 
-    def _account(self, piece: HandedOut, done: Done) -> None:
+    def _account(self, unit: DispatchedBlock, done: Done) -> None:
         numbers, rows, *times = done.value
-        ages = piece.work.take(numbers)
-        if piece.work.training:
-            self._crew.account.done(piece.first, piece.last, times=done.times, staleness=ages)
-            self._completed += piece.last - piece.first
+        ages = unit.work.take(numbers)
+        if unit.work.training:
+            self._worker_pool.account.done(unit.first, unit.last, times=done.times, staleness=ages)
+            self._completed += unit.last - unit.first
             self._times += [(done.worker_index, found) for found in times]
-        recorder = piece.program.recorder
+        recorder = unit.program.recorder
         if recorder is not None:
-            span, worker = (piece.first, piece.last), done.worker_index
+            span, worker = (unit.first, unit.last), done.worker_index
             recorder.write(*span, rows, worker=worker, begun=done.times)
 
-    def _account_at_rest(self) -> None:
-        """Adds up what can be told only while nobody works."""
+    def _account_when_idle(self) -> None:
+        """Add up what can be told only while nobody works."""
         if self._clock is not None:
             before, self._applied = self._applied, self._clock.applied
-            self._crew.account.applied_twice += self._applied - before - self._completed
+            self._worker_pool.account.applied_twice += self._applied - before - self._completed
             self._completed = 0
         if self._profile is not None and self._times:
             self._profile.add(self._times, wall_s=time.perf_counter() - self._since_s)
@@ -205,7 +205,7 @@ class ParameterServerEngine:
                     self._clock = UpdateClock(Members.of(self._job.strategy).server_devices)
                 dataset = compiled(program.feed.worker_dataset).get_concrete_function()
                 iterator = tf.data.IteratorSpec(dataset.structured_outputs.element_spec)
-                graph = PieceGraph(
+                graph = UnitGraph(
                     program,
                     self._job.strategy,
                     clock=self._clock if training else None,

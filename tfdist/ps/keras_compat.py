@@ -41,13 +41,13 @@ class UpdateCounts:
         self._graph = tf.compat.v1.get_default_graph()
 
     def follow(self, variable: Variable) -> None:
-        """Takes over an optimizer's count, unless a condition decides about its updates."""
+        """Take over an optimizer's count, unless a condition decides about its updates."""
         if self._in_step() and self._place(variable) is None:
             self.followed.append(variable)
             self.each.append(0)
 
     def add(self, variable: Variable) -> None:
-        """Takes down that the step has counted an update."""
+        """Record that the step has counted an update."""
         place = self._place(variable)
         if place is not None and self._in_step():
             self.each[place] += 1
@@ -61,7 +61,7 @@ class UpdateCounts:
 
     @contextlib.contextmanager
     def also_in_updates(self) -> Iterator[None]:
-        """Counts are those of the step within an update as well."""
+        """Count are those of the step within an update as well."""
         before, self._also_in_updates = self._also_in_updates, True
         try:
             yield
@@ -69,7 +69,7 @@ class UpdateCounts:
             self._also_in_updates = before
 
     def after(self) -> tf.Tensor:
-        """What is given to the next step."""
+        """Return what is given to the next step."""
         return self._given + tf.constant(self.each, tf.int64) if self.each else self._given
 
     def _in_step(self) -> bool:
@@ -79,7 +79,7 @@ class UpdateCounts:
         return next((i for i, one in enumerate(self.followed) if one is variable), None)
 
 
-# The learning rate is that of the step that was handed out, in an update too.
+# The learning rate is that of the step that was dispatched, in an update too.
 #
 # Within an update the count of an optimizer is the server's (see `UpdateCounts`), and there Keras
 # asks for the learning rate once more, to have weights decay by it.
@@ -310,7 +310,7 @@ _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/
 
 
 def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
-    """Has `value` be that of a variable which lives in the step, from here on.
+    """Have `value` be that of a variable which lives in the step, from here on.
 
     Raises:
       UsageError: in a loop or a function within the step, which would go on with the value that
@@ -341,8 +341,8 @@ def _with_what_the_step_holds(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _may_write(trace: StepTrace) -> bool:
-    """Whether a condition that is traced now may write to what the step holds."""
-    if trace.in_door or not trace.local:  # what is behind the door updates weights
+    """Return whether a condition that is traced now may write to what the step holds."""
+    if trace.in_hook or not trace.local:  # what runs in the gradient hook updates weights
         return False
     return tf.compat.v1.get_default_graph() is trace.holder
 

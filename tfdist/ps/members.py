@@ -1,4 +1,4 @@
-"""Which workers of a ps job its chief is connected to: they come, die and return one by one.
+"""Workers that a ps job's chief is connected to; each may leave and return.
 
 TensorFlow's own coordinator connects to every declared worker or to none: it waits at the start
 until all are up, and after several deaths until all are back
@@ -24,7 +24,7 @@ from tensorflow.python.training import server_lib
 
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.ps.serve import Introductions
+from tfdist.ps.serve import VersionHandshake
 from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
 
 _LOG = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class Members:
         """The indices of the workers that work can be given to."""
         return self._connected
 
-    def wait(self, *, timeout_s: float, guests: Introductions) -> frozenset[int]:
-        """Returns the workers that are there once all are, or enough of them after `timeout_s`.
+    def wait(self, *, timeout_s: float, clients: VersionHandshake) -> frozenset[int]:
+        """Return the workers that are there once all are, or enough of them after `timeout_s`.
 
         Raises:
           StartupTimeout: a ps, or too many workers, did not come; the message names them.
@@ -84,10 +84,10 @@ class Members:
         awaited = [*servers, *self._workers]
         while True:
             missing = self.missing(awaited)
-            awaited = [task for task in awaited if task in missing or guests.awaits(task)]
+            awaited = [task for task in awaited if task in missing or clients.awaits(task)]
             waited_s = time.monotonic() - start
             if not awaited or waited_s >= timeout_s:
-                guests.require_alike()
+                clients.require_same_version()
                 if missing:
                     self._require_enough(missing, waited_s)
                 break
@@ -104,11 +104,11 @@ class Members:
         return missing_peers(self._cluster, servers if tasks is None else tasks)
 
     def answers(self, worker: int) -> bool:
-        """Returns whether something listens at a worker's address now."""
+        """Return whether something listens at a worker's address now."""
         return answers(self._cluster.worker[worker])
 
     def spec(self, workers: Collection[int]) -> tf.train.ClusterSpec:
-        """The cluster as if only `workers` had been declared, each under its own index."""
+        """Return the cluster as if only `workers` had been declared, each under its own index."""
         cluster = self._cluster
         return tf.train.ClusterSpec(
             {
@@ -119,7 +119,7 @@ class Members:
         )
 
     def connect(self, workers: Collection[int]) -> None:
-        """Connects to `workers` and all ps; the first call, before anything is placed on them."""
+        """Connect to `workers` and all ps; the first call, before anything is placed on them."""
         # As TensorFlow's own coordinator: one call to a worker at a time, none of them waited for.
         os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
         os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
@@ -148,7 +148,7 @@ class Members:
         return members
 
     def admit(self, worker: int) -> bool:
-        """Connects to a worker that has come or come back; False while it does not answer."""
+        """Connect to a worker that has come or come back; False while it does not answer."""
         if self._is_stuck or not self.answers(worker):
             return False
         time.sleep(_STEADY_S)
@@ -170,12 +170,12 @@ class Members:
         return True
 
     def lost(self, worker: int) -> None:
-        """Notes that a worker has died; `admit` takes it back. Waits for nobody."""
+        """Note that a worker has died; `admit` takes it back. Waits for nobody."""
         with self._noting:
             self._connected = self._connected - {worker}
 
     def _updated(self, definition: Any) -> bool:
-        """Tells the runtime who is there; False, for ever, when it does not come back from that.
+        """Tell the runtime who is there; False, for ever, when it does not come back from that.
 
         It waits without a limit for a worker that dies at that moment.
         """

@@ -1,4 +1,4 @@
-"""What crosses between a worker and the servers in a step: how much, and in how few messages."""
+"""Messages between a worker and the servers in a step: count and bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BRANCHES = ("then_branch", "else_branch", "cond", "body", "f")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class TrafficLink:
     """What goes one way between two tasks in a step.
 
     Attributes:
@@ -31,15 +31,15 @@ class Link:
     size_bytes: int = 0
     unknown: int = 0
 
-    def __add__(self, other: Link) -> Link:
-        return Link(
+    def __add__(self, other: TrafficLink) -> TrafficLink:
+        return TrafficLink(
             tensors=self.tensors + other.tensors,
             size_bytes=self.size_bytes + other.size_bytes,
             unknown=self.unknown + other.unknown,
         )
 
 
-Links = dict[tuple[str, str], Link]
+Links = dict[tuple[str, str], TrafficLink]
 """By the task that sends and the one that receives, such as ``("ps-0", "worker")``."""
 
 
@@ -51,15 +51,15 @@ class Places:
 
     @classmethod
     def of_captures(cls, graph: Any) -> Places:
-        """The places of a function's graph, by where the variables are that it captured."""
+        """Return the places of a function's graph, by where the variables are that it captured."""
         return cls({inner.name: _of_captured(outer) for outer, inner in graph.captures})
 
     def of_tensor(self, tensor: tf.Tensor) -> str:
-        """The task that a tensor is made on."""
+        """Return the task that a tensor is made on."""
         return self._inputs.get(tensor.name) or self.of_operation(tensor.op)
 
     def of_operation(self, operation: tf.Operation) -> str:
-        """The task that runs an operation."""
+        """Return the task that runs an operation."""
         for tensor in operation.inputs:
             if tensor.dtype == tf.resource:
                 place = self._inputs.get(tensor.name)
@@ -69,7 +69,7 @@ class Places:
 
 
 def calls_functions(operation: tf.Operation) -> bool:
-    """Whether an operation is a condition, a loop or a call."""
+    """Return whether an operation is a condition, a loop or a call."""
     return any(True for _ in _function_names(operation))
 
 
@@ -94,15 +94,15 @@ def traffic(operations: Iterable[tf.Operation], places: Places) -> Links:
 
 
 def merge(links: Links, more: Links) -> None:
-    """Adds `more` to `links`."""
+    """Add `more` to `links`."""
     for ends, link in more.items():
-        links[ends] = links.get(ends, Link()) + link
+        links[ends] = links.get(ends, TrafficLink()) + link
 
 
-def _link(tensor: tf.Tensor) -> Link:
+def _link(tensor: tf.Tensor) -> TrafficLink:
     elements = tensor.shape.num_elements()
     known = elements is not None
-    return Link(
+    return TrafficLink(
         tensors=1, size_bytes=(elements or 0) * tensor.dtype.size, unknown=0 if known else 1
     )
 
@@ -127,7 +127,7 @@ def _function_names(operation: tf.Operation) -> Iterator[str]:
 
 
 def _of_captured(tensor: Any) -> str:
-    """The task of what a graph captured, through the graphs around it."""
+    """Return the task of what a graph captured, through the graphs around it."""
     graph = getattr(tensor, "graph", None) if not hasattr(tensor, "numpy") else None
     if graph is None:
         return _of_device(tensor.device)
@@ -142,11 +142,11 @@ def _of_device(device: str) -> str:
     return f"ps-{spec.task}" if spec.job == "ps" else WORKER
 
 
-# Which variable an operation is on, within functions within functions.
+# Variable of an operation, resolved through nested functions.
 
 
 def outermost(handle: Any) -> Any:
-    """The variable's own handle behind one, which each function has captured anew."""
+    """Return the variable's own handle behind one, which each function has captured anew."""
     graph = getattr(handle, "graph", None)
     while graph is not None and hasattr(graph, "captures"):
         handle = next((outer for outer, inner in graph.captures if inner is handle), handle)
@@ -164,7 +164,7 @@ _SMALL_BYTES = 2**16  # packing copies, which pays for what costs less to copy t
 
 
 def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Returns pairs of gradient and variable, the small gradients taken apart on their server.
+    """Return pairs of gradient and variable, the small gradients taken apart on their server.
 
     Their values are the same to the last bit. To be called when nothing but the update itself
     still needs the gradients: it would have to fetch them from there.
@@ -187,13 +187,13 @@ def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def is_small(value: Any) -> bool:
-    """Whether a gradient, or what is read of a variable, costs less to copy than to send."""
+    """Return whether a gradient, or what is read of a variable, costs less to copy than to send."""
     if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined():
         return False
     return bool(value.shape.num_elements() * value.dtype.size <= _SMALL_BYTES)
 
 
-# What a step reads of a parameter server crosses the network once, and what is small together.
+# Reads of a step from parameter servers: once each, small ones together.
 #
 # A message costs its two ends more than a tenth of a millisecond of processor, whatever is in it.
 # Half of a model's variables are biases; layers and regularizers read one anew each time; and where
@@ -205,7 +205,7 @@ _Use = tuple[tf.Operation, int]
 
 
 def read_together(operations: Sequence[tf.Operation]) -> None:
-    """Rewires the worker's part of a step, given all operations of the step once it is traced.
+    """Rewire the worker's part of a step, given all operations of the step once it is traced.
 
     Values are the same to the last bit, and of one moment where a variable was read several
     times. Left alone are gathers, and reads before which something else in the step has to be.
@@ -244,7 +244,7 @@ def _is_server(device: str) -> bool:
 
 
 def _uses_by_worker(value: tf.Tensor, places: Places) -> list[_Use]:
-    """The inputs of the worker's operations that are `value`."""
+    """Return the inputs of the worker's operations that are `value`."""
     return [
         (operation, index)
         for operation in dict.fromkeys(value.consumers())
@@ -265,6 +265,6 @@ def _fetched(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
 
 
 def _give(value: tf.Tensor, uses: Sequence[_Use]) -> None:
-    """Has each of `uses` take `value`."""
+    """Have each of `uses` take `value`."""
     for operation, index in uses:
         operation._update_input(index, value)

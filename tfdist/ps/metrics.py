@@ -1,4 +1,4 @@
-"""Metrics whose totals add up over pieces of work; others are refused."""
+"""Checks that a metric's totals add up over work units; others are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _Ways = dict[int, dict[int, _Way]]
 
 
 def require_sums(program: StepProgram) -> None:
-    """Refuses metrics whose totals do not add up over pieces."""
+    """Refuse metrics whose totals do not add up over pieces."""
     for variable in program.metrics:
         if variable.aggregation != "sum":
             raise UsageError(
@@ -56,7 +56,7 @@ def require_sums(program: StepProgram) -> None:
 
 
 def require_zeros(program: StepProgram) -> None:
-    """Refuses metrics that do not begin at 0: each piece begins there."""
+    """Refuse metrics that do not begin at 0: each piece begins there."""
     for variable in program.metrics:
         if np.any(variable.numpy()):
             raise UsageError(
@@ -74,7 +74,7 @@ def require_added(
     *,
     operations: Sequence[tf.Operation],
 ) -> None:
-    """Refuses metrics whose variables a step sets to something else than what was there and more.
+    """Refuse metrics whose variables a step sets to something else than what was there and more.
 
     Given what `variables` hold before and after a step, and the operations of the step in the order
     in which they were traced. What it does in ways that are not known here is taken for a sum.
@@ -93,7 +93,7 @@ def require_added(
 
 
 def _follow(operations: Sequence[tf.Operation], ways: _Ways) -> None:
-    """Adds what `operations` make of what is in `ways`."""
+    """Add what `operations` make of what is in `ways`."""
     for op in operations:
         given = [ways.get(id(tensor), {}) for tensor in op.inputs]
         numbers = {number for one in given for number in one}
@@ -140,7 +140,7 @@ def _inside(op: tf.Operation, given: Sequence[dict[int, _Way]]) -> list[list[dic
 
 
 def _either(ways: Sequence[_Way]) -> _Way:
-    """What is one or the other."""
+    """Return what is one or the other."""
     if _Way.UNKNOWN in ways:
         return _Way.UNKNOWN
     return ways[0] if len(set(ways)) == 1 else _Way.OTHER

@@ -1,4 +1,4 @@
-"""Where the variables of a ps job are: on the server with the fewest bytes when they were made.
+"""Variable placement of a ps job: on the server with the fewest bytes.
 
 TensorFlow takes the servers in turn, whatever the size of a variable
 (tensorflow/python/distribute/parameter_server_strategy_v2.py, `_create_variable_round_robin`), so
@@ -116,12 +116,12 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
 
 
 def _of_whole(function: Any, variable: SplitVariable) -> Any:
-    """Calls `function` with the whole variable, for which a part stands, in place of the part."""
+    """Call `function` with the whole variable, for which a part stands, in place of the part."""
     return lambda _, *args, **kwargs: function(variable, *args, **kwargs)
 
 
 def _is_of(value: Any, variable: SplitVariable) -> bool:
-    """Whether an argument of an update has a row for each of the variable's.
+    """Return whether an argument of an update has a row for each of the variable's.
 
     Of a gradient the shape may be known at run time alone; other arguments are scalars.
     """
@@ -131,7 +131,7 @@ def _is_of(value: Any, variable: SplitVariable) -> bool:
 
 
 def _initial_value(kwargs: dict[str, Any]) -> tf.Tensor:
-    """What a variable starts from, made here, as its size is not known before."""
+    """Return what a variable starts from, made here, as its size is not known before."""
     value = kwargs["initial_value"]
     with tf.device("/device:CPU:0"):
         return tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
@@ -143,7 +143,7 @@ def size_bytes(variable: Any) -> int:
 
 
 def bytes_on_servers(variables: Iterable[Any], *, num_ps: int) -> dict[str, int]:
-    """The bytes of Keras variables by the ps that holds them: ``{"ps-0": 4096}``.
+    """Return the bytes of Keras variables by the ps that holds them: ``{"ps-0": 4096}``.
 
     Read from where the variables are, so of any strategy.
     """

@@ -1,4 +1,4 @@
-"""What the steps of a ps job cost: measured in the step itself, and put together.
+"""Profile of a ps job's steps, measured in the steps themselves.
 
 `Phases` notes in the worker's graph when the parts of a step are done; `PsProfile` is the account
 of all workers, by the chief.
@@ -31,11 +31,11 @@ class Phases:
         self._gradients: tf.Tensor | None = None
 
     def batch(self, data: Any) -> None:
-        """Notes when the batch is there."""
+        """Note when the batch is there."""
         self._batch = _when([t for t in tf.nest.flatten(data) if t is not None])
 
     def gradients(self, gradients: Sequence[Any]) -> None:
-        """Notes when gradients are ready, and what was read before them; at each optimizer."""
+        """Note when gradients are ready, and what was read before them; at each optimizer."""
         if tf.compat.v1.get_default_graph() is not self._graph:
             return  # inside a condition of the user's: its end is that of the step
         if self._read is None:
@@ -62,7 +62,7 @@ class Phases:
         )
 
     def links(self) -> Links:
-        """What the step sends, as it is traced so far."""
+        """Return what the step sends, as it is traced so far."""
         return traffic(self._operations(), Places.of_captures(self._graph))
 
     def _operations(self) -> list[tf.Operation]:
@@ -70,7 +70,7 @@ class Phases:
         return found
 
     def _reads(self) -> list[tf.Tensor]:
-        """What has been read of a ps so far that the worker needs."""
+        """Return what has been read of a ps so far that the worker needs."""
         places = Places.of_captures(self._graph)
         reads = [op for op in self._operations() if op.type in READS]
         return [
@@ -83,7 +83,7 @@ class Phases:
 
 
 def _when(tensors: Sequence[Any]) -> tf.Tensor:
-    """The time at which all of `tensors` are on this device."""
+    """Return the time at which all of `tensors` are on this device."""
     flat = tf.nest.flatten(list(tensors), expand_composites=True)
     with tf.control_dependencies([tf.identity(tensor) for tensor in flat]):
         return tf.timestamp()
@@ -94,7 +94,7 @@ def _updates(operation: tf.Operation) -> bool:
     return (changes and operation.type not in READS) or calls_functions(operation)
 
 
-# What the steps of each worker cost, put together by the chief.
+# Costs of each worker's steps, collected by the chief.
 
 
 Times = np.ndarray[Any, Any]
@@ -120,7 +120,7 @@ class PsProfile:
         self._workers: dict[int, _Worker] = {}
 
     def add(self, pieces: Sequence[tuple[int, Times]], *, wall_s: float) -> None:
-        """Adds a range: each piece's worker and its steps' times ``[steps, 6]``, in any order.
+        """Add a range: each piece's worker and its steps' times ``[steps, 6]``, in any order.
 
         `wall_s` is the chief's time from the first piece given out to the last one returned.
         """
@@ -173,5 +173,5 @@ _profiles = weakref.WeakKeyDictionary()
 
 
 def profile_of(strategy: tf.distribute.Strategy) -> PsProfile:
-    """The one account of a strategy's job."""
+    """Return the one account of a strategy's job."""
     return _profiles.setdefault(strategy, PsProfile())

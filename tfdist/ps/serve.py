@@ -1,4 +1,4 @@
-"""What a worker or ps task of a ps job does: tell who it is, and serve until the chief is gone."""
+"""Server loop of a worker or ps task: version handshake, then serve until the chief is gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
-    """Serves this task's devices to the chief, and ends the process when the chief has gone.
+    """Serve this task's devices to the chief, and end the process when the chief has gone.
 
     `tf.distribute.Server.join` never returns; so the chief's port is asked once a second. The
     exit code is 0 after a chief that was there, 75 when none came within `timeout_s`, 143 on
@@ -37,7 +37,7 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
     server = _start(config)
-    met = introduce(config, version=tf.__version__)
+    met = send_version(config, version=tf.__version__)
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -67,7 +67,7 @@ def _start(config: TaskConfig) -> tf.distribute.Server:
     )
 
 
-# The tasks of a ps job tell the chief which TensorFlow they have, before it speaks to theirs.
+# Version handshake of a ps job: each task tells the chief its TensorFlow version.
 #
 # Two versions may understand each other, or end with an error that names neither, or wait. A task
 # tells it to what answers at the chief's address. That is, until its workers and ps are there, a
@@ -84,8 +84,8 @@ _HEARD = b"tfdist: heard\n"
 _WORDS = re.compile(rb"tfdist: (chief|worker|ps)-(\d+) has TensorFlow (\S+)\n")
 
 
-def introduce(config: TaskConfig, *, version: str) -> threading.Event:
-    """Tells the chief this task's version from a thread, as soon as something answers there.
+def send_version(config: TaskConfig, *, version: str) -> threading.Event:
+    """Tell the chief this task's version from a thread, as soon as something answers there.
 
     Returns what is set then.
     """
@@ -102,8 +102,8 @@ def introduce(config: TaskConfig, *, version: str) -> threading.Event:
     return is_told
 
 
-class Introductions:
-    """What the tasks of a job have told its chief of themselves."""
+class VersionHandshake:
+    """Versions that the tasks of a job have sent to its chief."""
 
     def __init__(self, config: TaskConfig, *, version: str) -> None:
         self._config = config
@@ -112,9 +112,9 @@ class Introductions:
         self._seen_s: dict[Task, float] = {}
 
     @contextlib.contextmanager
-    def heard_at(self, listener: socket.socket) -> Iterator[None]:
-        """Hears all who connect, until the end of the block."""
-        thread = threading.Thread(target=self._hear_all, args=(listener,), daemon=True)
+    def receiving_at(self, listener: socket.socket) -> Iterator[None]:
+        """Hear all who connect, until the end of the block."""
+        thread = threading.Thread(target=self._receive_all, args=(listener,), daemon=True)
         thread.start()
         try:
             yield
@@ -124,12 +124,12 @@ class Introductions:
             thread.join()
 
     def awaits(self, task: Task) -> bool:
-        """Whether a task that answers may still say what it is; some never do."""
+        """Return whether a task that answers may still say what it is; some never do."""
         since_s = self._seen_s.setdefault(task, time.monotonic())
         return task not in self._versions and time.monotonic() - since_s < _SHY_S
 
-    def require_alike(self) -> None:
-        """Raises UsageError for a task that has another version than this process."""
+    def require_same_version(self) -> None:
+        """Raise UsageError for a task that has another version than this process."""
         for task in self._config.cluster.tasks():
             version = self._versions.get(task, self._version)
             if version != self._version:
@@ -140,24 +140,24 @@ class Introductions:
                     fix="install the same version on every machine",
                 )
 
-    def _hear_all(self, listener: socket.socket) -> None:
+    def _receive_all(self, listener: socket.socket) -> None:
         while True:
             try:
-                guest, _ = listener.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
-            with guest, contextlib.suppress(OSError):
-                self._hear(guest)
+            with client, contextlib.suppress(OSError):
+                self._hear(client)
 
-    def _hear(self, guest: socket.socket) -> None:
-        guest.settimeout(_PATIENCE_S)
+    def _hear(self, client: socket.socket) -> None:
+        client.settimeout(_PATIENCE_S)
         said = b""
-        while len(said) < _MOST_BYTES and (more := guest.recv(_MOST_BYTES)):
+        while len(said) < _MOST_BYTES and (more := client.recv(_MOST_BYTES)):
             said += more
             if found := _WORDS.search(said):
                 kind, index, version = (part.decode() for part in found.groups())
                 self._versions[Task(kind, int(index))] = version
-                guest.sendall(_HEARD)
+                client.sendall(_HEARD)
                 return
 
 
@@ -167,7 +167,7 @@ def _is_told(address: str, words: bytes) -> bool:
     return serves(address, timeout_s=_PATIENCE_S, frame=header + words)
 
 
-# What a server of a ps job does with the memory of tensors that it has freed: it keeps it.
+# Memory allocator settings of a ps server: freed tensor memory is kept.
 
 
 # Of <malloc.h>. The values are those to which glibc goes by itself in a process that has freed a
@@ -177,7 +177,7 @@ _LARGE_BYTES = 2**25
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Lets freed blocks of up to 32 MiB serve the next ones; False where that is not for us to say.
+    """Let freed blocks of up to 32 MiB serve the next ones; False where that is not for us to say.
 
     Where a server has freed nothing so large yet, glibc gives the memory of a step's tensors back
     to the kernel and gets it again at the next one, page by page, filled with zeros. A user's own

@@ -1,4 +1,4 @@
-"""A variable whose rows are on several parameter servers, and that Keras takes for one.
+"""Split variable: rows on several parameter servers, one variable to Keras.
 
 TensorFlow's own `ShardedVariable` is not what Keras' tapes, optimizers and files take for a
 variable (it has no `handle`, no `numpy`). Here a Keras variable stays one: in layers it is its
@@ -181,7 +181,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             getattr(part, name)(self.rows_of(value, number))
 
     def rows_of(self, value: Any, number: int) -> Any:
-        """The rows of a tensor or of slices of the whole that belong to a part."""
+        """Return the rows of a tensor or of slices of the whole that belong to a part."""
         start = sum(self.rows[:number])
         end = start + self.rows[number]
         if not isinstance(value, tf.IndexedSlices):
@@ -238,7 +238,7 @@ for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
 
 
 def parts_of(variable: Any) -> tuple[Any, ...]:
-    """The parts of a split variable, else the variable alone."""
+    """Return the parts of a split variable, else the variable alone."""
     return variable.parts if isinstance(variable, SplitVariable) else (variable,)
 
 
@@ -284,7 +284,7 @@ _BY_ROWS = (
 
 
 def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raises UsageError for an optimizer that needs one of the variables whole."""
+    """Raise UsageError for an optimizer that needs one of the variables whole."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     split = [v for v in variables if isinstance(getattr(v, "value", v), SplitVariable)]
     by_rows = tuple(getattr(keras.optimizers, name) for name in _BY_ROWS)

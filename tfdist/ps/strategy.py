@@ -1,4 +1,4 @@
-"""The strategy of a ps job: TensorFlow's, over the workers that are there."""
+"""Strategy of a ps job: TensorFlow's, over the workers that are alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.cluster import TaskConfig
 from tfdist.errors import UsageError
 from tfdist.ps.members import Members
 from tfdist.ps.placement import BalancedExtended
-from tfdist.ps.serve import Introductions, serve
+from tfdist.ps.serve import VersionHandshake, serve
 from tfdist.strategy import rendezvous
 
 
@@ -24,7 +24,7 @@ def parameter_server(
     min_workers: int | None,
     split_bytes: int | None,
 ) -> tf.distribute.Strategy:
-    """Makes the strategy of a ps job in its chief; any other task serves, and does not return."""
+    """Make the strategy of a ps job in its chief; any other task serves, and do not return."""
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
     if config.task != config.cluster.chief_task:
@@ -37,10 +37,10 @@ def parameter_server(
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=min_workers)
-    guests = Introductions(config, version=tf.__version__)
+    clients = VersionHandshake(config, version=tf.__version__)
     # As the workers ask for this task meanwhile.
-    with rendezvous.answering(config) as listener, guests.heard_at(listener):
-        workers = members.wait(timeout_s=timeout_s, guests=guests)
+    with rendezvous.answering(config) as listener, clients.receiving_at(listener):
+        workers = members.wait(timeout_s=timeout_s, clients=clients)
     with rendezvous.last_resort(timeout_s=timeout_s):
         return ElasticParameterServerStrategy(
             resolver, members=members, workers=workers, split_bytes=split_bytes

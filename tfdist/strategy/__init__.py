@@ -1,4 +1,4 @@
-"""From TF_CONFIG to a ready `tf.distribute.Strategy`, and what tasks say to each other.
+"""Strategies made from TF_CONFIG, and communication between tasks.
 
 >>> strategy = make_strategy()
 >>> with strategy.scope():

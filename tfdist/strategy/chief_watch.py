@@ -23,9 +23,9 @@ def wait_for_chief_to_end(
     timeout_s: float,
     met: threading.Event | None = None,
 ) -> int:
-    """Returns the exit code once the chief came and went, never came, or `stop` was set.
+    """Return the exit code once the chief came and went, never came, or `stop` was set.
 
-    Where `met` is set it has come, though it may have gone between two looks.
+    Where `met` is set once the chief was seen, even if later polls miss it.
     """
     address = config.cluster.address(config.cluster.chief_task)
     seen, last = False, time.monotonic()

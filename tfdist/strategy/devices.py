@@ -1,4 +1,4 @@
-"""Threads, logical devices and GPU memory: what must be set before TensorFlow starts.
+"""Setup of threads, logical devices and GPU memory before TensorFlow starts.
 
 And on which device a variable is.
 """
@@ -20,7 +20,7 @@ _PIECE_BYTES = 2**20
 
 
 def require_unused_runtime() -> None:
-    """Refuses to go on when TensorFlow has already run an operation in this process.
+    """Refuse to go on when TensorFlow has already run an operation in this process.
 
     Threads, devices and collectives can only be set before the first one.
     """
@@ -34,7 +34,7 @@ def require_unused_runtime() -> None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Gives each operation `threads` threads, unless TF_NUM_INTRAOP_THREADS already says."""
+    """Give each operation `threads` threads, unless TF_NUM_INTRAOP_THREADS already says."""
     if threads and "TF_NUM_INTRAOP_THREADS" not in os.environ:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
 
@@ -48,18 +48,18 @@ def threads_of_an_operation() -> int:
 
 
 def usable_cores() -> int:
-    """The processors this process may run on."""
+    """Return the processors this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def grow_gpu_memory() -> None:
-    """Lets every visible GPU allocate as it needs, so that processes can share one."""
+    """Let every visible GPU allocate as it needs, so that processes can share one."""
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def send_in_large_pieces() -> None:
-    """Lets collectives on CPUs send pieces of a megabyte instead of 4 KiB, copied one by one.
+    """Let collectives on CPUs send pieces of a megabyte instead of 4 KiB, copied one by one.
 
     There is no public way to set it; seen on TensorFlow 2.21
     (``recv_buf_max_chunk`` in tensorflow/core/protobuf/config.proto).
@@ -95,7 +95,7 @@ def replica_devices(count: int | None) -> list[str]:
 
 
 def server_of(variable: Any) -> int | None:
-    """The index of the ps that holds a variable, None for one that is elsewhere."""
+    """Return the index of the ps that holds a variable, None for one that is elsewhere."""
     device = tf.DeviceSpec.from_string(variable.device or "")
     return device.task if device.job == "ps" else None
 

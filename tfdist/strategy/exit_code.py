@@ -1,4 +1,4 @@
-"""A user's mistake ends a program in one line and with its exit code, launcher or not."""
+"""Exit hook: a user's error ends the program with one line and its exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfdist.errors import TfdistError
 
 
 def end_mistakes_in_one_line() -> None:
-    """Has an uncaught `TfdistError` printed as one line, and its exit code be the process's.
+    """Have an uncaught `TfdistError` printed as one line, and its exit code be the process's.
 
     TF_CONFIG and the exit code are all that a scheduler and a program know of each other, so this
     holds for every program that has made a strategy. Other errors go on to the hook from before.

@@ -1,4 +1,4 @@
-"""What the tasks of a job say to each other: who is chief, wait for all, tell all."""
+"""Communication of a job's tasks: chief, barrier, broadcast."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def is_chief() -> bool:
 
 
 def barrier() -> None:
-    """Returns once every training task has called it. A collective under multiworker."""
+    """Return once every training task has called it. A collective under multiworker."""
     job = current_job()
     if job is not None:
         sum_over_tasks(job, np.zeros(1), of="a barrier")
 
 
 def broadcast(value: Any = None) -> Any:
-    """Returns the chief's `value` in every task. A collective under multiworker.
+    """Return the chief's `value` in every task. A collective under multiworker.
 
     Args:
       value: what JSON can say, and NumPy arrays inside it; ignored except in the chief. Tuples
@@ -63,7 +63,7 @@ def broadcast(value: Any = None) -> Any:
 
 
 def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-    """Returns `callback` in the chief, and one that does nothing in every other task.
+    """Return `callback` in the chief, and one that does nothing in every other task.
 
     For a callback that writes. It must not run collectives (evaluate, predict, read a metric).
     """
@@ -71,8 +71,8 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 
 @contextlib.contextmanager
-def naming_who_is_gone(job: Job) -> Iterator[None]:
-    """Raises PeerLost for the worker that has gone, where TensorFlow says that something failed.
+def naming_lost_peer(job: Job) -> Iterator[None]:
+    """Raise PeerLost for the worker that has gone, where TensorFlow says that something failed.
 
     And UsageError where it has not gone but makes another sum: its program is at another place.
     What failed by itself is raised as it is: whoever made the same mistake earlier has gone, too.
@@ -89,7 +89,7 @@ def naming_who_is_gone(job: Job) -> Iterator[None]:
 
 
 def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
-    """Sums a float64 or int32 vector of the same length over the tasks. A collective.
+    """Sum a float64 or int32 vector of the same length over the tasks. A collective.
 
     `of` says what is summed, in the same words in every task: it tells this sum from others.
     Under every other strategy than multiworker this is `values`.
@@ -99,12 +99,12 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
     with phases.waiting_for_all():
         if job.ring is None:
             return _summer(job.strategy)(tf.constant(values)).numpy()
-        with naming_who_is_gone(job):
+        with naming_lost_peer(job):
             return job.ring.sum(values, of=of)[0]
 
 
 def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
-    """Sums arrays in which each element is zero in all tasks but one, bit for bit. A collective.
+    """Sum arrays in which each element is zero in all tasks but one, bit for bit. A collective.
 
     Of any type and one shape in all tasks. A copy, sent in pieces: it takes the memory of one
     array more, however large that is.

@@ -18,7 +18,7 @@ from tfdist.strategy.job import Job
 
 
 def go_by_ring(job: Job) -> None:
-    """Has variables that are made from now on in the scope of `job`, in all workers, start alike.
+    """Have variables that are made from now on in the scope of `job`, in all workers, start alike.
 
     Those of a graph, and those of strings, are TensorFlow's as before.
     """

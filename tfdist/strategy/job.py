@@ -1,4 +1,4 @@
-"""The job this process belongs to: its strategy, its kind, and its place in the cluster."""
+"""Job of this process: its strategy, kind, and task."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _made: list[Job] = []
 
 
 def remember(job: Job) -> Job:
-    """Makes `job` the one that `current_job` and `job_of` find."""
+    """Make `job` the one that `current_job` and `job_of` find."""
     if job.kind in ("multiworker", "ps"):
         refuse_native_calls()
     _made[:] = [job]
@@ -80,12 +80,12 @@ def remember(job: Job) -> Job:
 
 
 def current_job() -> Job | None:
-    """The job that `make_strategy` set up in this process, if it did."""
+    """Return the job that `make_strategy` set up in this process, if it did."""
     return _made[0] if _made else None
 
 
 def job_of(strategy: tf.distribute.Strategy) -> Job:
-    """The job of a strategy, also of one that `make_strategy` did not make.
+    """Return the job of a strategy, also of one that `make_strategy` did not make.
 
     One of several processes is then told by TF_CONFIG which task it is.
 

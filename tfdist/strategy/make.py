@@ -20,7 +20,7 @@ from tfdist.cluster import (
     phases,
     read_environment,
     resolved_strategy,
-    wishes,
+    settings,
 )
 from tfdist.cluster.address import shown
 from tfdist.errors import UsageError, near
@@ -44,7 +44,7 @@ def make_strategy(
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
-    """Makes the strategy of this task. Every task of the job calls it, before any TensorFlow work.
+    """Make the strategy of this task. Every task of the job calls it, before any TensorFlow work.
 
     In a worker or ps task of a ps job it does not return: it serves the chief, and ends the
     process when the chief has gone.
@@ -73,8 +73,8 @@ def make_strategy(
     made = current_job()
     if made is not None:
         return _same(made, kind).strategy
-    legacy = wishes.legacy_keras(os.environ)
-    if legacy and wishes.LAUNCHED not in os.environ:  # else the launcher has said so
+    legacy = settings.legacy_keras(os.environ)
+    if legacy and settings.LAUNCHED not in os.environ:  # else the launcher has said so
         _LOG.warning("%s", legacy)
     devices.require_unused_runtime()
     _check_arguments(
@@ -148,7 +148,7 @@ def _resolve(kind: str, config: TaskConfig | None) -> str:
 
 
 def _check_arguments(**given: Any) -> None:
-    """Raises UsageError for what TF_CONFIG could not say either."""
+    """Raise UsageError for what TF_CONFIG could not say either."""
     for name, value in given.items():
         try:
             JobOptions(**{} if value is None else {name: value})
@@ -236,7 +236,7 @@ def _multiworker(
 
 
 def _in_ring(job: Job) -> Job:
-    """The same job, with a ring for its gradients where they are on CPUs."""
+    """Return the same job, with a ring for its gradients where they are on CPUs."""
     config = job.config
     if config is None or job.num_replicas == 1 or tf.config.list_physical_devices("GPU"):
         return job
@@ -247,7 +247,7 @@ def _in_ring(job: Job) -> Job:
         [f"{task} ({config.cluster.address(task)})" for task in tasks],
         total=functools.partial(_sum_untraced, job.strategy),
         timeout_s=_NEIGHBOURS_S,
-        ports=wishes.from_environ(os.environ).ports,
+        ports=settings.from_environ(os.environ).ports,
     )
     job = dataclasses.replace(job, ring=ring)
     if ring is not None:
@@ -256,7 +256,7 @@ def _in_ring(job: Job) -> Job:
 
 
 def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:
-    """Sums over workers of one replica each, as `sum_over_tasks`, which traces a function first."""
+    """Sum over workers of one replica each, as `sum_over_tasks`, which traces a function first."""
     with phases.waiting_for_all():
         total: np.ndarray = strategy.reduce("SUM", tf.constant(values), axis=None).numpy()
     return total
@@ -289,7 +289,7 @@ def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResol
 
 
 def _hear_sigterm() -> None:
-    """Gives SIGTERM back to Python: TensorFlow's handler swallows it once a server is up."""
+    """Give SIGTERM back to Python: TensorFlow's handler swallows it once a server is up."""
     try:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     except ValueError:

@@ -35,7 +35,7 @@ _INSTEAD = {
 
 @functools.cache
 def refuse_native_calls() -> None:
-    """Has methods of every Keras model ask for its strategy first; put in place once a process."""
+    """Have methods of every Keras model ask for its strategy first; put in place once a process."""
     for name in _INSTEAD:
         setattr(TensorFlowTrainer, name, _asking(name, getattr(TensorFlowTrainer, name)))
 
@@ -57,7 +57,7 @@ def _asking(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(strategy: tf.distribute.Strategy) -> str:
-    """The kind of a strategy, as far as Keras' methods differ in it."""
+    """Return the kind of a strategy, as far as Keras' methods differ in it."""
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
         return "ps"
     group = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -65,7 +65,7 @@ def _kind(strategy: tf.distribute.Strategy) -> str:
 
 
 def _caller() -> str:
-    """The file and line of the program that has called a method, or had Keras call it."""
+    """Return the file and line of the program that has called a method, or had Keras call it."""
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__", "").partition(".")[0] == "keras" and frame.f_back:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""How the workers of a job find their neighbours in the ring, or agree to do without one.
+"""Setup of the ring: workers connect to their neighbours, or agree not to use it.
 
 Each worker listens at a port that the system gives it, tells it the others by a collective of
 TensorFlow's, and connects to the next. Workers of one machine meet at a socket of that machine,
@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
 _WORDS = 1 + _SECRET_BYTES // 4
-_MAX_GUESTS = 64  # who have not said yet who they are
+_MAX_CLIENTS = 64  # who have not said yet who they are
 _BUFFER_BYTES = 4 * 2**20
 # A machine that has vanished is noticed after about half a minute by who waits for its part. No
 # limit for what is sent (TCP_USER_TIMEOUT): it would end with a worker that is only slow to read.
@@ -45,7 +45,7 @@ def join(
     timeout_s: float,
     ports: range | None = None,
 ) -> Ring | None:
-    """Returns this worker's place in a ring of all, None in every worker if one cannot join.
+    """Return this worker's place in a ring of all, None in every worker if one cannot join.
 
     A collective.
 
@@ -93,7 +93,7 @@ def join(
 
 
 def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:
-    """Listens at the job's own interface if that can be told; None where no port is free."""
+    """Listen at the job's own interface if that can be told; None where no port is free."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         socket.create_server(address[:2], family=family).close()
@@ -108,7 +108,7 @@ def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:
 
 
 def _on_this_machine(secret: bytes) -> socket.socket | None:
-    """Listens at a socket of this machine; None where the system has none of that kind."""
+    """Listen at a socket of this machine; None where the system has none of that kind."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         near = stack.enter_context(socket.socket(socket.AF_UNIX))
         near.bind(_place_on_this_machine(secret))
@@ -119,7 +119,7 @@ def _on_this_machine(secret: bytes) -> socket.socket | None:
 
 
 def _place_on_this_machine(secret: bytes) -> bytes:
-    """A name that others can see, and that does not tell the secret."""
+    """Return a name that others can see, and that does not tell the secret."""
     return b"\0tfdist-" + hashlib.sha256(b"place" + secret).hexdigest()[:32].encode()
 
 
@@ -157,7 +157,7 @@ def _accept(
             for key, _ in selector.select(remaining_s):
                 end: Any = key.fileobj
                 if end in listeners:
-                    end = _guest(end)
+                    end = _client(end)
                     if end is not None:
                         heard[open_ends.enter_context(end)] = b""
                         selector.register(end, selectors.EVENT_READ)
@@ -168,18 +168,18 @@ def _accept(
                         return _prepared(end.dup())  # what is open here is closed now
                     if not data or len(heard[end]) == _HELLO.size:
                         _dismiss(end, heard, selector)
-            while len(heard) > _MAX_GUESTS:
+            while len(heard) > _MAX_CLIENTS:
                 _dismiss(next(iter(heard)), heard, selector)
     return None
 
 
-def _guest(listener: socket.socket) -> socket.socket | None:
+def _client(listener: socket.socket) -> socket.socket | None:
     try:
-        guest, _ = listener.accept()
+        client, _ = listener.accept()
     except OSError:  # it has gone already
         return None
-    guest.setblocking(False)
-    return guest
+    client.setblocking(False)
+    return client
 
 
 def _received(end: socket.socket, count: int) -> bytes:
@@ -190,11 +190,11 @@ def _received(end: socket.socket, count: int) -> bytes:
 
 
 def _dismiss(
-    guest: socket.socket, heard: dict[socket.socket, bytes], selector: selectors.BaseSelector
+    client: socket.socket, heard: dict[socket.socket, bytes], selector: selectors.BaseSelector
 ) -> None:
-    del heard[guest]
-    selector.unregister(guest)
-    guest.close()
+    del heard[client]
+    selector.unregister(client)
+    client.close()
 
 
 def _prepared(end: socket.socket) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Waiting for peers with a deadline, and saying who is missing.
+"""Wait for peers with a deadline, naming those that are missing.
 
 TensorFlow waits for ever for a task that never starts, and names nobody
 (https://github.com/tensorflow/tensorflow/issues/46169). Under multiworker it does so with Python's
@@ -35,7 +35,7 @@ _BACKLOG = 4096  # connections that peers may open before anybody takes them
 
 
 def answers(address: str) -> bool:
-    """True when something accepts connections at ``host:port``."""
+    """Return True when something accepts connections at ``host:port``."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
@@ -45,7 +45,7 @@ def answers(address: str) -> bool:
 
 
 def missing_peers(cluster: ClusterSpec, peers: Iterable[Task]) -> list[Task]:
-    """The tasks of `peers` at whose address nothing answers now."""
+    """Return the tasks of `peers` at whose address nothing answers now."""
     return [task for task in peers if not answers(cluster.address(task))]
 
 
@@ -55,13 +55,13 @@ def pause_s(missing: Sequence[Task]) -> float:
 
 
 def named(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
-    """Says the tasks with their addresses, not too many of them."""
+    """Report the tasks with their addresses, not too many of them."""
     shown = ", ".join(f"{task} ({cluster.address(task)})" for task in tasks[:8])
     return shown + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
 
 
 def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
-    """Returns when every other training task has been seen at its address.
+    """Return when every other training task has been seen at its address.
 
     Meanwhile this task answers at its own address, in place of the server that TensorFlow starts
     there afterwards. The chief, whose server is where all others register, is the first to go on:
@@ -110,7 +110,7 @@ def serves(address: str, *, timeout_s: float, frame: bytes = b"") -> bool:
 
 @contextlib.contextmanager
 def answering(config: TaskConfig) -> Iterator[socket.socket]:
-    """Accepts connections at this task's port on every interface, as TensorFlow's server will."""
+    """Accept connections at this task's port on every interface, as TensorFlow's server will."""
     address = config.cluster.address(config.task)
     port = int(address.rpartition(":")[2])
     ipv6 = socket.has_dualstack_ipv6()
@@ -132,7 +132,7 @@ def answering(config: TaskConfig) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def last_resort(*, timeout_s: float) -> Iterator[None]:
-    """Ends the process, with its Python stacks, when the block takes longer than `timeout_s`.
+    """End the process, with its Python stacks, when the block takes longer than `timeout_s`.
 
     For a call into TensorFlow that holds Python's lock: the timer behind it needs none. It is
     for the peer that was there and died before TensorFlow had seen it; the exit code is 1.

@@ -1,4 +1,4 @@
-"""A sum over the workers of a job: each sends to the next one, and hears from the one before.
+"""Ring all-reduce over a job's workers: each sends to the next one.
 
 TensorFlow's own ring copies every piece through protocol buffers several times
 (``GrpcRemoteWorker::RecvBufAsync``), which for a few megabytes takes longer on a CPU than the wire.
@@ -67,7 +67,7 @@ class Ring:
         _rings.add(self)
 
     def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
-        """Returns the sum over the workers of each array: new ones, of the same shapes and types.
+        """Return the sum over the workers of each array: new ones, of the same shapes and types.
 
         `of` says what is summed, in the same words in every worker: two sums of equal shapes are
         told from each other by it.
@@ -82,7 +82,7 @@ class Ring:
                 "two threads of this worker sum at once: what all tasks call has one order, and is"
                 " called in one thread"
             )
-        phases.say_at_sum(True)
+        phases.set_at_sum(True)
         try:
             return self._sum(arrays, of)
         except OSError as error:
@@ -92,11 +92,11 @@ class Ring:
             self._leave(f"a sum of this worker was interrupted: {type(error).__name__}")
             raise
         finally:
-            phases.say_at_sum(False)
+            phases.set_at_sum(False)
             self._at_work.release()
 
     def close(self) -> None:
-        """Ends the connections; the neighbours' next sum fails."""
+        """End the connections; the neighbours' next sum fails."""
         self._leave("this worker has left the ring")
 
     def _leave(self, reason: str) -> None:
@@ -118,7 +118,7 @@ class Ring:
         return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
 
     def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
-        """Refuses to add what does not belong together."""
+        """Refuse to add what does not belong together."""
         what = f"{of} {[(array.dtype.name, array.shape) for array in arrays]}".encode()
         header = _HEADER.pack(self._sums, zlib.crc32(what), what[:_OF_BYTES])
         self._sums += 1
@@ -138,7 +138,7 @@ class Ring:
         sums: Sequence[np.ndarray],
         pieces: Sequence[_Piece],
     ) -> None:
-        """Receives the sum so far of these pieces, and adds what this worker has."""
+        """Receive the sum so far of these pieces, and add what this worker has."""
         sizes = [(stop - start) * mine[index].itemsize for index, start, stop in pieces]
         if len(self._scratch) < sum(sizes):
             self._scratch = bytearray(sum(sizes))
@@ -154,7 +154,7 @@ class Ring:
                 np.add(theirs, mine[index][start:stop], out=sums[index][start:stop])
 
     def _exchange(self, out: deque[memoryview], into: deque[memoryview]) -> None:
-        """Sends all of `out` to the next worker while `into` is filled by the previous one."""
+        """Send all of `out` to the next worker while `into` is filled by the previous one."""
         while out or into:
             moved = bool(out) and self._send(out)
             moved |= bool(into) and self._receive(into)
@@ -205,7 +205,7 @@ class Ring:
 
 @functools.lru_cache(maxsize=64)
 def _chunks(sizes: tuple[int, ...], count: int) -> list[list[_Piece]]:
-    """Divides arrays of these sizes, one after the other, into `count` runs of elements."""
+    """Divide arrays of these sizes, one after the other, into `count` runs of elements."""
     starts = [0, *itertools.accumulate(sizes)]
     bounds = [starts[-1] * chunk // count for chunk in range(count + 1)]
     return [
@@ -229,7 +229,7 @@ def _views(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memo
 
 
 def _take(views: deque[memoryview], count: int) -> None:
-    """Leaves out the first `count` bytes."""
+    """Leave out the first `count` bytes."""
     while count:
         if count < len(views[0]):
             views[0] = views[0][count:]
@@ -242,7 +242,7 @@ _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 @functools.cache
 def _close_in_children() -> None:
-    """Has forked children close their copies: neighbours see an end once the last is closed."""
+    """Have forked children close their copies: neighbours see an end once the last is closed."""
     os.register_at_fork(after_in_child=_close_all)
 
 

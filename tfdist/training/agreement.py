@@ -1,4 +1,4 @@
-"""Whether the tasks of a job read the same data, by digests of what they read.
+"""Agreement check: the tasks of a job compare digests of the data they read.
 
 Each task takes its part of the same batches. Where tasks read different ones, by a shuffle or a
 generator of each process's own, another order of files or another version of them, some examples
@@ -36,7 +36,7 @@ _FIX = (
 
 
 def share_random_states(job: Job, source: Source) -> None:
-    """Gives the random states that a stream's functions capture the chief's values. A collective.
+    """Give the random states that a stream's functions capture the chief's values. A collective.
 
     Such as the seed of a `RandomFlip` that a dataset maps: each process has drawn one of its own.
     """
@@ -50,7 +50,7 @@ def share_random_states(job: Job, source: Source) -> None:
 
 
 def require_same_examples(job: Job, source: Source) -> None:
-    """Compares some examples of data by index. A collective of the training tasks.
+    """Compare some examples of data by index. A collective of the training tasks.
 
     Raises:
       UsageError: the tasks do not have the same number of examples, or not the same targets or, of
@@ -74,7 +74,7 @@ def require_same_examples(job: Job, source: Source) -> None:
 
 
 def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
-    """Compares the batches of ``[first, last)`` of which the feed has a digest. A collective.
+    """Compare the batches of ``[first, last)`` of which the feed has a digest. A collective.
 
     Raises:
       UsageError: the tasks have read different batches.
@@ -107,7 +107,7 @@ def _hex(row: np.ndarray) -> str:
 
 
 def _of_all_tasks(job: Job, values: Sequence[float]) -> np.ndarray:
-    """Returns each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
+    """Return each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
     table = np.zeros((_num_tasks(job), len(values)))
     table[_task_index(job)] = values
     whole = sum_over_tasks(job, table.reshape(-1), of="digests of the data")

@@ -1,4 +1,4 @@
-"""What the numbers among the arguments of `fit`, `evaluate` and `predict` must be."""
+"""Validation of the numeric arguments of `fit`, `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.errors import UsageError
 
 
 def require_whole(name: str, value: Any, *, least: int) -> None:
-    """Raises UsageError unless `value` is None or a whole number of at least `least`."""
+    """Raise UsageError unless `value` is None or a whole number of at least `least`."""
     if value is None:
         return
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -24,7 +24,7 @@ def require_whole(name: str, value: Any, *, least: int) -> None:
 
 
 def require_frequency(validation_freq: Any) -> None:
-    """Raises UsageError unless this is a whole number of epochs, or a list of epochs from 1."""
+    """Raise UsageError unless this is a whole number of epochs, or a list of epochs from 1."""
     if not isinstance(validation_freq, int | list):
         raise UsageError(
             "validation_freq",
@@ -37,7 +37,7 @@ def require_frequency(validation_freq: Any) -> None:
 
 
 def require_split(validation_split: Any) -> None:
-    """Raises UsageError unless the share is one of the data that leaves some to train on."""
+    """Raise UsageError unless the share is one of the data that leaves some to train on."""
     if not isinstance(validation_split, int | float | np.number) or not 0 <= validation_split < 1:
         raise UsageError(
             "validation_split",
@@ -48,7 +48,7 @@ def require_split(validation_split: Any) -> None:
 
 
 def require_class_weight(class_weight: Any) -> None:
-    """Raises UsageError unless this is None or a weight by class number."""
+    """Raise UsageError unless this is None or a weight by class number."""
     if class_weight is None:
         return
     good = isinstance(class_weight, dict) and bool(class_weight)

@@ -1,4 +1,4 @@
-"""One attempt at a training run: from where it stands to its end, or to where it is stopped."""
+"""One attempt at a training run: from the resumed step to its end or a stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.preemption import Asked, StopRequests, signal_of
+from tfdist.checkpoint.preemption import StopRequested, StopRequests, signal_of
 from tfdist.cluster import phases
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
@@ -73,7 +73,7 @@ class Attempt:
     def train(
         self, callbacks: Any, *, verbose: Any, initial_epoch: int, validation_freq: Any
     ) -> Any:
-        """Runs the epochs from where the run stands; returns Keras' History.
+        """Run the epochs from where the run stands; return Keras' History.
 
         Raises:
           Stopped: some task was asked by a signal to stop; what there was to save is saved.
@@ -88,7 +88,7 @@ class Attempt:
             steps=len(plan.steps(0)) if plan.num_epochs else 0,
             history=True,
         )
-        first, start = self._standing(initial_epoch)
+        first, start = self._best_so_far(initial_epoch)
         if self._saved is not None:
             callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         loop = self._loop(first)
@@ -109,8 +109,8 @@ class Attempt:
         self._finish(loop)
         return model.history
 
-    def _standing(self, initial_epoch: int) -> tuple[int, int]:
-        """The next step, and the first epoch whose end is still to come."""
+    def _best_so_far(self, initial_epoch: int) -> tuple[int, int]:
+        """Return the next step, and the first epoch whose end is still to come."""
         plan, saved = self._plan, self._saved
         first = plan.step_starts[min(initial_epoch, plan.num_epochs)]
         if saved is not None:
@@ -149,7 +149,7 @@ class Attempt:
             self._restore()  # after the hook, which may set what the checkpoint knows better
         try:
             loop.run_epoch(epoch)
-        except Asked as asked:
+        except StopRequested as asked:
             self._stop(asked.signum, loop.step, at_epoch_begin=loop.step_of_epoch(epoch) == 0)
         logs = self._logs_of_epoch(loop)
         self._warn_of_bad_loss(logs.get("loss"), epoch=epoch)
@@ -164,7 +164,7 @@ class Attempt:
         return logs
 
     def _logs_of_epoch(self, loop: Loop) -> dict[str, Any]:
-        """The figures of an epoch's training, as they were where only its validation is due."""
+        """The metrics of an epoch's training, as they were where only its validation is due."""
         before, self._saved = self._saved, None
         kept = resume.logs_before_validation(before)
         return kept or self._session.metrics(self._program, loop.step_logs)
@@ -180,19 +180,19 @@ class Attempt:
         requests = self._requests if resume.may_break_off(listed) else None
         try:
             return validation.run(self._callbacks, requests=requests)
-        except Asked as asked:
+        except StopRequested as asked:
             callback_state.set_states(listed, before)
             self._stop(asked.signum, step, logs=logs)
 
     def _agree_to_stop(self) -> bool:
-        """Ends the training in every task when a callback of some task has. A collective."""
+        """End the training in every task when a callback of some task has. A collective."""
         model = self._session.model
         asked = np.array([float(model.stop_training)])
         model.stop_training = bool(sum_over_tasks(self._session.job, asked, of="wishes to stop")[0])
         return bool(model.stop_training)
 
     def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
-        """Says once that the loss is NaN or infinite; like Keras, the run goes on."""
+        """Report once that the loss is NaN or infinite; like Keras, the run goes on."""
         if self._warned or not isinstance(loss, float) or math.isfinite(loss):
             return
         self._warned = True
@@ -205,7 +205,7 @@ class Attempt:
         )
 
     def _resume_between_epochs(self, epoch: int, step: int) -> None:
-        """Restores a run that stands between two epochs, or at its end, or is asked to stop."""
+        """Restore a run that stands between two epochs, or at its end, or is asked to stop."""
         saved, asked = self._saved, self._session.model.stop_training
         if saved is None:
             return
@@ -237,10 +237,10 @@ class Attempt:
         ended: Mapping[str, Any] | None = None,
         logs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Has a checkpoint made, also of an epoch that has `ended` or is yet to be validated."""
+        """Have a checkpoint made, also of an epoch that has `ended` or is yet to be validated."""
         session = self._session
         with phases.entered("save"):
-            session.engine.settle_metrics(self._program)
+            session.engine.publish_metrics(self._program)
             figures = ended or logs or session.metrics(self._program, {})
             if wrong := resume.unfit(session.model, figures):
                 _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
@@ -257,7 +257,7 @@ class Attempt:
             self._saved_step = step
 
     def _finish(self, loop: Loop) -> None:
-        """Waits for what is being written; a request to stop that came too late is answered."""
+        """Wait for what is being written; a request to stop that came too late is answered."""
         with phases.entered("save"):
             for backup in self._backups:
                 backup.wait()

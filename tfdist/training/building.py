@@ -1,4 +1,4 @@
-"""Checks a model against its strategy, and builds what is not built, inside the scope."""
+"""Model building inside the strategy's scope, and checks against the strategy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
-from tfdist.cluster.wishes import LEGACY_KERAS
+from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.training import keras_compat
@@ -20,7 +20,7 @@ _FEW_ROWS = 8
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
-    """Returns the job that `model` belongs to; raises UsageError for a model of another scope."""
+    """Return the job that `model` belongs to; raise UsageError for a model of another scope."""
     if any(base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__):
         raise UsageError(
             f"tfdist.{doing}",
@@ -61,7 +61,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
 
 
 def require_compiled_functions(*, doing: str) -> None:
-    """Raises UsageError where `tf.function` compiles nothing: steps would not be tfdist's."""
+    """Raise UsageError where `tf.function` compiles nothing: steps would not be tfdist's."""
     if tf.config.functions_run_eagerly():
         raise UsageError(
             f"tfdist.{doing}",
@@ -73,7 +73,7 @@ def require_compiled_functions(*, doing: str) -> None:
 
 
 def require_compiled(model: keras.Model, *, doing: str) -> None:
-    """Raises UsageError for a model that was not compiled."""
+    """Raise UsageError for a model that was not compiled."""
     if not model.compiled:
         raise UsageError(
             f"tfdist.{doing}",
@@ -92,7 +92,7 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
 
 
 def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]) -> None:
-    """Makes every variable of model, metrics, loss and optimizer inside the scope.
+    """Make every variable of model, metrics, loss and optimizer inside the scope.
 
     `batch_spec`: nest of `tf.TensorSpec` of one batch; `first_batch` is called where that does not
     do. Every task calls it: making a variable is a collective under multiworker.
@@ -120,7 +120,7 @@ def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callabl
 
 
 def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:
-    """The bytes of everything that belongs to the model by the ps that holds it."""
+    """Return the bytes of everything that belongs to the model by the ps that holds it."""
     slots = model.optimizer.variables if model.optimizer is not None else []
     variables = {id(v): v for v in (*model.variables, *slots, *model.metrics_variables)}
     from tfdist.ps import placement
@@ -135,7 +135,7 @@ def _num_ps(job: Job) -> int:
 def build_to_predict(
     model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]
 ) -> None:
-    """Makes every variable of the model inside the scope; it need not be compiled."""
+    """Make every variable of the model inside the scope; it need not be compiled."""
     _require_one_state(model, job)
     if not _has_call(model):
         _require_built_parts(model)
@@ -150,7 +150,7 @@ def build_to_predict(
 def _build_by_a_call(
     model: keras.Model, batch_spec: Any, *, first_batch: Callable[[], Any]
 ) -> None:
-    """Builds model, metrics and loss by a call in which nothing is computed.
+    """Build model, metrics and loss by a call in which nothing is computed.
 
     Keras makes one, of symbols, under a strategy alone; they are dense and do not know the size of
     a batch. Where a model cannot take them, it is called with the first batch itself. Where it
@@ -168,7 +168,7 @@ def _build_by_a_call(
 
 
 def _or_raise(error: Exception, instead: Callable[[], Any]) -> None:
-    """Tries another way; where that fails too, the first error says more."""
+    """Try another way; where that fails too, the first error says more."""
     try:
         instead()
     except Exception:
@@ -211,7 +211,7 @@ def _is_own(model: keras.Model, method: str) -> bool:
 
 
 def _require_targets(model: keras.Model, batch_spec: Any) -> None:
-    """Raises UsageError for data without targets where Keras' own loss needs them."""
+    """Raise UsageError for data without targets where Keras' own loss needs them."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch_spec)
     own = ("train_step", "test_step", "compute_loss")
     stock = not any(_is_own(model, method) for method in own)
@@ -238,7 +238,7 @@ def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
 
 
 def require_known_variables(model: keras.Model) -> None:
-    """Raises UsageError for a variable that became trainable after the optimizer was built."""
+    """Raise UsageError for a variable that became trainable after the optimizer was built."""
     known = getattr(model.optimizer, "_trainable_variables_indices", None)
     if not known or _is_own(model, "train_step"):
         return
@@ -253,7 +253,7 @@ def require_known_variables(model: keras.Model) -> None:
 
 
 def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
-    """Raises UsageError for a layer or metric that was made elsewhere: its replicas would race."""
+    """Raise UsageError for a layer or metric that was made elsewhere: its replicas would race."""
     if job.num_replicas == 1:
         return
     for variable in (*model.variables, *model.metrics_variables):
@@ -267,7 +267,7 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
 
 
 def _require_one_scale(model: keras.Model, job: Job) -> None:
-    """Raises UsageError for variables to which their gradient is assigned: a sum would be wrong."""
+    """Raise UsageError for variables to which their gradient is assigned: a sum would be wrong."""
     for variable in model.trainable_variables if job.num_replicas > 1 else ():
         if variable.overwrite_with_gradient:
             raise UsageError(
@@ -281,7 +281,7 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
 def require_examples_first(
     model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int | None
 ) -> None:
-    """Raises UsageError for batches of few rows that are no examples, and cannot be divided.
+    """Raise UsageError for batches of few rows that are no examples, and cannot be divided.
 
     `rows` are those of `inputs.Data`. A step of the model's own is traced, up to its optimizer,
     with what a replica gets of them; where that fails and all of them do, it stacks something else.
@@ -309,7 +309,7 @@ def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: i
     """Whether a step with so many rows can be traced until it ends or gets to an optimizer."""
     arrived = []
 
-    def at_door(gradients: Any) -> None:
+    def at_hook(gradients: Any) -> None:
         arrived.append(gradients)
         raise RuntimeError("far enough")
 
@@ -320,7 +320,7 @@ def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: i
                 share=1.0,
                 examples=rows,
                 random_key=tf.zeros([2], tf.int32),
-                at_door=at_door,
+                at_hook=at_hook,
             )
             with keras_compat.tracing(trace):
                 getattr(model, step)(batch)
@@ -339,7 +339,7 @@ def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: i
 
 
 def _require_built_parts(model: keras.Model) -> None:
-    """Raises UsageError for a model that has steps of its own, no `call`, and an unbuilt layer."""
+    """Raise UsageError for a model that has steps of its own, no `call`, and an unbuilt layer."""
     for layer in model._flatten_layers(include_self=False):
         if not layer.built:
             raise UsageError(
@@ -351,7 +351,7 @@ def _require_built_parts(model: keras.Model) -> None:
 
 
 def _require_one_state(model: keras.Model, job: Job) -> None:
-    """Raises UsageError for layers whose state goes from batch to batch, where several go on."""
+    """Raise UsageError for layers whose state goes from batch to batch, where several go on."""
     if job.num_replicas == 1 and job.kind != "ps":
         return
     for layer in model._flatten_layers():

@@ -1,4 +1,4 @@
-"""Keras callbacks under every strategy: which run where, and which steps they wait for.
+"""Keras callbacks under every strategy: in which task each runs, and at which steps.
 
 All tasks run a user's callbacks on the same logs, so that they decide alike; those that write run
 on the chief. Batch hooks are called once a range, with the last batch of the range; a callback
@@ -45,7 +45,7 @@ def callback_list(
     steps: int | None,
     history: bool = False,
 ) -> CallbackList:
-    """Returns the callbacks of this task, with a progress bar on the chief.
+    """Return the callbacks of this task, with a progress bar on the chief.
 
     With `history`, a `History` is among them and becomes the model's.
     """
@@ -86,7 +86,7 @@ def _require_callback(callback: Any) -> None:
 
 
 def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
-    """True when the callback overrides a batch hook of `mode` (train, test, predict)."""
+    """Return True when the callback overrides a batch hook of `mode` (train, test, predict)."""
     if isinstance(callback, keras.callbacks.TensorBoard) and _by_batch(callback):
         return True
     hooks = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
@@ -96,7 +96,7 @@ def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
 
 
 def _by_batch(board: keras.callbacks.TensorBoard) -> bool:
-    """True when it counts its calls, to write or to trace by batch, or times them."""
+    """Return True when it counts its calls, to write or to trace by batch, or times them."""
     return board.update_freq != "epoch" or board._should_trace or board.write_steps_per_second
 
 
@@ -110,7 +110,7 @@ def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:
 
 
 def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Tells Keras' ModelCheckpoint that batches count from 0 again.
+    """Tell Keras' ModelCheckpoint that batches count from 0 again.
 
     It takes it from a batch number that is not higher than the last, which a range of steps hides.
     """
@@ -120,7 +120,7 @@ def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 
 def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """True when some callback looks at the logs of a range."""
+    """Return True when some callback looks at the logs of a range."""
     return any(
         isinstance(c, _RANGE_IS_ENOUGH) or wants_every_batch(c, mode="train") for c in callbacks
     )

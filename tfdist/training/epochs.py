@@ -48,7 +48,7 @@ class VirtualEpochs:
             )
 
     def boundaries(self) -> tuple[int, ...]:
-        """The example at which each virtual epoch begins, and the end of the last one."""
+        """Return the example at which each virtual epoch begins, and the end of the last one."""
         parts = range(self.checkpoints + 1)
         return tuple(self.total_examples * k // self.checkpoints for k in parts)
 
@@ -82,7 +82,7 @@ class EpochPlan:
 
     @classmethod
     def from_boundaries(cls, boundaries: Sequence[int], *, global_batch_size: int) -> EpochPlan:
-        """A plan whose epochs begin at the given examples."""
+        """Return a plan whose epochs begin at the given examples."""
         sizes = [b - a for a, b in itertools.pairwise(boundaries)]
         steps = itertools.accumulate((-(-size // global_batch_size) for size in sizes), initial=0)
         return cls(
@@ -93,7 +93,7 @@ class EpochPlan:
 
     @classmethod
     def uniform(cls, *, epochs: int, examples: int, global_batch_size: int) -> EpochPlan:
-        """A plan of `epochs` epochs of `examples` examples each."""
+        """Return a plan of `epochs` epochs of `examples` examples each."""
         boundaries = range(0, (epochs + 1) * examples, examples)
         return cls.from_boundaries(boundaries, global_batch_size=global_batch_size)
 
@@ -119,15 +119,15 @@ class EpochPlan:
         return self.smallest_step == self.global_batch_size
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that `step` belongs to."""
+        """Return the epoch that `step` belongs to."""
         return bisect.bisect_right(self.step_starts, step) - 1
 
     def steps(self, epoch: int) -> range:
-        """The steps of one epoch."""
+        """Return the steps of one epoch."""
         return range(self.step_starts[epoch], self.step_starts[epoch + 1])
 
     def span(self, step: int) -> StepSpan:
-        """The examples that `step` consumes."""
+        """Return the examples that `step` consumes."""
         epoch = self.epoch_of(step)
         first = self.example_starts[epoch]
         first += (step - self.step_starts[epoch]) * self.global_batch_size
@@ -142,7 +142,7 @@ class EpochPlan:
 
 
 def share_of(position: int, *, parts: int, size: int) -> tuple[int, int]:
-    """The slice ``[first, last)`` of `size` examples that part `position` of `parts` takes.
+    """Return the slice ``[first, last)`` of `size` examples that part `position` of `parts` takes.
 
     Sizes differ by one at the most; a part is empty where there are fewer examples than parts.
     """

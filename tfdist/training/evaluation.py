@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras.src.utils.python_utils import pythonify_logs
 
-from tfdist.checkpoint.preemption import SIGNALS, Asked, StopRequests, signal_of
+from tfdist.checkpoint.preemption import SIGNALS, StopRequested, StopRequests, signal_of
 from tfdist.cluster import phases
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
@@ -19,7 +19,7 @@ from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines.base import naming_a_lost_server
 from tfdist.training.engines.joining import joined
 from tfdist.training.inputs import Length, prepare
-from tfdist.training.loop import Pace
+from tfdist.training.loop import BlockLengthPolicy
 from tfdist.training.program import StepProgram
 from tfdist.training.session import Session
 
@@ -36,7 +36,7 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Evaluates a compiled model; what `keras.Model.evaluate` does, under every strategy.
+    """Evaluate a compiled model; what `keras.Model.evaluate` does, under every strategy.
 
     A collective: every training task calls it alike, and all get the same result: the metrics, as
     a list or a dict, over each example exactly once.
@@ -62,7 +62,7 @@ def predict(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """Computes the model's outputs for each example of `x`, in order, once each.
+    """Compute the model's outputs for each example of `x`, in order, once each.
 
     What `keras.Model.predict` does, under every strategy. A collective: every training task calls
     it alike, and all get the whole result, a nest of arrays ``[examples, ...]``.
@@ -103,7 +103,7 @@ def _some_task_looks(callbacks: Any, *, mode: str, stop: bool) -> bool:
 
 
 def _asked(job: Job, stop: bool) -> bool:
-    """True in every task when some task has asked to stop. A collective."""
+    """Return True in every task when some task has asked to stop. A collective."""
     return bool(sum_over_tasks(job, np.array([float(stop)]), of="wishes to stop evaluating")[0])
 
 
@@ -129,11 +129,11 @@ class Evaluation:
         self._session = session
         self.feed = prepared.feed
         self._program: StepProgram = session.program("test_step", prepared.feed, seed=0)
-        self._pace = Pace()
+        self._block_length = BlockLengthPolicy()
         self.steps = prepared.plan.total_steps
 
     def run(self, callbacks: Any, *, requests: StopRequests | None = None) -> dict[str, Any]:
-        """Evaluates every example once and returns the metrics. A collective.
+        """Evaluate every example once and return the metrics. A collective.
 
         Raises:
           Asked: some task has been asked by a signal to stop; where `requests` hears them.
@@ -170,7 +170,7 @@ class Evaluation:
         job, model = self._session.job, self._session.model
         told = np.zeros(2 + len(SIGNALS))
         if job.is_chief:
-            told[0] = min(self.steps, first + (1 if looks else self._pace.steps()))
+            told[0] = min(self.steps, first + (1 if looks else self._block_length.steps()))
         told[1] = looks and first > 0 and model.stop_evaluating
         if requests is not None:
             told[2:] = requests.slots()
@@ -178,18 +178,18 @@ class Evaluation:
         signum = signal_of(asked)
         if signum is not None:
             self._session.finish(self._program)
-            raise Asked(signum)
+            raise StopRequested(signum)
         return int(last), stop > 0
 
     def _run_range(self, first: int, last: int, *, looks: bool) -> dict[str, float]:
-        goes_on = self._pace.is_known and not looks and last < self.steps
-        # A long validation moves on with each range; one that stands still does not.
+        goes_on = self._block_length.is_known and not looks and last < self.steps
+        # A long validation moves on with each range; one that hangs does not.
         phases.enter("validate" if self._session.has_run(self._program) else "trace")
         engine = self._session.engine
         start, before = time.perf_counter(), engine.steps_under_way
         logs = self._session.run(self._program, first, last, goes_on=goes_on)
         elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
         done = last - first + before - left
-        self._pace.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
+        self._block_length.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
         phases.enter("validate")
         return logs

@@ -17,7 +17,7 @@ import keras
 from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.checkpoint.best import less_is_better
 from tfdist.checkpoint.model_checkpoint import save_whole
-from tfdist.checkpoint.preemption import Asked, StopRequests
+from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.cluster import phases
 from tfdist.errors import EXIT_OK, Stopped, UsageError, near
@@ -40,7 +40,7 @@ class Evaluator(keras.callbacks.Callback):
     In the training tasks it ends the training when the evaluator has asked for it.
 
     Args:
-      monitor: the figure by which a checkpoint is the best.
+      monitor: the metric by which a checkpoint is the best.
       mode: "min", "max", or "auto", which goes by the name.
       patience: asks for the end of the training after so many checkpoints in a row that were no
         better; None never does.
@@ -75,20 +75,20 @@ class Evaluator(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         # Where a request comes between the hooks of two tasks, only one of them has seen it.
         if self.files is not None and self.model.stop_training:
-            self.has_stopped |= self.files.asks_to_stop
+            self.has_stopped |= self.files.is_stop_requested
 
     def _look(self) -> None:
-        if self.files is not None and not self.has_stopped and self.files.asks_to_stop:
+        if self.files is not None and not self.has_stopped and self.files.is_stop_requested:
             self.has_stopped = self.model.stop_training = True
             _LOG.info("the evaluator asks to stop (%s)", self.files.stop_file)
 
-    def standing(self, lines: Sequence[Any]) -> Standing:
-        """Returns how a run with these evaluations stands."""
-        return standing(lines, monitor=self.monitor, less=self.less, min_delta=self.min_delta)
+    def best_so_far(self, lines: Sequence[Any]) -> BestSoFar:
+        """Return how a run with these evaluations stands."""
+        return best_so_far(lines, monitor=self.monitor, less=self.less, min_delta=self.min_delta)
 
 
 def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator | None:
-    """Returns what the evaluator of this job looks at, None in a job without one.
+    """Return what the evaluator of this job looks at, None in a job without one.
 
     Raises:
       UsageError: with an evaluator, nothing to evaluate, or a callback that cannot be had.
@@ -117,7 +117,7 @@ def evaluate_checkpoints(
     batch_size: int | None,
     steps: int | None,
 ) -> NoReturn:
-    """What `fit` does in the evaluator: evaluates checkpoints until the training has ended.
+    """Return what `fit` does in the evaluator: evaluates checkpoints until the training has ended.
 
     Ends the program with 0; 75 where there was neither a training nor a checkpoint.
 
@@ -145,7 +145,7 @@ def evaluate_checkpoints(
         )
         try:
             loop.run(watch)
-        except Asked as asked:
+        except StopRequested as asked:
             line = f"evaluator: stopped by signal {asked.signum}"
             raise Stopped(asked.signum, line) from None
     has_checkpoints = backup.store.newest_name() is not None
@@ -178,7 +178,7 @@ class _Loop:
         self._unread: set[str] = set()
 
     def run(self, watch: ChiefWatch) -> None:
-        """Returns when the chief has gone, and its last checkpoint is evaluated."""
+        """Return when the chief has gone, and its last checkpoint is evaluated."""
         phases.enter("serve")
         while True:
             is_over = watch.exit_code is not None  # asked first: what is found now is the last
@@ -188,7 +188,7 @@ class _Loop:
             elif is_over:
                 return
             elif self._requests.signum is not None:
-                raise Asked(self._requests.signum)
+                raise StopRequested(self._requests.signum)
             else:
                 time.sleep(_LOOK_EVERY_S)
 
@@ -219,7 +219,7 @@ class _Loop:
 
     def _judge(self, line: dict[str, Any]) -> None:
         lines = self._files.with_line(line)
-        evaluator, stands = self._evaluator, self._evaluator.standing(lines)
+        evaluator, stands = self._evaluator, self._evaluator.best_so_far(lines)
         is_best = not stands.since and stands.best is not None
         figure = line.get(evaluator.monitor)
         _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, figure, ", best" * is_best)
@@ -228,7 +228,7 @@ class _Loop:
         # Last: a checkpoint that has its line is not looked at again.
         self._files.write(lines)
         is_hopeless = evaluator.patience is not None and stands.since >= evaluator.patience
-        if is_hopeless and not self._files.asks_to_stop:
+        if is_hopeless and not self._files.is_stop_requested:
             best = stands.best["step"] if stands.best else None
             self._files.ask_to_stop({"step": line["step"], "best_step": best})
 
@@ -255,7 +255,7 @@ def _require_something_to_evaluate(callbacks: Sequence[Any], validation_data: An
 
 
 def _require_no_validation(callback: Any) -> None:
-    """Refuses what follows a figure that an epoch's end does not have."""
+    """Refuse what follows a metric that an epoch's end does not have."""
     name, kind = _followed(callback), type(callback).__name__
     if isinstance(name, str) and name.startswith("val_"):
         raise UsageError(
@@ -268,7 +268,7 @@ def _require_no_validation(callback: Any) -> None:
 
 
 def _followed(callback: Any) -> Any:
-    """The figure by which a callback decides, None for one that takes any or none."""
+    """Return the metric by which a callback decides, None for one that takes any or none."""
     if isinstance(callback, BackupAndRestore):
         return callback.best
     is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
@@ -277,15 +277,15 @@ def _followed(callback: Any) -> Any:
     return getattr(callback, "monitor", None)
 
 
-# How a run stands by the evaluations of its checkpoints: its best, and how long that is ago.
+# Best evaluation so far and how many came after it: the state of early stopping.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """What the lines of an evaluator come to.
+class BestSoFar:
+    """Best-so-far state of an evaluator's lines.
 
     Attributes:
-      best: the line with the best figure, None where no figure was finite.
+      best: the line with the best value, None where no metric was finite.
       since: the evaluations after that one.
     """
 
@@ -293,13 +293,13 @@ class Standing:
     since: int
 
 
-def standing(
+def best_so_far(
     lines: Sequence[Mapping[str, Any]], *, monitor: str, less: bool, min_delta: float = 0.0
-) -> Standing:
-    """Returns how a run stands; what is not better by more than `min_delta` is no better.
+) -> BestSoFar:
+    """Return how a run stands; what is not better by more than `min_delta` is no better.
 
     Raises:
-      UsageError: no line has the figure.
+      UsageError: no line has the metric.
     """
     if lines and all(monitor not in line for line in lines):
         names = [name for name in lines[-1] if name.startswith("val_")]
@@ -317,11 +317,11 @@ def standing(
             best, since = line, 0
         else:
             since += 1
-    return Standing(best=best, since=since)
+    return BestSoFar(best=best, since=since)
 
 
 def _gain(value: Any, before: Any, *, less: bool) -> float | None:
-    """By how much a figure is better than the best before it; None where it is not finite."""
+    """By how much a metric is better than the best before it; None where it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     if before is None:

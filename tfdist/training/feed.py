@@ -1,7 +1,7 @@
-"""From the step to what each replica gets in it.
+"""Feeds: what each replica gets in a step, as a function of the step.
 
 A feed answers for one data set and one run: given a step, the batch of each replica of this task,
-its share of the global batch, and how many of its examples count. A replica whose share is empty
+its fraction of the global batch, and how many of its examples count. A replica whose share is empty
 gets one example with a count of 0, so that it takes part in every collective.
 """
 
@@ -108,10 +108,10 @@ class Feed(abc.ABC):
 
     Attributes:
       plan: the run's epochs.
-      may_be_empty: True when a replica's share of some step can be empty.
+      may_be_empty: True when a replica's batch fraction of some step can be empty.
       direct: True when the step itself makes its batch by `at`; otherwise batches come from
         `iterator`.
-      counts_shares: True when a replica's share is known only once all have counted.
+      counts_shares: True when a replica's batch fraction is known only once all have counted.
       can_record: True when a batch is made of examples by index.
       records: True to give `Part.examples`; set before anything is made from the feed.
       digests: by step, of batches that several tasks read whole and are to compare.
@@ -121,7 +121,7 @@ class Feed(abc.ABC):
     plan: EpochPlan
     may_be_empty: bool
     direct: bool
-    counts_shares: bool = False
+    counts_fractions: bool = False
     can_record: bool = False
     records: bool = False
     digests: dict[int, Digest]
@@ -129,7 +129,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """The parts of this task's replicas for the steps ``[first, last)``, made ahead.
+        """Return the parts of this task's replicas for the steps ``[first, last)``, made ahead.
 
         Elements are tuples, one ``(data, share, count)`` for each replica of this task, with
         `Part.examples` after them where the feed records.
@@ -165,11 +165,11 @@ class Feed(abc.ABC):
         return self._iterator
 
     def advanced_to(self, step: int) -> None:
-        """Notes that the iterator's next element is that of `step`."""
+        """Note that the iterator's next element is that of `step`."""
         self._next_step = step
 
-    def let_go(self) -> None:
-        """Ends the iterator: its threads, and the batches that they have made ahead."""
+    def close(self) -> None:
+        """End the iterator: its threads, and the batches that they have made ahead."""
         self._iterator, self._next_step = None, -1
 
 
@@ -229,7 +229,7 @@ class GraphFeed(Feed):
         arrays = given.get_next()
         if self.direct:
             return lambda step: self.at(step, arrays)[0]
-        # Traced, optimized and started anew in each piece of work, which costs as much as sending
+        # Traced, optimized and started anew in each work unit, which costs as much as sending
         # some megabytes: worth it for a transform, which is so done ahead.
         batches = iter(self.dataset(first, last, arrays))
         return lambda _: Part(*batches.get_next()[0])
@@ -264,7 +264,7 @@ def _as_element(part: Part) -> tuple[Any, ...]:
 
 
 def digest_of(batch: Any) -> Digest:
-    """Returns the digests of a batch of arrays: of all of it, and of the targets alone."""
+    """Return the digests of a batch of arrays: of all of it, and of the targets alone."""
     _, y, _ = unpack(batch)
     return _digest(batch), _digest(y)
 

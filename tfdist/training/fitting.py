@@ -1,4 +1,4 @@
-"""`fit`: what `keras.Model.fit` does, under every strategy."""
+"""`fit`: `keras.Model.fit` under every strategy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fit(
     ledger: Ledger | None = None,
     max_staleness: int | None = None,
 ) -> keras.callbacks.History:
-    """Trains a compiled model; what `keras.Model.fit` does, under every strategy.
+    """Train a compiled model; what `keras.Model.fit` does, under every strategy.
 
     The arguments and their meaning are Keras' own; `batch_size` is the global batch. A collective:
     every training task calls it alike (under ps only the chief gets this far). In an evaluator it
@@ -178,23 +178,23 @@ def _closing(
     ledger: Ledger | None,
     used: Sequence[Feed],
 ) -> Iterator[None]:
-    """Closes them in the end, after an error too; what comes then is the program's own."""
+    """Close them in the end, after an error too; what comes then is the program's own."""
     try:
         yield
     finally:
-        session.engine.let_go()
+        session.engine.close()
         phases.enter("save")
         for backup in backups:
             backup.close()
         if ledger is not None:
             ledger.close()
         for feed in used:
-            feed.let_go()
+            feed.close()
         phases.enter("done")
 
 
 def _seed(seed: int | None, saved: RunState | None) -> int:
-    """The run's seed, the same in every task: as given, as saved, or as the chief draws it.
+    """Return the run's seed, the same in every task: as given, as saved, or as the chief draws it.
 
     It is drawn for a resumed run too, so that what the program draws later stays the same.
     """
@@ -206,7 +206,7 @@ def _seed(seed: int | None, saved: RunState | None) -> int:
 
 @contextlib.contextmanager
 def _draws_nothing() -> Iterator[None]:
-    """Leaves Python's random numbers as they were; Keras seeds each layer it makes from them."""
+    """Leave Python's random numbers as they were; Keras seeds each layer it makes from them."""
     before = random.getstate()
     try:
         yield

@@ -1,4 +1,4 @@
-"""From the arguments of `fit`, `evaluate` and `predict` to a feed and a plan of epochs."""
+"""Conversion of the arguments of `fit`, `evaluate` and `predict` to a feed and an epoch plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Data:
     rows: int | None
 
     def first_batch(self) -> Any:
-        """Returns this task's first part of the first step, as the step gets it; eager tensors."""
+        """Return this task's first part of the first step, as the step gets it; eager tensors."""
         return self.feed.first_parts()[0][0]
 
 
@@ -74,7 +74,7 @@ class Length:
 
 
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
-    """Splits the last part off as validation data, as Keras does."""
+    """Split the last part off as validation data, as Keras does."""
     require_split(validation_split)
     try:
         return array_slicing.train_validation_split(arrays, validation_split=validation_split)
@@ -98,7 +98,7 @@ def prepare(
     seed: int,
     class_weight: dict[int, float] | None = None,
 ) -> Data:
-    """Makes data ready for a run. Every task calls it alike.
+    """Make data ready for a run. Every task calls it alike.
 
     Raises:
       UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
@@ -264,7 +264,7 @@ def _with_weight(spec: Any) -> Any:
     return x, y, tf.TensorSpec([None], tf.float32)
 
 
-# Which feed a source gets, and how large its batches are.
+# Choice of a source's feed and batch sizes.
 
 
 _DEFAULT_BATCH_SIZE = 32
@@ -293,7 +293,7 @@ class Sizes:
 
 
 def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: int = -1) -> Sizes:
-    """Returns the sizes of a source: of one by index as asked, of batches as they come.
+    """Return the sizes of a source: of one by index as asked, of batches as they come.
 
     A stream of unknown length is read once to count its batches: up to `count` of them, -1 for all.
     """
@@ -329,7 +329,7 @@ def feed_for(
     order: Order,
     after: Callable[[Any], Any] | None = None,
 ) -> Feed:
-    """Makes the feed of a source for one run; `after` is applied to each batch, in graph."""
+    """Make the feed of a source for one run; `after` is applied to each batch, in graph."""
     kinds: tuple[tuple[type[Source], Any], ...] = (
         (GraphSource, GraphFeed),
         (PythonSource, IndexedFeed),

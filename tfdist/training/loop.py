@@ -1,4 +1,4 @@
-"""The training loop: ranges of steps between the moments at which somebody wants to look.
+"""Training loop: ranges of steps between the steps at which callbacks or saves are due.
 
 `fit` does not count batches. Each party that cares about steps or time says when it is next due;
 before a range the chief tells all tasks how far to go, so that tasks cannot disagree.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoint.backup import BackupAndRestore
-from tfdist.checkpoint.preemption import SIGNALS, Asked, StopRequests, signal_of
+from tfdist.checkpoint.preemption import SIGNALS, StopRequested, StopRequests, signal_of
 from tfdist.cluster import phases
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training.epochs import EpochPlan
@@ -66,12 +66,12 @@ class Loop:
         self._save = save
         self._every = every
         self._with_logs = with_logs
-        self._pace = Pace()
+        self._block_length = BlockLengthPolicy()
         self.step = 0
         self.step_logs: dict[str, float] = {}
 
     def run_epoch(self, epoch: int) -> None:
-        """Runs the rest of an epoch from `self.step`; returns early when a callback stops it.
+        """Run the rest of an epoch from `self.step`; return early when a callback stops it.
 
         Raises:
           Asked: some task has been asked by a signal to stop.
@@ -86,7 +86,7 @@ class Loop:
                 if self.step > steps.start:  # one that has begun has a step, as under Keras
                     return
             if decision.asked is not None:
-                raise Asked(decision.asked)
+                raise StopRequested(decision.asked)
             self._session.learning_rate = decision.learning_rate
             self._run_range(decision, epoch=steps)
             if self.step < steps.stop:  # at an epoch's end validation comes first
@@ -104,7 +104,9 @@ class Loop:
     def _run_range(self, decision: Decision, *, epoch: range) -> None:
         first, last, engine = self.step, decision.last, self._session.engine
         goes_on = (
-            self._pace.is_known and not decision.act and last < min([epoch.stop, *self._due()])
+            self._block_length.is_known
+            and not decision.act
+            and last < min([epoch.stop, *self._due()])
         )
         with phases.entered("callback"):
             self._callbacks.on_train_batch_begin(first - epoch.start)
@@ -113,7 +115,7 @@ class Loop:
         self.step_logs = self._session.run(self._program, first, last, goes_on=goes_on)
         elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
         done = last - first + before - left
-        self._pace.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
+        self._block_length.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
         self.step = last
         phases.enter("step", step=last)
         logs: dict[str, Any] = {}
@@ -123,7 +125,7 @@ class Loop:
             self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
 
     def _finish(self) -> None:
-        """Waits for the steps that are under way; what the last of them says is what counts."""
+        """Wait for the steps that are under way; what the last of them says is what counts."""
         if self._session.engine.steps_under_way:
             self.step_logs = self._session.finish(self._program)
 
@@ -131,7 +133,7 @@ class Loop:
         session, step = self._session, self.step
         told = np.zeros(4 + len(SIGNALS))
         if session.job.is_chief:
-            last = min([epoch_end, step + self._pace.steps(), *self._due()])
+            last = min([epoch_end, step + self._block_length.steps(), *self._due()])
             act = any(backup.due() for backup in self._backups)
             told[:3] = last, act, session.learning_rate
         told[3:] = session.model.stop_training, *self._requests.slots()
@@ -147,21 +149,21 @@ class Loop:
         )
 
     def _due(self) -> list[int]:
-        """The next step of each callback that goes by steps, after the present one."""
+        """Return the next step of each callback that goes by steps, after the present one."""
         fixed = [(self.step // n + 1) * n for n in self._every]
         own = [c.next_step(self.step) for c in self._callbacks.callbacks if hasattr(c, "next_step")]
         return fixed + [step for step in own if step is not None]
 
 
-# How many steps one compiled call may have, so that something else is heard within a second.
+# Block length policy: steps per compiled call, so that each takes about a second.
 
 
 _RANGE_S = 1.0
 _GROWTH = 8
 
 
-class Pace:
-    """Steps of about a second, by how long the last range took.
+class BlockLengthPolicy:
+    """Length of the next step block, by how long the last one took.
 
     The first range is one step: nothing is known of its speed, and it traces the program. From
     there on ranges grow step by step.
@@ -173,7 +175,7 @@ class Pace:
         self._steps, self._elapsed_s = 0, 0.0
 
     def steps(self) -> int:
-        """How many steps the next range may have."""
+        """Return how many steps the next range may have."""
         if self._rate is None:
             return self._longest
         return min(max(1, int(self._rate * _RANGE_S)), self._longest)
@@ -184,7 +186,7 @@ class Pace:
         return self._rate is not None and self._rate * _RANGE_S < self._longest
 
     def note(self, steps: int, *, elapsed_s: float, is_whole: bool = True) -> None:
-        """Takes in how many steps were done in so much time.
+        """Take in how many steps were done in so much time.
 
         What is not a whole range, as steps of another were done too or some were not, tells
         little of the speed: it counts together with what follows.

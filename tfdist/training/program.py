@@ -1,4 +1,4 @@
-"""What an engine runs: a step function, its data, and what belongs to the step."""
+"""Step program: a step function, its data, and its metrics."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StepProgram:
       function: called with one replica's batch, in replica context; returns a dict of scalars.
       feed: where batches come from.
       seed: of every random draw in the step.
-      training: True where gradients are reduced and losses weighted by the share.
-      metrics: Keras variables that a replica with an empty share leaves as they were.
+      training: True where gradients are reduced and losses weighted by the batch fraction.
+      metrics: Keras variables that a replica with an empty batch fraction leaves as they were.
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
@@ -46,7 +46,7 @@ class StepProgram:
 
 
 def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[Any], Any]:
-    """Returns a step function; raises UsageError for a `tf.function` where it would be wrong.
+    """Return a step function; raise UsageError for a `tf.function` where it would be wrong.
 
     What a replica notes of its step, such as which of its logs are scaled, would stay inside.
     """
@@ -69,18 +69,18 @@ def run_replica(
     replica: Any,
     num_replicas: int,
     local: dict[int, tf.Tensor] | None = None,
-    at_door: Callable[[Sequence[Any]], None] | None = None,
+    at_hook: Callable[[Sequence[Any]], None] | None = None,
     counts: UpdateCounts | None = None,
 ) -> Any:
-    """Runs one step on one replica, in its context; returns what the step function returned.
+    """Run one step on one replica, in its context; return what the step function returned.
 
     Logs are returned as this replica's part of a sum over the replicas.
     `local` holds the values of variables, by `id`, that the step keeps to itself: reads and writes
-    of them go there. `at_door` is called with the gradients where they enter an optimizer. `counts`
+    of them go there. `at_hook` is called with the gradients where they enter an optimizer. `counts`
     is what optimizers have for their counts of updates.
     """
     share = part.share
-    if program.feed.counts_shares and num_replicas > 1:
+    if program.feed.counts_fractions and num_replicas > 1:
         count = tf.cast(part.count, tf.float32)
         share = count / keras_compat.sum_over_replicas([count])[0]
     trace = keras_compat.StepTrace(
@@ -91,7 +91,7 @@ def run_replica(
         batch=part.data,
         training=program.training,
         local=local or {},
-        at_door=at_door,
+        at_hook=at_hook,
         counts=counts,
     )
     guarded = [v.value for v in program.metrics] if program.feed.may_be_empty else []
@@ -102,7 +102,7 @@ def run_replica(
         variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
     if not program.keep_logs:
         return outputs
-    return keras_compat.logs_by_share(flat_logs(_require_logs(outputs)), trace)
+    return keras_compat.logs_by_fraction(flat_logs(_require_logs(outputs)), trace)
 
 
 def _require_logs(outputs: Any) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _require_logs(outputs: Any) -> dict[str, Any]:
 
 
 def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """Puts what a metric of many results gave among the others, as Keras does."""
+    """Put what a metric of many results gave among the others, as Keras does."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         flat.update(flat_logs(value) if isinstance(value, dict) else {name: value})

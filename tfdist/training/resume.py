@@ -1,4 +1,4 @@
-"""What a run that is stopped keeps and says, and whether another one may go on with it."""
+"""Resuming of stopped runs: their saved state, messages, and compatibility checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
 
 
 def _take(backup: BackupAndRestore, job: Job) -> None:
-    """Takes the backup's directory; a later attempt waits until the one before lets go of it.
+    """Take the backup's directory; a later attempt waits until the one before lets go of it.
 
     A scheduler that calls a node down starts the job elsewhere, and the tasks there may live on
     for as long as they save.
@@ -79,7 +79,7 @@ def fingerprint(data: Data) -> dict[str, Any]:
 
 
 def epoch_at(step: int, plan: EpochPlan) -> dict[str, Any]:
-    """Which epoch a step belongs to: callbacks and History have counted those before it."""
+    """Return which epoch a step belongs to: callbacks and History have counted those before it."""
     epoch = plan.epoch_of(step)
     return {"epoch": epoch + 1, "first_example_of_the_epoch": plan.example_starts[epoch]}
 
@@ -87,7 +87,7 @@ def epoch_at(step: int, plan: EpochPlan) -> dict[str, Any]:
 def require_same_run(
     saved: RunState, mine: Mapping[str, Any], *, plan: EpochPlan, seed: int
 ) -> None:
-    """Raises UsageError that names what differs between the saved run and this one.
+    """Raise UsageError that names what differs between the saved run and this one.
 
     A run may be made longer: its examples so far must be those of the plan.
     """
@@ -108,7 +108,7 @@ def require_same_run(
         )
 
 
-# What a run that is asked to stop says, and what it keeps of an epoch that is not validated yet.
+# Message of a stopped run, and the logs it keeps of an epoch not yet validated.
 #
 # Validation sets the metrics to zero, so that after it has begun a checkpoint cannot say any more
 # how the training of the epoch went. Its logs are kept beside, and a resumed run validates from the
@@ -123,7 +123,7 @@ _KEY = "logs_before_validation"
 
 
 def message(signum: int, *, step: int, saved_step: int | None, has_backup: bool) -> str:
-    """The one line that the chief logs and `Stopped` carries."""
+    """Return the one line that the chief logs and `Stopped` carries."""
     stopped = f"stopped by {signal.Signals(signum).name} at step {step}"
     if not has_backup:
         return f"{stopped}; nothing is saved, as there is no tfdist.BackupAndRestore"
@@ -137,14 +137,14 @@ def message(signum: int, *, step: int, saved_step: int | None, has_backup: bool)
 
 
 def kept_logs(logs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What to put into `RunState.fingerprint` so that `logs_before_validation` finds it."""
+    """Return what to put into `RunState.fingerprint` so that `logs_before_validation` finds it."""
     if logs is None:
         return {}
     return {_KEY: {name: np.asarray(value).tolist() for name, value in logs.items()}}
 
 
 def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
-    """The logs of an epoch whose validation was broken off, None where none was."""
+    """Return the logs of an epoch whose validation was broken off, None where none was."""
     logs = None if saved is None else saved.fingerprint.get(_KEY)
     if logs is None:
         return None
@@ -152,7 +152,7 @@ def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
 
 
 def may_break_off(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """Whether the weights are those of the training in the middle of a validation.
+    """Return whether the weights are those of the training in the middle of a validation.
 
     One who has put others in their place cannot be asked for the very bits back.
     """
@@ -160,7 +160,7 @@ def may_break_off(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
 
 
 def unfit(model: keras.Model, figures: Mapping[str, Any]) -> str:
-    """Why a state is not worth saving, by the figures of its epoch; empty where it is.
+    """Return why a state is not worth saving, by the figures of its epoch; empty where it is.
 
     Data to validate on may give a loss that is not finite to the best of weights: then these tell.
     """
@@ -173,7 +173,7 @@ def unfit(model: keras.Model, figures: Mapping[str, Any]) -> str:
     return "" if all(np.isfinite(w).all() for w in weights) else "a weight is not finite"
 
 
-# What stands in the way of resuming a run to the same bits, and `BackupAndRestore(exact=True)`.
+# Obstacles to bit-exact resuming, refused by `BackupAndRestore(exact=True)`.
 
 
 _OPS_SHOWN = 3
@@ -206,7 +206,7 @@ def require_exact(backups: Sequence[BackupAndRestore], data: Data, *, job: Job) 
 
 
 def require_deterministic(graph: Any) -> None:
-    """Raises UsageError that names the operations of a traced step that draw by themselves.
+    """Raise UsageError that names the operations of a traced step that draw by themselves.
 
     Args:
       graph: the `tf.Graph` of a range of steps, with all functions it calls. Python code inside

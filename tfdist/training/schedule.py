@@ -27,7 +27,7 @@ class WarmupThenDecay(keras.optimizers.schedules.LearningRateSchedule):
         self.total_steps = total_steps
 
     def __call__(self, step: Any) -> Any:
-        """Returns the learning rate of the update that begins at `step`, float32."""
+        """Return the learning rate of the update that begins at `step`, float32."""
         step = ops.cast(step, "float32")
         decay_steps = max(self.total_steps - self.warmup_steps, 1)
         done = ops.clip((step - self.warmup_steps) / decay_steps, 0.0, 1.0)
@@ -42,7 +42,7 @@ class WarmupThenDecay(keras.optimizers.schedules.LearningRateSchedule):
         return rate * ops.minimum((step + 1.0) / self.warmup_steps, 1.0)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments, for saving."""
+        """Return the arguments, for saving."""
         return {
             "peak": self.peak,
             "kind": self.kind,
@@ -75,11 +75,11 @@ class InExamples(keras.optimizers.schedules.LearningRateSchedule):
         self.global_batch_size = global_batch_size
 
     def __call__(self, step: Any) -> Any:
-        """Returns the learning rate of the update that begins at `step`."""
+        """Return the learning rate of the update that begins at `step`."""
         return self.schedule(ops.cast(step, "float32") * float(self.global_batch_size))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments, for saving."""
+        """Return the arguments, for saving."""
         return {
             "schedule": keras.saving.serialize_keras_object(self.schedule),
             "global_batch_size": self.global_batch_size,

@@ -45,7 +45,7 @@ class Session:
         exact: bool = False,
         max_staleness: int | None = None,
     ) -> StepProgram:
-        """The program of ``train_step``, ``test_step`` or ``predict_step`` over a feed."""
+        """Return the program of ``train_step``, ``test_step`` or ``predict_step`` over a feed."""
         deciding = (step, "compute_metrics")
         own = any(_is_own(self.model, name) for name in deciding)
         return StepProgram(
@@ -62,14 +62,14 @@ class Session:
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Runs steps as `Engine.run` does; wrong labels and data that end are told in one line."""
+        """Run steps as `Engine.run` does; wrong labels and data that end are told in one line."""
         with _telling_of_data():
             logs = self.engine.run(program, first, last, goes_on=goes_on)
         self._has_run.add(program)
         return logs
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Waits for what `run` has left under way, as `Engine.finish` does."""
+        """Wait for what `run` has left under way, as `Engine.finish` does."""
         with _telling_of_data():
             return self.engine.finish(program)
 
@@ -92,7 +92,7 @@ class Session:
         return {**logs, **{name: result[name] for name in metrics if name in seen}}
 
     def reset_metrics(self) -> None:
-        """Sets every metric to zero, on every replica."""
+        """Set every metric to zero, on every replica."""
         self.model.reset_metrics()
         self.engine.reset_metrics()
 
@@ -110,7 +110,7 @@ class Session:
             self.model.optimizer.learning_rate = value
 
     def _metrics_result(self, program: StepProgram) -> dict[str, Any]:
-        self.engine.settle_metrics(program)
+        self.engine.publish_metrics(program)
         if self._read_metrics is None:
             with self.job.strategy.scope():
                 self._read_metrics = compiled(self._result_in_graph)
@@ -118,7 +118,7 @@ class Session:
         return {name: _python(value) for name, value in result.items()}
 
     def _updated(self) -> set[str]:
-        """The names under which metrics that a step has updated give their results."""
+        """Return the names under which metrics that a step has updated give their results."""
         if self._read_updated is None:
             with self.job.strategy.scope():
                 self._read_updated = compiled(self._updated_in_graph)
@@ -142,7 +142,7 @@ class Session:
 
 @contextlib.contextmanager
 def _telling_of_data() -> Iterator[None]:
-    """Tells of data that end too soon and of a wrong label in one line."""
+    """Tell of data that end too soon and of a wrong label in one line."""
     try:
         yield
     except tf.errors.OutOfRangeError:

@@ -25,9 +25,9 @@ class StepLoop:
 
     For what `fit` does not know: several models, several optimizers. The step function is called
     with one replica's batch, in replica context; it computes losses with `keras.losses` (or by
-    hand: a gradient of a loss that nobody scaled is weighted at the door), applies gradients with
-    Keras optimizers, and returns a dict of scalars. Models and optimizers are made and built
-    (``optimizer.build(model.trainable_variables)``) inside ``strategy.scope()``.
+    hand: a gradient of a loss that nobody scaled is weighted at the gradient hook), applies
+    gradients with Keras optimizers, and returns a dict of scalars. Models and optimizers are made
+    and built (``optimizer.build(model.trainable_variables)``) inside ``strategy.scope()``.
 
     Args:
       step: the step function.
@@ -79,7 +79,7 @@ class StepLoop:
 
     @naming_a_lost_server()
     def run(self, steps: int) -> dict[str, Any]:
-        """Runs the next `steps` steps; returns what the last one returned, over all replicas.
+        """Run the next `steps` steps; return what the last one returned, over all replicas.
 
         Scalars come as floats, other tensors as arrays.
         """
@@ -90,12 +90,12 @@ class StepLoop:
 
     @naming_a_lost_server()
     def results(self, *, reset: bool = True) -> dict[str, Any]:
-        """Returns each metric over all replicas, and sets it to zero. A collective.
+        """Return each metric over all replicas, and set it to zero. A collective.
 
         Scalars come as floats, other results as arrays; of a metric whose result is a dict, each of
         its parts by its own name.
         """
-        self._engine.settle_metrics(self._program)
+        self._engine.publish_metrics(self._program)
         results = flat_logs({metric.name: metric.result() for metric in self._metrics})
         found = {name: _number(result) for name, result in results.items()}
         if reset:

@@ -71,7 +71,7 @@ class StreamFeed(Feed):
         return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
 
     def _with_digest(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
-        """Notes the digests of a batch that tasks are to compare."""
+        """Note the digests of a batch that tasks are to compare."""
 
         def note() -> tf.Tensor:
             digests = [_digest(batch), _digest(unpack(batch)[1])]
@@ -137,7 +137,7 @@ class InputFunctionFeed(StreamFeed):
     """Each task reads what the user's function gives it; a replica takes whole batches."""
 
     source: InputFunctionSource  # type: ignore[assignment]
-    counts_shares = True
+    counts_fractions = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -175,9 +175,9 @@ class InputFunctionFeed(StreamFeed):
 
 
 def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Leaves out the first batches: reads them again, and says on the way that this goes on.
+    """Leave out the first batches: reads them again, and report on the way that this goes on.
 
-    It may take longer than a task may stand still.
+    It may take longer than a task may hang.
     """
     if first == 0:
         return batches
@@ -204,7 +204,7 @@ def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
 
 
 def _digest(nest: Any) -> tf.Tensor:
-    """The digest of a nest of tensors, int64, in graph."""
+    """Return the digest of a nest of tensors, int64, in graph."""
     leaves = [leaf for leaf in tf.nest.flatten(nest, expand_composites=True) if leaf is not None]
     found = tf.zeros([1], tf.int64)
     for leaf in leaves:

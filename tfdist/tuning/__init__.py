@@ -1,4 +1,4 @@
-"""Sweeps: KerasTuner searches, tfdist runs every trial as a job of its own, and nothing is lost.
+"""Sweeps: KerasTuner searches, tfdist runs every trial as a job of its own.
 
 The journal of a sweep is its only truth. The chief of a sweep that was killed reads it, brings a
 new oracle to the same state by asking and telling it the same, and goes on.

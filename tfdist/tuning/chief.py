@@ -1,4 +1,4 @@
-"""The chief of a sweep: asks for trials, runs them, and writes down each change as it happens.
+"""Chief of a sweep: gets trials, runs them, and journals each change.
 
 A trial's way through the journal: ``asked`` before anything of it exists, ``started`` before its
 job is, ``killed`` where the job ended from outside and is started again, ``ended`` once. A chief
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.early import MedianRule, medians_of, values_of
-from tfdist.tuning.journal import HERE, Journal, Place, SweepState, Trial, fold
+from tfdist.tuning.journal import HERE, Journal, Slot, SweepState, Trial, fold
 from tfdist.tuning.journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
 from tfdist.tuning.trial_job import (
@@ -40,8 +40,8 @@ _KILLS_AT_MOST = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What the chief needs to know of a sweep."""
+class SweepPlan:
+    """Parameters of a sweep that its chief needs."""
 
     sweep_dir: Path
     objective: str
@@ -58,20 +58,26 @@ class Plan:
 
 
 class Observer(Protocol):
-    """Who is told of changes, to show and write them."""
+    """Observer of changes, which shows and writes them."""
 
     def changed(self, state: SweepState, trial: Trial) -> None:
         """A trial has been asked for, started, killed or ended."""
 
     def tick(self, state: SweepState) -> None:
-        """Some time has passed."""
+        """Handle the passing of time."""
 
 
 class Chief:
     """Runs one sweep to its end; `run` once."""
 
     def __init__(
-        self, plan: Plan, *, search: Asked, journal: Journal, runner: Runner, observer: Observer
+        self,
+        plan: SweepPlan,
+        *,
+        search: TrialSource,
+        journal: Journal,
+        runner: Runner,
+        observer: Observer,
     ) -> None:
         self._plan = plan
         self._search = search
@@ -79,19 +85,19 @@ class Chief:
         self._runner = runner
         self._observer = observer
         self.state = fold(journal.lines)
-        self._running: dict[str, tuple[Place, RunningTrial]] = {}
-        self._next: dict[str, tuple[Place, TrialJob]] = {}
+        self._running: dict[str, tuple[Slot, RunningTrial]] = {}
+        self._next: dict[str, tuple[Slot, TrialJob]] = {}
         self._unpublished: list[str] = []
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
 
     def stop(self, signum: int) -> None:
-        """Asks for an end that the same command goes on from; a signal handler calls it."""
+        """Ask for an end that the same command goes on from; a signal handler calls it."""
         self._stop_signal = signum
 
     def run(self) -> int:
-        """Runs trials until there are no more; returns the exit code."""
+        """Run trials until there are no more; return the exit code."""
         self._take_over()
         try:
             while not self._stop_signal and not self._too_many_failed():
@@ -117,7 +123,7 @@ class Chief:
         return not (self._running or can_ask or self._left())
 
     def _take_over(self) -> None:
-        """Waits for the runners to which a chief before has given trials."""
+        """Wait for the runners to which a chief before has given trials."""
         for trial in self.state.trials.values():
             place = trial.place
             if trial.status == BEGUN and place is not None and place.runner != HERE:
@@ -125,9 +131,9 @@ class Chief:
                 self._running[trial.id] = place, self._runner.take_over(job)
 
     def _fill(self) -> None:
-        """Starts trials in all places that are free; that they are is on disk before."""
+        """Start trials in all places that are free; that they are is on disk before."""
         with self._journal.together():
-            for place in self._runner.free_places({place for place, _ in self._running.values()}):
+            for place in self._runner.free_slots({place for place, _ in self._running.values()}):
                 if not self._prepare(place):
                     break
         beginning, self._next = self._next, {}
@@ -139,8 +145,8 @@ class Chief:
             self._search.publish(self._unpublished)
             self._unpublished = []
 
-    def _prepare(self, place: Place) -> bool:
-        """Writes down that the next trial is started; one that is over already only ends here."""
+    def _prepare(self, place: Slot) -> bool:
+        """Write down that the next trial is started; one that is over already only ends here."""
         while not self._too_many_failed():
             trial = self._left() or self._next_trial()
             if trial is None:
@@ -165,7 +171,7 @@ class Chief:
         return next((t for t in left if t.id not in self._running and t.id not in self._next), None)
 
     def _next_trial(self) -> Trial | None:
-        """Asks for another trial; after IDLE not before one has ended."""
+        """Ask for another trial; after IDLE not before one has ended."""
         if self._no_more or not self._ask_again:
             return None
         answer = self._search.ask()
@@ -188,7 +194,7 @@ class Chief:
         return self._changed(answer.trial)
 
     def _part(self, name: str | None, values: Mapping[str, Any]) -> tuple[str | None, int | None]:
-        """Returns in which directory a trial runs, and after which virtual epoch it is put aside.
+        """Return in which directory a trial runs, and after which virtual epoch it is put aside.
 
         Hyperband says in the values which trial another one continues.
         """
@@ -198,7 +204,7 @@ class Chief:
         is_cut = until is not None and until < self._plan.max_epochs
         return self.state.continued(values) or name, until if is_cut else None
 
-    def _job(self, trial: Trial, *, place: Place, lease: int) -> TrialJob:
+    def _job(self, trial: Trial, *, place: Slot, lease: int) -> TrialJob:
         goal = Goal(
             objective=self._plan.objective,
             direction=self._plan.direction,
@@ -218,7 +224,7 @@ class Chief:
         )
 
     def _rule(self, trial: Trial) -> MedianRule:
-        """The trials that had ended when this one first began are what it is measured by.
+        """Return the trials that had ended when this one first began are what it is measured by.
 
         Those that have ended since are not, also where a chief begins it again.
         """
@@ -231,7 +237,7 @@ class Chief:
         )
 
     def _step(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
-        """Waits a moment and takes down what has ended meanwhile, where it counts."""
+        """Wait a moment and take down what has ended meanwhile, where it counts."""
         self._runner.wait([running for _, running in self._running.values()], _POLL_S)
         for name, (_, running) in list(self._running.items()):
             if outcome := running.poll():
@@ -288,7 +294,7 @@ class Chief:
         return most is not None and self.state.num_failed >= most
 
     def _stop_all(self) -> None:
-        """Asks all trials to save and end, and waits."""
+        """Ask all trials to save and end, and wait."""
         if self._running:
             logger.info("stopping: %d trials save and end", len(self._running))
         for _, running in self._running.values():
@@ -305,14 +311,14 @@ def _counts_in_the_end(outcome: Outcome) -> bool:
     return isinstance(outcome, Completed) or (isinstance(outcome, Killed) and not outcome.counts)
 
 
-# What a chief asks of a search, and the answers; without KerasTuner.
+# Interface of the source of trials; without KerasTuner.
 
 RUNNING, IDLE, STOPPED = "RUNNING", "IDLE", "STOPPED"
 """KerasTuner's words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class NextTrial:
     """A trial to run; or IDLE, ask again when one has ended; or STOPPED, there is none left."""
 
     status: str
@@ -321,16 +327,16 @@ class Answer:
     values: Mapping[str, Any] | None = None
 
 
-class Asked(Protocol):
-    """Who chooses the trials."""
+class TrialSource(Protocol):
+    """Source of trials: chooses them and is told their results."""
 
-    def ask(self) -> Answer:
-        """Returns what to do next."""
+    def ask(self) -> NextTrial:
+        """Return what to do next."""
 
     def tell(
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
     ) -> None:
-        """Takes in how a trial has ended, COMPLETED or FAILED, and its metrics."""
+        """Take in how a trial has ended, COMPLETED or FAILED, and its metrics."""
 
     def publish(self, trials: Iterable[str] | None = None) -> None:
-        """Writes down for others what is known of these trials, by default of all."""
+        """Write down for others what is known of these trials, by default of all."""

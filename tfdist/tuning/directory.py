@@ -30,7 +30,7 @@ _SAME = (
 
 
 def require_own(path: Path) -> None:
-    """Raises UsageError where the directory holds something that is no sweep."""
+    """Raise UsageError where the directory holds something that is no sweep."""
     names = _names(path)
     if names and JOURNAL not in names:
         raise UsageError(
@@ -42,7 +42,7 @@ def require_own(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Moves an earlier sweep to ``old-1``, ``old-2``, ... inside it; the lock's holder calls it.
+    """Move an earlier sweep to ``old-1``, ``old-2``, ... inside it; the lock's holder calls it.
 
     Raises UsageError where a trial of it still runs: its processes would go on writing under these
     names.
@@ -62,7 +62,7 @@ def set_aside(path: Path) -> None:
 
 
 def _names(path: Path) -> set[str]:
-    """Returns what there is of a sweep, without what any start writes before it is one."""
+    """Return what there is of a sweep, without what any start writes before it is one."""
     mine = (LOCK, FORK_LOG)
     return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
 
@@ -79,12 +79,12 @@ def _require_at_rest(path: Path) -> None:
 
 
 def is_run_in(run_dir: Path) -> bool:
-    """Returns whether a job holds a trial's directory, or its checkpoints are written."""
+    """Return whether a job holds a trial's directory, or its checkpoints are written."""
     return is_held(run_dir / "logs") or is_held(run_dir / "checkpoints" / ".lock")
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UsageError where a sweep is started again with what would make it another one."""
+    """Raise UsageError where a sweep is started again with what would make it another one."""
     said = [
         f"{name}={now.get(name)!r} (there: {before.get(name)!r})"
         for name in _SAME
@@ -128,18 +128,18 @@ def chief_lock(path: Path) -> Iterator[None]:
 
 
 def make(path: Path) -> None:
-    """Makes the directory; raises TfdistError where it cannot."""
+    """Make the directory; raise TfdistError where it cannot."""
     with one_line_errors(f"sweep directory {path}"):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file whole or not at all, for those who read it while the sweep runs."""
+    """Write a file whole or not at all, for those who read it while the sweep runs."""
     with one_line_errors(path):
         files.write_json(path, content, durable=False)
 
 
-# The mark in the directory of a sweep that is served: whose it is, and where its chief is.
+# Ownership file of a served sweep: its identity and its chief's address.
 #
 # A runner that sees another mark than its chief has told it, or none, has another directory: one
 # that is not shared, or that was copied before this chief was started.
@@ -148,8 +148,8 @@ MARK = "served.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
-    """What the file says."""
+class Ownership:
+    """Contents of the file."""
 
     sweep: str
     """Drawn once for a sweep."""
@@ -159,25 +159,25 @@ class Mark:
     """Of the chief: where runners find it again if it was started anew elsewhere."""
 
 
-def read_mark(sweep_dir: Path) -> Mark | None:
-    """Returns the mark, None where there is none that can be read."""
+def read_mark(sweep_dir: Path) -> Ownership | None:
+    """Return the mark, None where there is none that can be read."""
     try:
         told = json.loads((sweep_dir / MARK).read_text(encoding="utf-8"))
-        return Mark(
+        return Ownership(
             sweep=str(told["sweep"]), chief=str(told["chief"]), address=str(told["address"])
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def leave_mark(sweep_dir: Path, *, address: str) -> Mark:
-    """Writes where the chief is, before it listens there; returns the mark.
+def leave_mark(sweep_dir: Path, *, address: str) -> Ownership:
+    """Write where the chief is, before it listens there; return the mark.
 
     Raises TfdistError where the file cannot be written.
     """
     before = read_mark(sweep_dir)
     sweep = before.sweep if before else secrets.token_hex(16)
-    mark = Mark(sweep=sweep, chief=secrets.token_hex(16), address=address)
+    mark = Ownership(sweep=sweep, chief=secrets.token_hex(16), address=address)
     write_json(sweep_dir / MARK, asdict(mark))
     return mark
 
@@ -188,7 +188,7 @@ def leave_mark(sweep_dir: Path, *, address: str) -> Mark:
 def differences(
     before: list[dict[str, Any]], now: list[dict[str, Any]], *, most: int = 3
 ) -> list[str]:
-    """Returns what has changed between two descriptions of a space, a few words for each."""
+    """Return what has changed between two descriptions of a space, a few words for each."""
     old, new = _by_name(before), _by_name(now)
     said = [f"{name} is new" for name in new if name not in old]
     said += [f"{name} is gone" for name in old if name not in new]

@@ -1,4 +1,4 @@
-"""Whether a trial is hopeless: the median stopping rule of Golovin et al., "Google Vizier", 2017.
+"""Early stopping of trials: the median rule of Golovin et al., "Google Vizier", 2017.
 
 Pure, and a function of what trials have reported: a sweep that goes on decides as before.
 """
@@ -31,7 +31,7 @@ class MedianRule:
     medians: tuple[float | None, ...]
 
     def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
-        """Returns the virtual epoch at which to stop, None where the trial is to go on.
+        """Return the virtual epoch at which to stop, None where the trial is to go on.
 
         `metrics` has a line for each virtual epoch that the trial has done.
         """
@@ -52,7 +52,7 @@ class MedianRule:
 
 
 def medians_of(others: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
-    """Returns what to measure by, from the objective at each virtual epoch of other trials."""
+    """Return what to measure by, from the objective at each virtual epoch of other trials."""
     return tuple(
         _median(_average(other[:done]) for other in others if len(other) >= done)
         for done in range(1, max(map(len, others), default=0) + 1)
@@ -65,7 +65,7 @@ def _median(averages: Iterable[float | None]) -> float | None:
 
 
 def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:
-    """Returns the objective of each line, NaN where it is not finite or not there."""
+    """Return the objective of each line, NaN where it is not finite or not there."""
     found = (line.get(objective) for line in metrics)
     return tuple(math.nan if value is None else float(value) for value in found)
 

@@ -20,16 +20,16 @@ from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.launch.target import imports_tensorflow
 from tfdist.tuning import directory, journal, own_tuner
-from tfdist.tuning.chief import Plan
-from tfdist.tuning.conduct import RETRAINED, Sweep, conduct, launch_flags, warm_server
-from tfdist.tuning.hosts import Meeting, meeting_of
-from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.chief import SweepPlan
+from tfdist.tuning.hosts import SweepAddress, sweep_address_of
 from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, check_least
 from tfdist.tuning.oracle import PROJECT, Search
 from tfdist.tuning.own_tuner import imports_of, own_program, require_alone, require_known
+from tfdist.tuning.remote_runner import RemoteRunner
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.space import complete_space
+from tfdist.tuning.sweep_run import RETRAINED, Sweep, fork_template, launch_flags, run_sweep
 from tfdist.tuning.trial_job import Assignment, Goal, TrialJob, read_assignment
 
 _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points", "alpha", "beta")
@@ -64,7 +64,7 @@ def search(
     reconnect_s: float = RECONNECT_S,
     **fit_kwargs: Any,
 ) -> None:
-    """Does what ``tuner.search(*fit_args, **fit_kwargs)`` does; every trial is a job of its own.
+    """Do what ``tuner.search(*fit_args, **fit_kwargs)`` does; every trial is a job of its own.
 
     Each trial runs this program again, from its beginning to this call, under the strategy, and
     ends there. What comes behind the call runs in the sweep alone, with the tuner as after
@@ -125,18 +125,20 @@ def search(
         own_tuner.require_validation(tuner, fit_kwargs)
         if join is not None:
             sys.exit(_join(options))
-        asked = Asked(options=options, backup_every_steps=backup_every_steps)
+        asked = SweepRequest(options=options, backup_every_steps=backup_every_steps)
         fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
-        exit_code, state = _conduct(tuner, asked, fitting)
+        exit_code, state = _run_sweep(tuner, asked, fitting)
         _raise_unless_done(exit_code, state, options)
     else:
         complete_space(tuner)
     _take_over_results(tuner, options.sweep_dir)
 
 
-def _conduct(tuner: Any, asked: Asked, fitting: Mapping[str, Any]) -> tuple[int, SweepState]:
+def _run_sweep(
+    tuner: Any, asked: SweepRequest, fitting: Mapping[str, Any]
+) -> tuple[int, SweepState]:
     options = asked.options
-    return conduct(
+    return run_sweep(
         Sweep(
             options=options,
             describe=lambda: _describe(tuner, options, fitting),
@@ -145,25 +147,25 @@ def _conduct(tuner: Any, asked: Asked, fitting: Mapping[str, Any]) -> tuple[int,
             best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),
             runner=_runner(options),
             first_seed=int(tuner.oracle.seed),
-            meeting=_meeting(options),
+            sweep_address=_sweep_address(options),
         )
     )
 
 
 def _join(options: RunOptions) -> int:
-    """Runs trials for a chief that runs this program too; returns the exit code."""
-    meeting, runner = _meeting(options), _runner(options)
-    assert meeting is not None
+    """Run trials for a chief that runs this program too; return the exit code."""
+    sweep_address, runner = _sweep_address(options), _runner(options)
+    assert sweep_address is not None
     try:
-        return JoinedRunner(options, runner, meeting=meeting).run()
+        return RemoteRunner(options, runner, sweep_address=sweep_address).run()
     finally:
         runner.close()
 
 
-def _meeting(options: RunOptions) -> Meeting | None:
+def _sweep_address(options: RunOptions) -> SweepAddress | None:
     main: Any = sys.modules["__main__"]
     program = own_program(main, sys.argv[1:])
-    return meeting_of(
+    return sweep_address_of(
         options,
         os.environ,
         program=program.target,
@@ -173,7 +175,7 @@ def _meeting(options: RunOptions) -> Meeting | None:
 
 
 def _runner(options: RunOptions) -> LauncherRunner:
-    """Returns what runs this program again for each trial, on this machine."""
+    """Return what runs this program again for each trial, on this machine."""
     environ = environment_of_tasks(os.environ)
     machine = this_machine(environ)
     main: Any = sys.modules["__main__"]
@@ -189,7 +191,7 @@ def _runner(options: RunOptions) -> LauncherRunner:
         places=options.parallel_trials,
         environ=environ,
         timeout_s=options.trial_timeout_s,
-        warm=warm_server(
+        warm=fork_template(
             options,
             machine=machine,
             environ=environ,
@@ -208,7 +210,7 @@ def _names_of_fit() -> Iterable[str]:
 
 
 def _describe(tuner: Any, options: RunOptions, fitting: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the sweep is; of the arguments of fit, those that JSON has."""
+    """Return what the sweep is; of the arguments of fit, those that JSON has."""
     complete_space(tuner)
     oracle = tuner.oracle
     if not isinstance(oracle.objective.name, str) or not oracle.objective.direction:
@@ -250,7 +252,7 @@ def _describe(tuner: Any, options: RunOptions, fitting: Mapping[str, Any]) -> di
 
 
 def _search(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
-    """Returns the tuner's own oracle with the sweep's seed, and with no limit of its own."""
+    """Return the tuner's own oracle with the sweep's seed, and with no limit of its own."""
     oracle, seed = tuner.oracle, begun["seed"]
     oracle.seed = oracle._seed_state = seed
     oracle.max_trials = begun["max_trials"]
@@ -272,21 +274,21 @@ def _raise_unless_done(exit_code: int, state: SweepState, options: RunOptions) -
 
 
 def _take_over_results(tuner: Any, sweep_dir: Path) -> None:
-    """Leaves the tuner as its own search would, with the results of the sweep."""
+    """Leave the tuner as its own search would, with the results of the sweep."""
     if not tuner.oracle.trials:  # the sweep was finished before
         lines = journal.read(sweep_dir / directory.JOURNAL)
         _search(tuner, sweep_dir, lines[0]).replay(lines)
     tuner.directory, tuner.project_name = str(sweep_dir), PROJECT
 
 
-# The trials of a sweep from Python, as the launcher is to run them.
+# Trials of a sweep from Python, as jobs of the launcher.
 
 _CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A sweep from Python as it was asked for."""
+class SweepRequest:
+    """Request of a sweep from Python."""
 
     options: RunOptions
     backup_every_steps: int | None
@@ -301,7 +303,7 @@ class Asked:
         checkpoints: Path,
         save_model: bool = False,
     ) -> Assignment:
-        """Returns what a trial is told."""
+        """Return what a trial is told."""
         return Assignment(
             sweep_dir=str(self.options.sweep_dir.absolute()),
             trial=trial,
@@ -314,8 +316,8 @@ class Asked:
         )
 
 
-def plan_of(tuner: Any, asked: Asked, *, seed: int) -> Plan:
-    """Returns how the trials are run."""
+def plan_of(tuner: Any, asked: SweepRequest, *, seed: int) -> SweepPlan:
+    """Return how the trials are run."""
     options, objective = asked.options, tuner.oracle.objective
 
     def variables_of(trial: Trial) -> dict[str, str]:
@@ -329,7 +331,7 @@ def plan_of(tuner: Any, asked: Asked, *, seed: int) -> Plan:
             checkpoints=trials / first / _CHECKPOINTS,
         ).encode()
 
-    return Plan(
+    return SweepPlan(
         sweep_dir=options.sweep_dir,
         objective=objective.name,
         direction=objective.direction,
@@ -340,8 +342,8 @@ def plan_of(tuner: Any, asked: Asked, *, seed: int) -> Plan:
     )
 
 
-def best_of(tuner: Any, asked: Asked, trial: Trial, *, seed: int) -> TrialJob:
-    """Returns the job that trains a trial's values from the beginning, hyperband's in full."""
+def best_of(tuner: Any, asked: SweepRequest, trial: Trial, *, seed: int) -> TrialJob:
+    """Return the job that trains a trial's values from the beginning, hyperband's in full."""
     values, objective = dict(trial.values), tuner.oracle.objective
     if "tuner/epochs" in values:
         values |= {"tuner/epochs": tuner.oracle.max_epochs, "tuner/initial_epoch": 0}
@@ -360,7 +362,7 @@ def best_of(tuner: Any, asked: Asked, trial: Trial, *, seed: int) -> TrialJob:
 
 
 def _first_of(trial: str, oracle: Any) -> str:
-    """Returns the trial that this one continues, by way of others or not; else itself."""
+    """Return the trial that this one continues, by way of others or not; else itself."""
     while past := oracle.trials[trial].hyperparameters.values.get("tuner/trial_id"):
         trial = past
     return trial

@@ -1,4 +1,4 @@
-"""Ends a runner's trials when its lease is about to: a process of its own, as the runner may stand.
+"""Lease guard: a process that ends a runner's trials before its lease expires.
 
 Run by its path: ``python -I -S guard.py``. The runner says on standard input, a line each,
 ``watch PID`` of a trial's launcher and ``renew S``: at S of `now_s` the chief is known to have, or
@@ -18,15 +18,15 @@ SAVE_AFTER_S, KILL_AFTER_S = 6.0, 9.0
 
 
 def now_s() -> float:
-    """Returns the seconds since the machine started, those in which it was suspended too.
+    """Return the seconds since the machine started, those in which it was suspended too.
 
     Nobody sets this clock; and while the machine sleeps the chief does not.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Guard:
-    """What the guard knows; `due` says what to do, and is told the time."""
+class LeaseGuard:
+    """State of the lease guard; `due` returns the signals to send at a given time."""
 
     def __init__(self, begun_s: float) -> None:
         self._renewed_s = begun_s
@@ -38,7 +38,7 @@ class Guard:
         self._asked.clear()
 
     def due(self, watched: set[int], at_s: float) -> list[tuple[int, signal.Signals]]:
-        """Returns whom to send what."""
+        """Return whom to send what."""
         if at_s >= self._renewed_s + KILL_AFTER_S:
             return [(one, signal.SIGKILL) for one in watched]
         if at_s < self._renewed_s + SAVE_AFTER_S:
@@ -51,7 +51,7 @@ def main() -> None:
     """Reads what the runner says; when it is gone, goes on until its trials have ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # they are for the runner
-    guard, said = Guard(now_s()), b""
+    guard, said = LeaseGuard(now_s()), b""
     pidfds: set[int] = set()
     is_over = False
     while not is_over or pidfds:
@@ -70,7 +70,7 @@ def main() -> None:
                 signal.pidfd_send_signal(fd, signum)
 
 
-def _obey(line: bytes, guard: Guard, pidfds: set[int]) -> None:
+def _obey(line: bytes, guard: LeaseGuard, pidfds: set[int]) -> None:
     word, _, value = line.partition(b" ")
     if word == b"renew":
         guard.renew(float(value))

@@ -1,4 +1,4 @@
-"""A sweep on several hosts: who is its chief, where it listens, what its runners share with it."""
+"""Sweep on several hosts: the chief's address, token and fingerprint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MOST_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
-    """Where a chief and its runners meet, and how they know each other."""
+class SweepAddress:
+    """Address, token and fingerprint by which runners join their chief."""
 
     address: str
     token: bytes = field(repr=False)
@@ -35,15 +35,15 @@ class Meeting:
     """What must be the same on all hosts."""
 
 
-def meeting_of(
+def sweep_address_of(
     options: RunOptions,
     environ: Mapping[str, str],
     *,
     program: str,
     program_file: str,
     args: Sequence[str],
-) -> Meeting | None:
-    """Returns where this sweep meets its runners, None where it has none elsewhere.
+) -> SweepAddress | None:
+    """Return where this sweep meets its runners, None where it has none elsewhere.
 
     A token is needed on one machine too: a runner runs programs for who comes with it.
 
@@ -64,11 +64,11 @@ def meeting_of(
         **{f"argument {number}": arg for number, arg in enumerate(shown, 1)},
         **agreement.variables(environ),
     }
-    return Meeting(address=address, token=token, terms=terms)
+    return SweepAddress(address=address, token=token, terms=terms)
 
 
 def listener_of(address: str) -> socket.socket:
-    """Returns what listens at the address of ``--serve``, and at no other.
+    """Return what listens at the address of ``--serve``, and at no other.
 
     Raises UsageError where this machine does not have it, or something else listens there.
     """
@@ -98,7 +98,7 @@ def _require_reachable(address: str, host: str, number: str) -> None:
 
 
 def placed(options: _Options, environ: Mapping[str, str]) -> tuple[_Options, dict[str, str]]:
-    """Returns the options with what TF_CONFIG says of several hosts, and the environment without.
+    """Return the options with what TF_CONFIG says of several hosts, and the environment without.
 
     The chief of its cluster serves at its own address, the workers join; flags say more.
 
@@ -123,7 +123,7 @@ def placed(options: _Options, environ: Mapping[str, str]) -> tuple[_Options, dic
     )
 
 
-# What the chief of a sweep and its runners say to each other, as JSON objects.
+# Messages between a sweep's chief and its runners, as JSON objects.
 #
 # A runner comes with ``runner``: its name, its places and the leases it holds. It is told to
 # ``run`` a trial, ``stop`` one with the save, or ``drop`` one whose lease it has lost; it says
@@ -149,8 +149,8 @@ NO_SENSE = (KeyError, TypeError, ValueError, AttributeError)
 _KINDS = {"completed": Completed, "failed": Failed, "killed": Killed}
 
 
-def told_job(job: TrialJob) -> Message:
-    """Returns a trial as a message; the paths in it are as on the chief's host."""
+def encode_job(job: TrialJob) -> Message:
+    """Return a trial as a message; the paths in it are as on the chief's host."""
     return {
         "trial": job.trial,
         "lease": job.lease,
@@ -164,20 +164,20 @@ def told_job(job: TrialJob) -> Message:
 
 
 def goal_of(told: Any) -> Goal:
-    """Returns the goal of a message."""
+    """Return the goal of a message."""
     rule = told["rule"]
     if rule is not None:
         rule = MedianRule(**{**rule, "medians": tuple(rule["medians"])})
     return Goal(**{**told, "rule": rule})
 
 
-def told_outcome(outcome: Outcome) -> Message:
-    """Returns what became of a trial as a message."""
+def encode_outcome(outcome: Outcome) -> Message:
+    """Return what became of a trial as a message."""
     return {"kind": type(outcome).__name__.lower(), **dataclasses.asdict(outcome)}
 
 
 def outcome_of(told: Any) -> Outcome:
-    """Returns the outcome of a message."""
+    """Return the outcome of a message."""
     values = dict(told)
     kind = _KINDS[values.pop("kind")]
     listed = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
@@ -186,6 +186,6 @@ def outcome_of(told: Any) -> Outcome:
 
 
 def lease_of(told: Any) -> Lease:
-    """Returns the trial and the number of a lease."""
+    """Return the trial and the number of a lease."""
     trial, number = told
     return str(trial), int(number)

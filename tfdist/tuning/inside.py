@@ -1,4 +1,4 @@
-"""Running one trial of a KerasTuner tuner, in each task of the trial's job."""
+"""One trial of a KerasTuner tuner, as each task of its job runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tfdist.tuning.trial_job import Assignment
 def run_assigned(
     tuner: Any, assignment: Assignment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Runs the trial with `tuner.run_trial`, and has the chief write down its result.
+    """Run the trial with `tuner.run_trial`, and have the chief write down its result.
 
     A collective. Raises UsageError where the model does not report the objective.
     """
@@ -64,7 +64,7 @@ def run_assigned(
         objective = tuner.oracle.objective.name
         if trial.metrics.exists(objective):  # the tuner itself has told it to its oracle
             told = {"result": _result_told(trial.metrics, objective)}
-        elif fitting.has_told(results, objective):
+        elif fitting.has_reported(results, objective):
             told = {}
         else:
             told = {"result": _result(tuner, results)}
@@ -75,7 +75,7 @@ def run_assigned(
 
 
 def _settle(tuner: Any, assignment: Assignment) -> None:
-    """Has the tuner write where all trials of the sweep do, and nothing of the oracle's."""
+    """Have the tuner write where all trials of the sweep do, and nothing of the oracle's."""
     tuner.directory, tuner.project_name = assignment.sweep_dir, PROJECT
     tuner.oracle._set_project_dir(tuner.directory, tuner.project_name)
     tuner.oracle.save = tuner.oracle._save_trial = lambda *_: None
@@ -132,7 +132,7 @@ class _TrialFit:
         return history
 
     def summary(self) -> dict[str, Any]:
-        """Returns what there is to say of the last model that was fitted."""
+        """Return what there is to say of the last model that was fitted."""
         if self.model is None:
             return {}
         job = current_job()
@@ -144,8 +144,8 @@ class _TrialFit:
             "resumed_from_step": self._resumed_from,
         }
 
-    def has_told(self, results: Any, objective: str) -> bool:
-        """Returns whether the result is the best of the epochs of one fit, whose lines are there.
+    def has_reported(self, results: Any, objective: str) -> bool:
+        """Return whether the result is the best of the epochs of one fit, whose lines are there.
 
         There are none where the trial that this one continues had been stopped for good.
         """
@@ -219,7 +219,7 @@ def _result(tuner: Any, results: Any) -> dict[str, Any]:
 
 
 def _result_told(tracker: Any, objective: str) -> dict[str, Any]:
-    """Returns the result of a trial that has called ``oracle.update_trial``, as older tuners do."""
+    """Return the result of a trial that has called ``oracle.update_trial``, as older tuners do."""
     best = {name: tracker.get_best_value(name) for name in tracker.metrics}
     return {"virtual_epoch": (tracker.get_best_step(objective) or 0) + 1, **best}
 
@@ -230,7 +230,7 @@ def _reported(results: Any) -> list[str]:
 
 
 def _require_known(hp: Any, assignment: Assignment) -> None:
-    """Raises UsageError where the program has asked for a value that the sweep has not chosen."""
+    """Raise UsageError where the program has asked for a value that the sweep has not chosen."""
     new = [one.name for one in hp.space if hp.is_active(one) and one.name not in assignment.values]
     if new:
         raise UsageError(
@@ -306,7 +306,7 @@ def _fitting(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def _replaced(callback: Any) -> Any:
-    """Returns KerasTuner's own callbacks as they fit a run that is resumed, and not by batches."""
+    """Return KerasTuner's own callbacks as they fit a run that is resumed, and not by batches."""
     if type(callback) is tuner_utils.SaveBestEpoch:
         return SaveBest(callback)
     tuner = keras_tuner.Tuner
@@ -380,7 +380,7 @@ class EpochHooks(keras.callbacks.Callback):
 
 
 def _require_one_process_or_trial(route: Callable[..., Any]) -> None:
-    """Refuses a `tuner.search` that every task of a job would do by itself."""
+    """Refuse a `tuner.search` that every task of a job would do by itself."""
     job = current_job()
     if route is fit and job is not None and job.kind in ("multiworker", "ps"):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The journal of a sweep, and what it says has happened.
+"""Journal of a sweep, and the state folded from it.
 
 A line for each thing that happened, on disk before the next happens. The state of a sweep is a fold
 over its lines, without KerasTuner.
@@ -37,7 +37,7 @@ class Journal:
         self._cut_unfinished_line()
 
     def add(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Writes a line and returns it; when this returns, the line is on disk.
+        """Write a line and return it; when this returns, the line is on disk.
 
         Within `together` it outlives this process, and the machine only when that has ended.
         """
@@ -53,7 +53,7 @@ class Journal:
         return line
 
     def _write(self, file: FileIO, data: bytes) -> None:
-        """Writes all of a line or, where the disk is full, nothing: others may come after it."""
+        """Write all of a line or, where the disk is full, nothing: others may come after it."""
         size_before = os.fstat(file.fileno()).st_size
         try:
             while data:
@@ -81,7 +81,7 @@ class Journal:
                     fsync(self.path)
 
     def _cut_unfinished_line(self) -> None:
-        """Takes away what a killed chief had not finished, so that the next line is whole."""
+        """Take away what a killed chief had not finished, so that the next line is whole."""
         if not self.path.exists():
             return
         data = self.path.read_bytes()
@@ -91,7 +91,7 @@ class Journal:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a journal, also of one that is being written; none without one.
+    """Return the whole lines of a journal, also of one that is being written; none without one.
 
     Raises UsageError for a file that is no journal.
     """
@@ -156,7 +156,7 @@ class Trial:
     last_lines: tuple[str, ...] = ()
     began_at: float | None = None
     ended_at: float | None = None
-    place: Place | None = None
+    place: Slot | None = None
     """Where it was started last."""
     measured_by: tuple[str, ...] | None = None
     """The trials that had been completed when it was first started; None before that."""
@@ -167,7 +167,7 @@ class Trial:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Returns the values without those that KerasTuner keeps for itself."""
+        """Return the values without those that KerasTuner keeps for itself."""
         return {k: v for k, v in self.values.items() if not k.startswith("tuner/")}
 
 
@@ -185,7 +185,7 @@ class SweepState:
     """Which trial's values are trained anew, or have been."""
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Takes in one line of the journal."""
+        """Take in one line of the journal."""
         event = line["event"]
         if event == "begun":
             self.begun = line
@@ -212,13 +212,13 @@ class SweepState:
         self.finished, self.is_complete = None, False
 
     def continued(self, values: Mapping[str, Any]) -> str | None:
-        """Returns where the trial ran that one with these values goes on with, if it does."""
+        """Return where the trial ran that one with these values goes on with, if it does."""
         past = self.trials.get(values.get("tuner/trial_id") or "")
         return past.run if past else None
 
     @property
     def completed(self) -> tuple[str, ...]:
-        """Returns the names of the completed trials."""
+        """Return the names of the completed trials."""
         return tuple(trial.id for trial in self.trials.values() if trial.status == COMPLETED)
 
     @property
@@ -227,18 +227,18 @@ class SweepState:
 
     @property
     def has_failed(self) -> bool:
-        """Returns whether all trials that have ended, one or more, have failed."""
+        """Return whether all trials that have ended, one or more, have failed."""
         return self.num_failed > 0 and not self.completed
 
     def ranked(self) -> list[Trial]:
-        """Returns the completed trials, the best first."""
+        """Return the completed trials, the best first."""
         done = [t for t in self.trials.values() if t.status == COMPLETED and t.score is not None]
         is_max = self.begun.get("direction") == "max"
         return sorted(done, key=lambda t: -(t.score or 0.0) if is_max else t.score or 0.0)
 
 
 def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
-    """Returns the state that a journal describes.
+    """Return the state that a journal describes.
 
     Raises UsageError for a line that no sweep has written after those before it.
     """
@@ -259,7 +259,7 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
 def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
     if line["event"] == "started":
         began_at = trial.began_at if trial.began_at is not None else line["at"]
-        place = Place(number=line.get("place", 0), runner=line.get("runner", HERE))
+        place = Slot(number=line.get("place", 0), runner=line.get("runner", HERE))
         return replace(
             trial, status=RUNNING, starts=trial.starts + 1, began_at=began_at, place=place
         )
@@ -284,15 +284,15 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
     )
 
 
-# Where a trial runs: one of the places for trials of a machine.
+# Slot: where a trial runs.
 
 HERE = 0
 """The sweep's own machine; other runners have numbers of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A place for one trial at a time."""
+class Slot:
+    """A slot for one trial at a time."""
 
     number: int
     """From 0 on; says whose share of the GPUs it is."""

@@ -73,7 +73,7 @@ class RunOptions:
 
     @property
     def tasks_per_trial(self) -> int:
-        """Returns how many processes compute in each trial; a ps job's chief only waits."""
+        """Return how many processes compute in each trial; a ps job's chief only waits."""
         return self.workers + (self.ps if self.strategy == "ps" else 0)
 
 
@@ -115,7 +115,7 @@ class Show:
 
 
 def parse(argv: Sequence[str]) -> SweepOptions | Show:
-    """Returns what the command line asks for; ``--help`` prints and raises SystemExit(0).
+    """Return what the command line asks for; ``--help`` prints and raise SystemExit(0).
 
     Raises UsageError for anything that cannot be.
     """
@@ -205,7 +205,7 @@ def _check_name(flag: str, value: str, choices: Sequence[str] | dict[str, str]) 
 
 
 def check_no_rule(early_stop: str) -> None:
-    """Raises UsageError for a rule beside that of hyperband."""
+    """Raise UsageError for a rule beside that of hyperband."""
     if early_stop != NONE:
         raise UsageError(
             "--early_stop",
@@ -216,7 +216,7 @@ def check_no_rule(early_stop: str) -> None:
 
 
 def check_least(flag: str, value: int | None, least: int, *, fix: str = "") -> None:
-    """Raises UsageError for what is neither None nor a whole number of at least `least`."""
+    """Raise UsageError for what is neither None nor a whole number of at least `least`."""
     is_number = isinstance(value, int) and not isinstance(value, bool)  # from Python it may not be
     if value is not None and not (is_number and value >= least):
         fix = fix or f"write --{flag} {least}, for example"

@@ -1,4 +1,4 @@
-"""KerasTuner's part of a sweep: which trial is next, and its directory of results.
+"""KerasTuner's oracle in a sweep: the next trial, and its results directory.
 
 An oracle is brought to where it was by asking and telling it all that the journal says. Its own
 files do not hold that (GridSearch's queue and BayesianOptimization's random state are in none,
@@ -21,7 +21,7 @@ from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
 
 from tfdist.errors import UsageError
 from tfdist.files import one_line_errors, write_text
-from tfdist.tuning.chief import RUNNING, Answer
+from tfdist.tuning.chief import RUNNING, NextTrial
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class Search:
         oracle.populate_space = self._populate_space
         oracle.save = oracle._save_trial = _not_yet  # `publish` does, after the journal
 
-    def ask(self) -> Answer:
-        """Returns what to do next."""
+    def ask(self) -> NextTrial:
+        """Return what to do next."""
         number = 0
         while f"runner-{number}" in self._oracle.ongoing_trials:
             number += 1
@@ -56,7 +56,7 @@ class Search:
     def tell(
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
     ) -> None:
-        """Tells the oracle that a trial has ended, COMPLETED or FAILED, and its metrics."""
+        """Tell the oracle that a trial has ended, COMPLETED or FAILED, and its metrics."""
         objective, tracker = self._oracle.objective.name, self._oracle.trials[trial].metrics
         for line in history:
             if objective in line:
@@ -70,7 +70,7 @@ class Search:
         self._oracle.end_trial(ended)
 
     def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Asks and tells all that a journal says, so that the next answer is what it would be."""
+        """Ask and tell all that a journal says, so that the next answer is what it would be."""
         lines = list(lines)
         asked = [line for line in lines if line["event"] == "asked" and line["trial"] is not None]
         for line in lines:
@@ -89,7 +89,7 @@ class Search:
                 self._oracle.max_trials = line["max_trials"]
 
     def publish(self, trials: Iterable[str] | None = None) -> None:
-        """Writes the results directory; of the trials only those named, by default all.
+        """Write the results directory; of the trials only those named, by default all.
 
         Raises TfdistError where it cannot be written.
         """
@@ -104,12 +104,12 @@ class Search:
             _write(self._project / "oracle.json", self._oracle.get_state())
             _write(self._project / "tuner0.json", {})
 
-    def _ask(self, asker: str) -> Answer:
+    def _ask(self, asker: str) -> NextTrial:
         trial = self._oracle.create_trial(asker)
         if trial.status != RUNNING:
-            return Answer(status=trial.status, asker=asker)
+            return NextTrial(status=trial.status, asker=asker)
         values = dict(trial.hyperparameters.values)
-        return Answer(status=RUNNING, asker=asker, trial=trial.trial_id, values=values)
+        return NextTrial(status=RUNNING, asker=asker, trial=trial.trial_id, values=values)
 
     def _populate_space(self, trial_id: str) -> dict[str, Any]:
         """The oracle's own answer; in a replay, the recorded one where they differ."""
@@ -127,7 +127,7 @@ class Search:
         return recorded
 
     def _next_of_grid(self, populate: Callable[[str], Any], trial_id: str) -> dict[str, Any]:
-        """Answers as GridSearch, which runs one at a time, would if it ran many.
+        """Answer as GridSearch, which runs one at a time, would if it ran many.
 
         It waits for the end of its last trial, as that may ask for something new, before it looks
         for the next one. Here the space is known.
@@ -140,7 +140,7 @@ class Search:
         return answer
 
     def _remove_unknown(self) -> None:
-        """Removes trials that a killed chief had published and the journal does not know."""
+        """Remove trials that a killed chief had published and the journal does not know."""
         for directory in self._project.glob("trial_*"):
             if directory.name.removeprefix("trial_") not in self._oracle.trials:
                 shutil.rmtree(directory)
@@ -157,7 +157,7 @@ def make_oracle(
     max_epochs: int,
     factor: int,
 ) -> Any:
-    """Returns KerasTuner's oracle of that name; `max_epochs` and `factor` are of hyperband."""
+    """Return KerasTuner's oracle of that name; `max_epochs` and `factor` are of hyperband."""
     common = {
         "objective": keras_tuner.Objective(objective, direction),
         "hyperparameters": hyperparameters.copy(),
@@ -186,7 +186,7 @@ def make_oracle(
 
 
 def _fits_a_model(oracle: Any) -> bool:
-    """Whether the oracle would now take seconds to answer, and always with a trial."""
+    """Return whether the oracle would now take seconds to answer, and always with a trial."""
     if not isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
         return False
     completed = sum(trial.status == "COMPLETED" for trial in oracle.trials.values())
@@ -205,7 +205,7 @@ def _draw_as_if_asked(oracle: Any) -> None:
 
 @functools.cache
 def _has_direction(metric: str) -> bool:
-    """Whether KerasTuner can look for which way a metric is better.
+    """Return whether KerasTuner can look for which way a metric is better.
 
     It makes the metric of Keras' that has this name, and fails where that needs arguments, as that
     of ``mean_io_u`` does (1.4.8).
@@ -222,7 +222,7 @@ def _not_yet(*_: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a NumPy scalar as the number it is, so that it survives JSON."""
+    """Return a NumPy scalar as the number it is, so that it survives JSON."""
     return value.item() if hasattr(value, "item") else value
 
 

@@ -1,4 +1,4 @@
-"""The user's own tuner and program: what `search` needs to know of them, and requires."""
+"""Checks of the user's tuner and program, as `search` requires them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfdist.tuning.options import check_no_rule
 
 
 def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
-    """Returns where a sweep with this tuner writes; raises UsageError for what is no tuner."""
+    """Return where a sweep with this tuner writes; raise UsageError for what is no tuner."""
     if not isinstance(tuner, keras_tuner.Tuner):
         raise UsageError(
             "tfdist.tuning.search",
@@ -40,12 +40,12 @@ def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
 
 
 def default_dir(tuner: Any) -> Path:
-    """Returns where a sweep with this tuner writes where nothing else is said."""
+    """Return where a sweep with this tuner writes where nothing else is said."""
     return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
 
 
 def require_fresh(tuner: Any) -> None:
-    """Raises UsageError for a tuner that has searched."""
+    """Raise UsageError for a tuner that has searched."""
     if tuner.oracle.trials:
         raise UsageError(
             "tfdist.tuning.search",
@@ -56,13 +56,13 @@ def require_fresh(tuner: Any) -> None:
 
 
 def require_one_rule(tuner: Any, early_stop: str) -> None:
-    """Raises UsageError for a rule beside hyperband's own."""
+    """Raise UsageError for a rule beside hyperband's own."""
     if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
         check_no_rule(early_stop)
 
 
 def of_epochs(tuner: Any) -> str | None:
-    """Returns the objective where nothing but the epochs of a fit can report it, else None."""
+    """Return the objective where nothing but the epochs of a fit can report it, else None."""
     fits = (tuner.run_trial, getattr(tuner.hypermodel, "fit", None))
     is_plain = all(getattr(one, "__module__", "").startswith("keras_tuner.") for one in fits)
     objective = tuner.oracle.objective
@@ -70,7 +70,7 @@ def of_epochs(tuner: Any) -> str | None:
 
 
 def require_validation(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
-    """Raises UsageError for an objective of the validation where there is none.
+    """Raise UsageError for an objective of the validation where there is none.
 
     A callback might report it; then the first epoch tells.
     """
@@ -88,7 +88,7 @@ def require_validation(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
 
 
 def unreported(objective: str, there: Iterable[str]) -> UsageError:
-    """Returns what to raise where a trial reports only these."""
+    """Return what to raise where a trial reports only these."""
     there = list(there)
     return UsageError(
         "objective",
@@ -98,11 +98,11 @@ def unreported(objective: str, there: Iterable[str]) -> UsageError:
     )
 
 
-# The program that calls `search`: how it was started, to start it again for each trial.
+# Command line of the program that calls `search`, started again for each trial.
 
 
 def own_program(main: Any, args: Sequence[str]) -> Program:
-    """Returns how the program whose main module this is was started, to start it again.
+    """Return how the program whose main module this is was started, to start it again.
 
     Raises UsageError in an interactive session, which cannot be run again.
     """
@@ -120,7 +120,7 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
 
 
 def imports_of(source: str) -> list[str]:
-    """Returns the modules that a program imports at its top, as far as they are installed ones.
+    """Return the modules that a program imports at its top, as far as they are installed ones.
 
     Its own, beside it, are left out: each trial is to import these itself.
     """
@@ -141,7 +141,7 @@ def _is_installed(module: Any) -> bool:
 def require_known(
     given: Iterable[str], *, own: Iterable[str], fit: Callable[[], Iterable[str]]
 ) -> None:
-    """Raises UsageError for an argument that is neither fit's nor search's but almost so.
+    """Raise UsageError for an argument that is neither fit's nor search's but almost so.
 
     Others may be those of a hypermodel's own fit.
     """
@@ -157,7 +157,7 @@ def require_known(
 
 
 def require_alone(environ: Mapping[str, str]) -> None:
-    """Raises UsageError in one of several tasks, each of which would search."""
+    """Raise UsageError in one of several tasks, each of which would search."""
     config = read_environment(environ)
     if config is not None and len(config.cluster.tasks()) > 1:
         raise UsageError(

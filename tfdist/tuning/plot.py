@@ -1,4 +1,4 @@
-"""One picture of a sweep: scores, the effect of each hyperparameter, parallel coordinates."""
+"""Plot of a sweep: scores, effect of each hyperparameter, parallel coordinates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_EFFECTS = 8
 
 
 def load() -> tuple[Any, Any] | None:
-    """Returns what figures are made of, None without matplotlib."""
+    """Return what figures are made of, None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ def load() -> tuple[Any, Any] | None:
 
 
 def rehearse() -> None:
-    """Draws a small sweep for nobody, so that fonts and all are there for `draw`."""
+    """Draw a small sweep for nobody, so that fonts and all are there for `draw`."""
     loaded = load()
     if loaded is None:
         return
@@ -46,7 +46,7 @@ def rehearse() -> None:
 
 
 def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
-    """Draws the completed trials as a PNG; returns its path.
+    """Draw the completed trials as a PNG; return its path.
 
     Returns None, and says so in the log, where matplotlib is not installed, no trial is there, or
     the picture cannot be drawn or written: it is no reason for a sweep that is done to fail.
@@ -88,7 +88,7 @@ def _figure(state: SweepState, trials: Sequence[Trial], figure_type: Any, canvas
 
 
 def _names(trials: Sequence[Trial]) -> list[str]:
-    """Returns the hyperparameters that differ between trials, in the order of the space."""
+    """Return the hyperparameters that differ between trials, in the order of the space."""
     seen: dict[str, list[Any]] = {}
     for trial in trials:
         for name, value in trial.hyperparameters.items():
@@ -100,7 +100,7 @@ def _names(trials: Sequence[Trial]) -> list[str]:
 def _places(
     trials: Sequence[Trial], names: Sequence[str], *, space: Sequence[Mapping[str, Any]]
 ) -> dict[str, _Axis]:
-    """Returns the axis of each hyperparameter, on the scale on which it is sampled."""
+    """Return the axis of each hyperparameter, on the scale on which it is sampled."""
     on_log = {
         entry["config"]["name"] for entry in space if "log" in str(entry["config"].get("sampling"))
     }
@@ -202,11 +202,11 @@ class _Axis:
         self.is_log = is_log and is_number and self._low > 0
 
     def raw(self, value: Any) -> float:
-        """Returns its place on an axis of its own."""
+        """Return its place on an axis of its own."""
         return self.words.index(str(value)) if self.words else float(value)
 
     def share(self, value: Any) -> float:
-        """Returns its height between 0 and 1."""
+        """Return its height between 0 and 1."""
         if self.words:
             return self.words.index(str(value)) / max(1, len(self.words) - 1)
         if self._high == self._low:
@@ -216,14 +216,14 @@ class _Axis:
         return (scale(value) - low) / (high - low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Returns height and text of what is written beside the axis."""
+        """Return height and text of what is written beside the axis."""
         if self.words:
             return [(self.share(word), word) for word in self.words]
         return [(self.share(v), f"{v:.3g}") for v in sorted({self._low, self._high})]
 
 
 def _literal(text: object) -> str:
-    """Returns a text as matplotlib shows it as it is, and no formula."""
+    """Return a text as matplotlib shows it as it is, and no formula."""
     return str(text).replace("$", r"\$")
 
 

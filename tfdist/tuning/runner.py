@@ -1,4 +1,4 @@
-"""Running trials: each is a job of the launcher, which is a process of its own in its own group."""
+"""Local runner of trials: each is a launcher process in its own group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.launch.fork_server import WarmServer
+from tfdist.launch.fork_server import ForkTemplate
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import leash
-from tfdist.tuning.journal import Place
+from tfdist.tuning import parent_death_guard
+from tfdist.tuning.journal import Slot
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,
@@ -60,7 +60,7 @@ class LauncherRunner:
         places: int,
         environ: Mapping[str, str],
         timeout_s: float,
-        warm: WarmServer | None = None,
+        warm: ForkTemplate | None = None,
     ) -> None:
         self.warm = warm
         self._program = tuple(program)
@@ -79,8 +79,8 @@ class LauncherRunner:
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return RunDirectory(run_dir).read_metrics()
 
-    def free_places(self, taken: Collection[Place]) -> Iterable[Place]:
-        places = (Place(number=number) for number in range(self._places))
+    def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
+        places = (Slot(number=number) for number in range(self._places))
         return [place for place in places if place not in taken]
 
     def start(self, job: TrialJob) -> LaunchedTrial:
@@ -102,24 +102,24 @@ class LauncherRunner:
         poll.poll(timeout_s * 1000)
 
     def warm_up(self) -> None:
-        """Begins with the imports that all trials share, where there is anything to begin with."""
+        """Begin with the imports that all trials share, where there is anything to begin with."""
         if self.warm is not None and self._places:
             self.warm.start()
 
     def close(self) -> None:
-        """Ends what it keeps between trials."""
+        """End what it keeps between trials."""
         if self.warm is not None:
             self.warm.close()
 
     def command(self, job: TrialJob, *, fork_server: int | None = None) -> list[str]:
-        """Returns the launcher's command line for a trial."""
+        """Return the launcher's command line for a trial."""
         launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
         if fork_server is not None:
             launcher += ["--fork_server", str(fork_server)]
         return [*launcher, *self._launch_flags, *self._program, *job.flags]
 
     def environ(self, job: TrialJob) -> dict[str, str]:
-        """Returns the environment of a trial, with its share of the GPUs."""
+        """Return the environment of a trial, with its share of the GPUs."""
         environ = {**self._environ, **job.variables}
         if not self._gpus:
             return environ
@@ -174,14 +174,14 @@ class LaunchedTrial:
         """Nothing is kept."""
 
     def kill(self) -> None:
-        """Ends it without the save; `poll` goes on until it has."""
+        """End it without the save; `poll` goes on until it has."""
         self._is_unwanted = True
         self._kill_at_s = time.monotonic()
         self._signal(signal.SIGKILL)
 
     @property
     def pid(self) -> int | None:
-        """Returns the launcher's process id; None before it is started."""
+        """Return the launcher's process id; None before it is started."""
         return self._process.pid if self._process else None
 
     def _outcome(self, status: int) -> Outcome:
@@ -207,7 +207,7 @@ class LaunchedTrial:
         return None
 
     def _try_to_start(self) -> None:
-        """Starts the launcher, once what an earlier chief had started has let go, and is not done.
+        """Start the launcher, once what an earlier chief had started has let go, and is not done.
 
         Raises TfdistError where this machine cannot; another one may.
         """
@@ -230,7 +230,7 @@ class LaunchedTrial:
             self._log_from = log.tell()
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", leash.__file__, str(os.getpid())),
+                    *(sys.executable, "-I", "-S", parent_death_guard.__file__, str(os.getpid())),
                     *self._runner.command(self._job, fork_server=fds[0] if fds else None),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -244,7 +244,7 @@ class LaunchedTrial:
         self._since_s = time.monotonic()
 
     def _watch(self) -> None:
-        """Ends a job that has done what was asked, that stands still, or that does not end."""
+        """End a job that has done what was asked, that hangs, or that does not end."""
         now_s = time.monotonic()
         if self._kill_at_s is not None:
             if now_s > self._kill_at_s:
@@ -277,7 +277,7 @@ class LaunchedTrial:
             return None
 
     def _report(self) -> dict[str, Any] | None:
-        """Returns report.json, None where this start has not written it."""
+        """Return report.json, None where this start has not written it."""
         if self._report_time() == self._report_before:
             return None
         try:

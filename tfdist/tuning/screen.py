@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a live table or a line for each change, and the leaderboard."""
+"""Console view of a sweep: a live table or a line per change, and the leaderboard."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SweepScreen:
         self._write(state)
 
     def changed(self, state: SweepState, trial: Trial) -> None:
-        """Says what has become of a trial, where nothing shows it."""
+        """Report what has become of a trial, where nothing shows it."""
         self._has_changed = True
         if self._live is None and (
             trial.status != WAITING or trial.reason
@@ -83,7 +83,7 @@ class SweepScreen:
             self._say(change_line(state, trial))
 
     def tick(self, state: SweepState) -> None:
-        """Brings the files and the live table up to date, once for all that has changed."""
+        """Bring the files and the live table up to date, once for all that has changed."""
         is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
         if self._live is not None and (self._has_changed or is_time):
             self._refresh(state)
@@ -122,7 +122,7 @@ class SweepScreen:
 def leaderboard(
     state: SweepState, sweep_dir: Path, *, console: Console | None = None, is_running: bool = False
 ) -> None:
-    """Prints the best trials, those that failed, and how the sweep ended."""
+    """Print the best trials, those that failed, and how the sweep ended."""
     console = console or _console()
     console.print(table(state, sweep_dir, is_final=True))
     for trial in state.trials.values():
@@ -134,7 +134,7 @@ def leaderboard(
 
 
 def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Table:
-    """Returns the trials that run, and the best of those that have ended."""
+    """Return the trials that run, and the best of those that have ended."""
     objective = state.begun.get("objective", "score")
     drawn = Table(box=box.SIMPLE_HEAD, title=Text(_counts(state)), title_justify="left")
     for heading in ("trial", "state", "virtual epoch", objective, "hyperparameters"):
@@ -156,7 +156,7 @@ def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Tabl
 
 
 def change_line(state: SweepState, trial: Trial) -> str:
-    """Returns one line on what has become of a trial."""
+    """Return one line on what has become of a trial."""
     said = f"trial {trial.id} {trial.status}"
     if trial.status == COMPLETED and trial.score is not None:
         best = state.ranked()[0]
@@ -167,7 +167,7 @@ def change_line(state: SweepState, trial: Trial) -> str:
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    """Returns ``learning_rate=0.001 optimizer=adam``."""
+    """Return ``learning_rate=0.001 optimizer=adam``."""
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in values.items()
@@ -175,7 +175,7 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 
 def as_json(state: SweepState) -> dict[str, Any]:
-    """Returns the content of `sweep.json`."""
+    """Return the content of `sweep.json`."""
     ranked = state.ranked()
     return {
         "status": "running" if state.finished is None else "finished",
@@ -206,7 +206,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
 
 
 def _last_line(trial: Trial, sweep_dir: Path) -> Mapping[str, Any]:
-    """Returns the metrics of the last virtual epoch that a trial has done so far."""
+    """Return the metrics of the last virtual epoch that a trial has done so far."""
     lines = RunDirectory(sweep_dir / directory.TRIALS / trial.run).read_metrics()
     return lines[-1] if lines else {}
 
@@ -241,11 +241,11 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
-# A sweep that is finished or running, from its directory alone; it may belong to another user.
+# Read-only view of a finished or running sweep, from its directory alone.
 
 
 def show(path: Path) -> None:
-    """Prints the sweep in a directory and writes nothing; raises UsageError where there is none."""
+    """Print the sweep in a directory and write nothing; raise UsageError where there is none."""
     lines = journal.read(path / directory.JOURNAL)
     if not lines:
         raise UsageError(

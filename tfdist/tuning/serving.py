@@ -1,4 +1,4 @@
-"""The runner of a sweep that is served: trials here, and with the runners that have come."""
+"""Runner of a served sweep: trials here and on the runners that have joined."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tfdist.launch.multihost.hub import Differs, Heard, Hub, Joined, Lost
+from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, PeerJoined
 from tfdist.tuning import hosts
-from tfdist.tuning.directory import Mark
+from tfdist.tuning.directory import Ownership
 from tfdist.tuning.hosts import ALIVE, ANY_RANK, LEASE_S, Lease, Message
-from tfdist.tuning.journal import HERE, Place
+from tfdist.tuning.journal import HERE, Slot
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,
@@ -31,29 +31,29 @@ from tfdist.tuning.trial_job import (
     TrialJob,
 )
 
-_MOST_PLACES = 1024
+_MAX_SLOTS = 1024
 
 logger = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """The connections to all runners, as `Reception` has them."""
+    """The connections to all runners, as `RunnerServer` has them."""
 
     def fileno(self) -> int:
-        """Returns what is readable when there is news."""
+        """Return what is readable when there is news."""
 
     def take_news(self) -> list[RunnerNews]:
-        """Returns what has happened since the last call."""
+        """Return what has happened since the last call."""
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends a message; nothing happens if the runner is gone."""
+        """Send a message; nothing happens if the runner is gone."""
 
     def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Guest:
+class _RemoteRunner:
     name: str
     places: int
 
@@ -70,14 +70,14 @@ class ServingRunner:
         here: Runner,
         line: Line,
         *,
-        mark: Mark,
+        mark: Ownership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._here = here
         self._line = line
         self._mark = mark
         self._clock = clock
-        self._guests: dict[int, _Guest] = {}
+        self._remote_runners: dict[int, _RemoteRunner] = {}
         self._names: dict[int, str] = {}
         self._leases = Leases()
         self._trials: dict[str, RemoteTrial] = {}
@@ -88,14 +88,14 @@ class ServingRunner:
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return self._here.metrics(run_dir)
 
-    def free_places(self, taken: Collection[Place]) -> Iterable[Place]:
-        """Returns those here first, then one of each runner after the other."""
-        free = [*self._here.free_places(taken)]
-        most = max((guest.places for guest in self._guests.values()), default=0)
+    def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
+        """Return those here first, then one of each runner after the other."""
+        free = [*self._here.free_slots(taken)]
+        most = max((client.places for client in self._remote_runners.values()), default=0)
         for number in range(most):
-            for rank, guest in self._guests.items():
-                place = Place(number=number, runner=rank)
-                if number < guest.places and place not in taken:
+            for rank, client in self._remote_runners.items():
+                place = Slot(number=number, runner=rank)
+                if number < client.places and place not in taken:
                     free.append(place)
         return free
 
@@ -103,7 +103,7 @@ class ServingRunner:
         if job.runner == HERE:
             return self._here.start(job)
         trial = self._grant(job)
-        self._line.send(job.runner, {"run": hosts.told_job(job)})
+        self._line.send(job.runner, {"run": hosts.encode_job(job)})
         logger.info("trial %s is with %s", job.trial, self._name_of(job.runner))
         return trial
 
@@ -111,7 +111,7 @@ class ServingRunner:
         return self._grant(job, until_s=self._clock() + LEASE_S)
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        """Waits for trials here and for the runners."""
+        """Wait for trials here and for the runners."""
         poll = select.poll()
         poll.register(self._line.fileno(), select.POLLIN)
         for trial in running:
@@ -126,9 +126,9 @@ class ServingRunner:
             trial.come_to(Killed(reason=said))
 
     def close(self, exit_code: int | None) -> None:
-        """Ends all connections; says how the sweep has ended, if it has."""
+        """End all connections; report how the sweep has ended, if it has."""
         if exit_code is not None:
-            for rank in self._guests:
+            for rank in self._remote_runners:
                 self._line.send(rank, {"end": exit_code})
         self._line.close()
 
@@ -138,12 +138,12 @@ class ServingRunner:
         return self._trials[job.trial]
 
     def _name_of(self, rank: int) -> str:
-        """Returns how to call a runner; a chief before this one may have known its name."""
+        """Return how to call a runner; a chief before this one may have known its name."""
         return f"runner {self._names[rank]}" if rank in self._names else "its runner"
 
     def _hear(self, news: RunnerNews) -> None:
         match news:
-            case Joined():
+            case PeerJoined():
                 self._leases.connected(news.rank)
                 told = {"sweep": self._mark.sweep, "chief": self._mark.chief}
                 self._line.send(news.rank, told)
@@ -151,15 +151,15 @@ class ServingRunner:
                 logger.warning("a runner was sent away: %s", "; ".join(news.what))
             case Gone():
                 self._gone(news)
-            case Heard():
+            case MessageReceived():
                 with contextlib.suppress(*hosts.NO_SENSE):
                     self._obey(news.rank, news.message)
 
     def _gone(self, news: Gone) -> None:
         self._leases.gone(news.rank, heard_s=news.heard_s)
-        guest = self._guests.pop(news.rank, None)
-        if guest is not None:
-            logger.info("runner %s is gone: %s", guest.name, news.cause)
+        client = self._remote_runners.pop(news.rank, None)
+        if client is not None:
+            logger.info("runner %s is gone: %s", client.name, news.cause)
 
     def _obey(self, rank: int, message: Message) -> None:
         match message:
@@ -167,11 +167,13 @@ class ServingRunner:
                 self._came(rank, name, places, [hosts.lease_of(one) for one in holds])
             case {"ended": {"lease": lease, "outcome": outcome}}:
                 self._ended(rank, hosts.lease_of(lease), hosts.outcome_of(outcome))
-            case {"leaving": True} if rank in self._guests:
-                self._guests[rank] = _Guest(name=self._guests[rank].name, places=0)
+            case {"leaving": True} if rank in self._remote_runners:
+                self._remote_runners[rank] = _RemoteRunner(
+                    name=self._remote_runners[rank].name, places=0
+                )
 
     def _came(self, rank: int, name: str, places: int, holds: Sequence[Lease]) -> None:
-        self._guests[rank] = _Guest(name=name, places=min(places, _MOST_PLACES))
+        self._remote_runners[rank] = _RemoteRunner(name=name, places=min(places, _MAX_SLOTS))
         self._names[rank] = name
         logger.info("runner %s is there, with %d places", name, places)
         for trial in self._leases.back(rank, holds):
@@ -184,14 +186,14 @@ class ServingRunner:
                 self._line.send(rank, {"stop": list(lease)})
 
     def _ended(self, rank: int, lease: Lease, outcome: Outcome) -> None:
-        """Takes in what a runner reports, if it still may; it may say so twice."""
+        """Take in what a runner reports, if it still may; it may say so twice."""
         if self._leases.is_current(*lease, runner=rank):
             self._trials[lease[0]].come_to(outcome)
         else:
             self._line.send(rank, {"drop": list(lease)})
 
     def stop(self, job: TrialJob) -> None:
-        """Has a trial stopped, where its runner is there; else when it comes back."""
+        """Have a trial stopped, where its runner is there; else when it comes back."""
         self._line.send(job.runner, {"stop": [job.trial, job.lease]})
 
     def taken(self, job: TrialJob) -> None:
@@ -228,9 +230,9 @@ class RemoteTrial:
         self._serving.taken(self.job)
 
 
-# Hears the runners of a sweep in a thread of its own, as its chief may think for seconds.
+# Server for a sweep's runners, in its own thread: the chief may be busy for seconds.
 
-_MAX_STRANGERS = 2048
+_MAX_UNAUTHENTICATED = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,10 +245,10 @@ class Gone:
     """When it said something last."""
 
 
-RunnerNews = Joined | Differs | Heard | Gone
+RunnerNews = PeerJoined | Differs | MessageReceived | Gone
 
 
-class Reception:
+class RunnerServer:
     """Listens from its making until `close`; `take_news` and `send` are for another thread.
 
     Args:
@@ -267,7 +269,7 @@ class Reception:
             token=token,
             terms=terms,
             num_ranks=ANY_RANK,
-            max_strangers=_MAX_STRANGERS,
+            max_unauthenticated=_MAX_UNAUTHENTICATED,
             timeout_s=LEASE_S,
             clock=clock,
         )
@@ -283,11 +285,11 @@ class Reception:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Returns what is readable when there is news."""
+        """Return what is readable when there is news."""
         return self._has_news
 
     def take_news(self) -> list[RunnerNews]:
-        """Returns what has happened since the last call; raises what has ended the thread."""
+        """Return what has happened since the last call; raise what has ended the thread."""
         if self._failure is not None:
             raise self._failure
         with contextlib.suppress(BlockingIOError):
@@ -295,7 +297,7 @@ class Reception:
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends a message to a runner soon; nothing happens if it is gone."""
+        """Send a message to a runner soon; nothing happens if it is gone."""
         self._outgoing.append((rank, message))
         os.eventfd_write(self._has_work, 1)
 
@@ -333,13 +335,13 @@ class Reception:
             self._news.extend(news)
             os.eventfd_write(self._has_news, 1)
 
-    def _noted(self, news: Joined | Differs | Heard | Lost) -> RunnerNews | None:
-        """Returns what the chief is to hear of some news, None for a beat, which is answered."""
+    def _noted(self, news: PeerJoined | Differs | MessageReceived | Lost) -> RunnerNews | None:
+        """Return what the chief is to hear of some news, None for a beat, which is answered."""
         now_s = self._clock()
         match news:
-            case Joined():
+            case PeerJoined():
                 self._heard_s[news.rank] = now_s
-            case Heard():
+            case MessageReceived():
                 self._heard_s[news.rank] = now_s
                 if ALIVE in news.message:
                     self._hub.send(news.rank, {ALIVE: news.message[ALIVE]})
@@ -350,7 +352,7 @@ class Reception:
         return news
 
 
-# Which runner may run which trial, and until when: pure, with moments handed in.
+# Leases of trials to runners: pure, times are passed in.
 #
 # A lease is a trial and a number, that of the trial's start in the journal, so that a start has
 # one lease and no later one has it too. While a runner is connected its leases hold: it beats, or
@@ -374,16 +376,16 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
 
     def grant(self, trial: str, number: int, *, runner: int, until_s: float = math.inf) -> None:
-        """Lets a runner run a trial; until then if it does not come, else while it is there."""
+        """Let a runner run a trial; until then if it does not come, else while it is there."""
         self._leases[trial] = _Lease(number=number, runner=runner, ends_s=until_s)
 
     def is_current(self, trial: str, number: int, *, runner: int) -> bool:
-        """Returns whether a runner has this lease, and may report under it."""
+        """Return whether a runner has this lease, and may report under it."""
         lease = self._leases.get(trial)
         return lease is not None and (lease.number, lease.runner) == (number, runner)
 
     def of(self, runner: int) -> dict[str, int]:
-        """Returns the trials that a runner may run, and the numbers of the leases."""
+        """Return the trials that a runner may run, and the numbers of the leases."""
         return {t: lease.number for t, lease in self._leases.items() if lease.runner == runner}
 
     def connected(self, runner: int) -> None:
@@ -400,18 +402,18 @@ class Leases:
     def back(self, runner: int, holds: Iterable[tuple[str, int]]) -> list[str]:
         """A runner is there and presents leases: those hold; returns the trials it has let go."""
         presented = set(holds)
-        let_go = [pair for pair in self.of(runner).items() if pair not in presented]
+        release = [pair for pair in self.of(runner).items() if pair not in presented]
         self.connected(runner)
-        for trial, _ in let_go:
+        for trial, _ in release:
             self.end(trial)
-        return [trial for trial, _ in let_go]
+        return [trial for trial, _ in release]
 
     def end(self, trial: str) -> None:
-        """Ends the lease of a trial, if there is one."""
+        """End the lease of a trial, if there is one."""
         self._leases.pop(trial, None)
 
     def take_over(self, now_s: float) -> list[str]:
-        """Ends the leases whose time is up, and returns their trials."""
+        """End the leases whose time is up, and return their trials."""
         trials = [trial for trial, lease in self._leases.items() if lease.ends_s <= now_s]
         for trial in trials:
             self.end(trial)

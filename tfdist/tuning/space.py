@@ -1,4 +1,4 @@
-"""The search space of a config file, known whole before the first trial.
+"""Search space of a config file, complete before the first trial.
 
 A config file says what is searched in one of two functions::
 
@@ -42,7 +42,7 @@ class SearchSpace:
         self._path = path
         self._config = config
         self._build = _load(path)
-        self.hyperparameters = explored(self._built, keras_tuner.HyperParameters())
+        self.hyperparameters = discover_space(self._built, keras_tuner.HyperParameters())
         if not self.hyperparameters.space:
             raise UsageError(
                 path,
@@ -52,14 +52,14 @@ class SearchSpace:
             )
 
     def description(self) -> list[dict[str, Any]]:
-        """Returns the space as JSON has it, to be written down and compared."""
+        """Return the space as JSON has it, to be written down and compared."""
         plain: list[dict[str, Any]] = json.loads(
             json.dumps(self.hyperparameters.get_config()["space"])
         )
         return plain
 
     def flags(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Returns the ``--config.field=value`` that make a trial of these values.
+        """Return the ``--config.field=value`` that make a trial of these values.
 
         Raises UsageError where they make no configuration that can be run, or where the file asks
         for a hyperparameter that was not there before the first trial.
@@ -124,7 +124,7 @@ def _load(path: str) -> _Build:
 
 
 def set_field(config: Any, name: str, value: object) -> None:
-    """Sets ``augmentation.random_flip``; raises UsageError for a field that does not exist."""
+    """Set ``augmentation.random_flip``; raise UsageError for a field that does not exist."""
     if name not in flat(config):
         raise unknown(name, where="search space")
     group, _, field = name.rpartition(".")
@@ -147,7 +147,7 @@ def _broken(path: str, error: Exception) -> UsageError:
     )
 
 
-# Finding all hyperparameters of a search space before the first trial.
+# Search-space discovery: all hyperparameters, before the first trial.
 #
 # A program asks for some of them only where others have certain values: under a condition, an
 # ``if``, or in a loop over a number of layers. So it is asked with other values than the defaults,
@@ -164,8 +164,8 @@ _LARGE = 10_000_000
 _LAST = 1 - 1e-9
 
 
-def explored(build: Callable[[Any], object], known: Any) -> Any:
-    """Returns a `keras_tuner.HyperParameters` of all that are known and all that are asked for.
+def discover_space(build: Callable[[Any], object], known: Any) -> Any:
+    """Return a `keras_tuner.HyperParameters` of all that are known and all that are asked for.
 
     `build(hp)` is called for each condition and each value that tells something: with nothing else
     changed, but what it took to be asked for the hyperparameter at all.
@@ -190,7 +190,7 @@ def explored(build: Callable[[Any], object], known: Any) -> Any:
 
 
 def complete_space(tuner: Any) -> None:
-    """Adds what `build` asks for only with other values than the defaults that the tuner has tried.
+    """Add what `build` asks for only with other values than the defaults that the tuner has tried.
 
     What cannot be built has asked for its hyperparameters before; a trial of it fails by itself.
     """
@@ -209,11 +209,11 @@ def complete_space(tuner: Any) -> None:
         if is_large:  # it refers to itself, and Python might look for such only after some more
             gc.collect()
 
-    oracle.update_space(explored(build, oracle.get_space()))
+    oracle.update_space(discover_space(build, oracle.get_space()))
 
 
 def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields `values` with one more: each that tells something, of each of the hyperparameters."""
+    """Yield `values` with one more: each that tells something, of each of the hyperparameters."""
     for one in space:
         parents = {c.name: c.values[0] for c in one.conditions}
         for value in _telling(one):
@@ -222,7 +222,7 @@ def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[st
 
 
 def _telling(one: Any) -> list[Any]:
-    """Returns the values of a hyperparameter on which others may depend.
+    """Return the values of a hyperparameter on which others may depend.
 
     Each word and each switch; of numbers the ends, as each call may build a model.
     """
@@ -240,7 +240,7 @@ def _telling(one: Any) -> list[Any]:
 
 
 def _fill(hp: Any, values: Mapping[str, Any]) -> None:
-    """Gives every active hyperparameter its value, those not in `values` their default."""
+    """Give every active hyperparameter its value, those not in `values` their default."""
     hp.values = {}
     for one in hp.space:
         if hp.is_active(one):

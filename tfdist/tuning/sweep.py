@@ -16,13 +16,13 @@ from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.tuning import hosts
-from tfdist.tuning.chief import Plan
-from tfdist.tuning.conduct import RETRAINED, Sweep, conduct, launch_flags, warm_server
-from tfdist.tuning.hosts import Meeting
-from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.chief import SweepPlan
+from tfdist.tuning.hosts import SweepAddress
 from tfdist.tuning.journal import Trial
 from tfdist.tuning.options import SweepOptions
+from tfdist.tuning.remote_runner import RemoteRunner
 from tfdist.tuning.runner import LauncherRunner
+from tfdist.tuning.sweep_run import RETRAINED, Sweep, fork_template, launch_flags, run_sweep
 from tfdist.tuning.trial_job import Goal, TrialJob
 
 if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
@@ -37,7 +37,7 @@ def run(
     machine: Machine,
     environ: Mapping[str, str],
 ) -> int:
-    """Runs a sweep, or goes on with it; returns the exit code.
+    """Run a sweep, or go on with it; return the exit code.
 
     Args:
       config: what the config file and ``--config.FIELD`` say, before the search space.
@@ -49,13 +49,13 @@ def run(
       TfdistError: the sweep directory cannot be written.
     """
     _check(options, config)
-    meeting = sweep_meeting(options, environ)
+    sweep_address = sweep_meeting(options, environ)
 
     @functools.cache
     def space() -> SearchSpace:
         return _space(options, config)
 
-    exit_code, _ = conduct(
+    exit_code, _ = run_sweep(
         Sweep(
             options=options,
             describe=lambda: describe(options, config, space()),
@@ -65,14 +65,14 @@ def run(
                 options, _flags_of(trial, config=config, space=space(), seed=begun["seed"])
             ),
             runner=runner_of(options, machine=machine, environ=environ),
-            meeting=meeting,
+            sweep_address=sweep_address,
         )
     )
     return exit_code
 
 
 def _space(options: SweepOptions, config: Any) -> SearchSpace:
-    """Returns the search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
+    """Return the search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
     with _silent_standard_error():  # TensorFlow writes four lines there, whatever its log level
         from tfdist.tuning.space import SearchSpace
 
@@ -81,7 +81,7 @@ def _space(options: SweepOptions, config: Any) -> SearchSpace:
 
 @contextlib.contextmanager
 def _silent_standard_error() -> Iterator[None]:
-    """Drops what is written to standard error, by C++ too; an exception is printed later."""
+    """Drop what is written to standard error, by C++ too; an exception is printed later."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -125,7 +125,7 @@ def _check(options: SweepOptions, config: Any) -> None:
 
 
 def describe(options: SweepOptions, config: Any, space: SearchSpace) -> dict[str, Any]:
-    """Returns what the sweep is, as its journal begins."""
+    """Return what the sweep is, as its journal begins."""
     values = {k: v for k, v in flat(config).items() if k not in FREE}
     return {
         "tuner": options.tuner,
@@ -169,7 +169,7 @@ def _flags_of(trial: Trial, *, config: Any, space: SearchSpace, seed: int) -> tu
 
 
 def _best(options: SweepOptions, flags: tuple[str, ...]) -> TrialJob:
-    """Returns the whole run with a trial's flags; the model is saved at its end."""
+    """Return the whole run with a trial's flags; the model is saved at its end."""
     return TrialJob(
         run_dir=options.sweep_dir / RETRAINED,
         flags=(*flags, "--config.save_model=true"),
@@ -178,8 +178,8 @@ def _best(options: SweepOptions, flags: tuple[str, ...]) -> TrialJob:
     )
 
 
-def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) -> Plan:
-    return Plan(
+def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) -> SweepPlan:
+    return SweepPlan(
         sweep_dir=options.sweep_dir,
         objective=options.objective,
         direction=options.direction,
@@ -190,13 +190,13 @@ def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) 
     )
 
 
-# The trials of `tfdist.tune`, runs of `tfdist.train`: for the chief, and for its runners.
+# Trials of `tfdist.tune` as runs of `tfdist.train`, for the chief and its runners.
 
 
 def runner_of(
     options: SweepOptions, *, machine: Machine, environ: Mapping[str, str]
 ) -> LauncherRunner:
-    """Returns what runs the trials on this machine."""
+    """Return what runs the trials on this machine."""
     environ = environment_of_tasks(environ)
     return LauncherRunner(
         program=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
@@ -205,13 +205,13 @@ def runner_of(
         places=options.parallel_trials,
         environ=environ,
         timeout_s=options.trial_timeout_s,
-        warm=warm_server(options, machine=machine, environ=environ, modules=["tfdist.app.run"]),
+        warm=fork_template(options, machine=machine, environ=environ, modules=["tfdist.app.run"]),
     )
 
 
-def sweep_meeting(options: SweepOptions, environ: Mapping[str, str]) -> Meeting | None:
-    """Returns where chief and runners meet; raises UsageError where there is no token."""
-    return hosts.meeting_of(
+def sweep_meeting(options: SweepOptions, environ: Mapping[str, str]) -> SweepAddress | None:
+    """Return where chief and runners meet; raise UsageError where there is no token."""
+    return hosts.sweep_address_of(
         options,
         environ,
         program=options.config,
@@ -221,11 +221,11 @@ def sweep_meeting(options: SweepOptions, environ: Mapping[str, str]) -> Meeting 
 
 
 def join(options: SweepOptions, *, machine: Machine, environ: Mapping[str, str]) -> int:
-    """Runs trials for the chief of a sweep; returns the exit code. Raises as `JoinedRunner.run`."""
+    """Run trials for the chief of a sweep; return the exit code. Raises as `RemoteRunner.run`."""
     where = sweep_meeting(options, environ)
     assert where is not None, "no --join"
     here = runner_of(options, machine=machine, environ=environ)
     try:
-        return JoinedRunner(options, here, meeting=where).run()
+        return RemoteRunner(options, here, sweep_address=where).run()
     finally:
         here.close()

@@ -26,7 +26,7 @@ from tfdist.tuning.trial_job import Assignment, read_assignment
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the program; its search raises SystemExit."""
+    """Run the program; its search raises SystemExit."""
     logging.basicConfig(
         level=logging.INFO, format="%(levelname).1s %(asctime)s %(name)s: %(message)s"
     )
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def have_tuners_overwrite_nothing() -> None:
-    """Has tuners delete no project when they are made, as ``overwrite=True`` has it.
+    """Have tuners delete no project when they are made, as ``overwrite=True`` has it.
 
     The sweep's own process has done so. Tasks that start at once would do it at once, and one of
     them fail, as what it deletes is gone.
@@ -69,7 +69,7 @@ def have_tuners_overwrite_nothing() -> None:
 
 
 def have_the_tuner_know_its_space(told: Assignment) -> None:
-    """Has the tuner of the sweep read the space when it is made; KerasTuner builds models for it.
+    """Have the tuner of the sweep read the space when it is made; KerasTuner builds models for it.
 
     One more for each condition, to find what is asked for there.
     """
@@ -105,7 +105,7 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _end() -> NoReturn:
-    """Ends a trial that is done, as `sys.exit` would, but does not take Python apart.
+    """End a trial that is done, as `sys.exit` would, but does not take Python apart.
 
     That would touch, and so copy, what all forked trials share, and the next one would wait for it.
     Threads are joined, what was registered with `atexit` is called, and output is written, as a

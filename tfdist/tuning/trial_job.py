@@ -1,4 +1,4 @@
-"""What a trial is to those who run it, what it is told, and what may come of it."""
+"""Trial jobs: assignment, interface of runners, outcomes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER_MISSING, EXIT_STO
 from tfdist.outputs.run_directory import COUNTERS, DONE
 from tfdist.tuning.directory import is_run_in
 from tfdist.tuning.early import MedianRule
-from tfdist.tuning.journal import HERE, Place
+from tfdist.tuning.journal import HERE, Slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialJob:
-    """What is needed to run a trial, or to go on with it."""
+    """Everything needed to run or resume a trial."""
 
     run_dir: Path
     flags: tuple[str, ...]
@@ -38,7 +38,7 @@ class TrialJob:
 
     @property
     def is_written(self) -> bool:
-        """Returns whether some job writes where this one will: also to checkpoints elsewhere."""
+        """Return whether some job writes where this one will: also to checkpoints elsewhere."""
         told = read_assignment(self.variables)
         places = {self.run_dir, *([Path(told.checkpoints).parent] if told else [])}
         return any(map(is_run_in, places))
@@ -48,38 +48,38 @@ class RunningTrial(Protocol):
     """A trial that was started."""
 
     def poll(self) -> Outcome | None:
-        """Returns what became of it, None while it runs."""
+        """Return what became of it, None while it runs."""
 
     def stop(self) -> None:
-        """Asks it to save and end; `poll` goes on until it has."""
+        """Ask it to save and end; `poll` goes on until it has."""
 
     def taken(self) -> None:
         """What `poll` has returned is written down: nobody needs to keep it any more."""
 
 
 class Runner(Protocol):
-    """What the chief runs trials with."""
+    """Interface of what runs the chief's trials."""
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        """Returns the outcome of a trial that has come to its goal already."""
+        """Return the outcome of a trial that has come to its goal already."""
 
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
-        """Returns a line for each virtual epoch that a trial has done."""
+        """Return a line for each virtual epoch that a trial has done."""
 
-    def free_places(self, taken: Collection[Place]) -> Iterable[Place]:
-        """Returns where trials can be started now, if they run in the places that are taken."""
+    def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
+        """Return where trials can be started now, if they run in the places that are taken."""
 
     def start(self, job: TrialJob) -> RunningTrial:
-        """Starts a trial, or goes on with it where it stood."""
+        """Start a trial, or go on with it where it stood."""
 
     def take_over(self, job: TrialJob) -> RunningTrial:
-        """Returns a trial that another runner has, whose chief has been killed."""
+        """Return a trial that another runner has, whose chief has been killed."""
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        """Returns when a trial may have ended, after `timeout_s` at the latest."""
+        """Return when a trial may have ended, after `timeout_s` at the latest."""
 
 
-# What a sweep tells a trial that is a run of the user's own program: one variable, as JSON.
+# Assignment of a trial to the user's program: one variable, as JSON.
 
 VARIABLE = "TFDIST_TRIAL"
 
@@ -100,21 +100,21 @@ class Assignment:
     save_model: bool = False
 
     def encode(self) -> dict[str, str]:
-        """Returns the variable."""
+        """Return the variable."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def belongs_to(self, sweep_dir: Path) -> bool:
-        """Returns whether it is a trial of the sweep in this directory."""
+        """Return whether it is a trial of the sweep in this directory."""
         return Path(self.sweep_dir) == sweep_dir.absolute()
 
 
 def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
-    """Returns the trial that this process is to run; None where no sweep has started it."""
+    """Return the trial that this process is to run; None where no sweep has started it."""
     text = environ.get(VARIABLE)
     return Assignment(**json.loads(text)) if text else None
 
 
-# What has become of a trial, read from what its job has left: a pure decision.
+# Outcome of a trial, decided from the files of its job.
 
 _NOT_METRICS = COUNTERS | {"learning_rate"}
 
@@ -160,7 +160,7 @@ class Goal:
     rule: MedianRule | None = None
 
     def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
-        """Returns the virtual epoch after which the trial is to be ended, None while it has none.
+        """Return the virtual epoch after which the trial is to be ended, None while it has none.
 
         The rule is asked first: also a trial that went further is judged by what counts.
         """
@@ -171,7 +171,7 @@ class Goal:
 def completed(
     goal: Goal, *, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
 ) -> Completed | Failed | None:
-    """Returns the outcome of a trial that has come to its goal, None of one that has not.
+    """Return the outcome of a trial that has come to its goal, None of one that has not.
 
     A trial whose program has judged it itself says so by the ``result`` of its summary.
     """
@@ -195,7 +195,7 @@ def ended(
     report: Mapping[str, Any] | None,
     last_lines: Sequence[str],
 ) -> Killed | Failed:
-    """Returns why a job ended short of its goal.
+    """Return why a job ended short of its goal.
 
     `exit_code` is the launcher's, minus the signal that ended it; `report` is its report.json,
     None where this start has not come to write one; `last_lines` are those it has printed.
@@ -241,6 +241,6 @@ def _finite(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _was_killed(attempt: Mapping[str, Any], task: object) -> bool:
-    """Whether the first task to fail was killed, as by the kernel for want of memory."""
+    """Return whether the first task to fail was killed, as by the kernel for want of memory."""
     records = [record for record in attempt.get("tasks", ()) if record.get("task") == task]
     return bool(records) and records[-1].get("signal") == "SIGKILL"

@@ -60,7 +60,7 @@ class Model(keras.Sequential):
 
 
 class Callback(keras.callbacks.Callback):
-    """May stand still when the training has begun."""
+    """May hang when the training has begun."""
 
     def on_epoch_end(self, epoch, logs=None):
         if PLACE == "callback" and IS_LAST:

@@ -1,4 +1,4 @@
-"""A ps job in which worker 1 never ends its second piece of work, and worker 0 goes on."""
+"""A ps job in which worker 1 never ends its second work unit, and worker 0 goes on."""
 
 import collections
 import threading
@@ -6,9 +6,9 @@ import time
 
 import tfdist
 from tfdist.cluster import phases
-from tfdist.ps.workers import crew_of
+from tfdist.ps.workers import worker_pool_of
 
-crew = crew_of(tfdist.make_strategy(), patience_s=8)
+pool = worker_pool_of(tfdist.make_strategy(), patience_s=8)
 begun = collections.Counter()
 
 
@@ -23,7 +23,7 @@ def piece(place):
 pieces = []
 for step in range(100):
     phases.enter("step", step=step)
-    pieces.append(crew.submit(piece))
+    pieces.append(pool.submit(piece))
     if step >= 2:  # worker 0 goes on meanwhile
         time.sleep(0.1)
 print("pieces done:", sum(piece.result(timeout=300).value for piece in pieces))

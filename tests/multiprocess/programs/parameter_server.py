@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.data import InputFunctionSource, StreamSource
 from tfdist.ps.engine import ParameterServerEngine
-from tfdist.ps.workers import crew_of
+from tfdist.ps.workers import worker_pool_of
 
 strategy = tfdist.make_strategy()
 
@@ -287,7 +287,7 @@ def steps_of_optimizers():
 
 
 def staleness():
-    account = crew_of(strategy, patience_s=0).account
+    account = worker_pool_of(strategy, patience_s=0).account
     for bound in (None, 0, 1, 5):
         with strategy.scope():
             model = zoo.dense("adam")
@@ -314,7 +314,7 @@ class Slow(keras.layers.Layer):
 
 def ranges_that_go_on():
     """Many ranges between two moments at which somebody looks; and a step too long for two."""
-    crew = crew_of(strategy, patience_s=0)
+    pool = worker_pool_of(strategy, patience_s=0)
     with strategy.scope():
         model = zoo.dense()
         model.compile("sgd", "mse", metrics=[Examples()])
@@ -348,13 +348,13 @@ def ranges_that_go_on():
         try:
             tfdist.fit(model, x, y, batch_size=2, epochs=9, verbose=0, callbacks=[Raising()])
         except LookupError:
-            SEEN["under way after an error"] = len(crew._held)
+            SEEN["under way after an error"] = len(pool._held)
     with strategy.scope():
         model = keras.Sequential([keras.Input((zoo.X.shape[1],)), Slow(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    crew.account.staleness.clear()
+    pool.account.staleness.clear()
     tfdist.fit(model, zoo.X[:12], zoo.Y[:12], batch_size=1, verbose=0)
-    SEEN["staleness of slow steps"] = crew.account.summary()["staleness"]
+    SEEN["staleness of slow steps"] = pool.account.summary()["staleness"]
 
 
 PARTS = (

@@ -15,13 +15,13 @@ from typing import Any
 
 from tfdist.errors import TfdistError
 from tfdist.launch.multihost.hosts import environment_of_tasks
-from tfdist.tuning import conduct
-from tfdist.tuning.chief import RUNNING, STOPPED, Answer, Plan
+from tfdist.tuning import sweep_run
+from tfdist.tuning.chief import RUNNING, STOPPED, NextTrial, SweepPlan
 from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.hosts import Meeting, meeting_of
-from tfdist.tuning.joined import JoinedRunner
+from tfdist.tuning.hosts import SweepAddress, sweep_address_of
 from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import RunOptions
+from tfdist.tuning.remote_runner import RemoteRunner
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.trial_job import Assignment
 
@@ -39,12 +39,12 @@ class Counting:
         asked = [line for line in lines if line["event"] == "asked" and line["trial"] is not None]
         self._asked = len(asked)
 
-    def ask(self) -> Answer:
+    def ask(self) -> NextTrial:
         if self._asked >= self._count:
-            return Answer(status=STOPPED, asker="r")
+            return NextTrial(status=STOPPED, asker="r")
         self._asked += 1
         name = str(self._asked - 1)
-        return Answer(status=RUNNING, asker="r", trial=name, values={"x": int(name)})
+        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name)})
 
     def tell(self, trial: str, **how: Any) -> None:
         pass
@@ -67,7 +67,7 @@ class NoBoard:
 
 
 def main() -> int:
-    conduct.HParamsBoard = NoBoard  # type: ignore[misc,assignment]
+    sweep_run.HParamsBoard = NoBoard  # type: ignore[misc,assignment]
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--serve")
@@ -95,19 +95,19 @@ def main() -> int:
         timeout_s=600.0,
     )
     try:
-        meeting = meeting_of(
+        sweep_address = sweep_address_of(
             options, os.environ, program=given.program, program_file=__file__, args=()
         )
-        if options.join is not None and meeting is not None:
-            return JoinedRunner(options, runner, meeting=meeting).run()
-        return _conduct(options, runner, meeting, given.trials)
+        if options.join is not None and sweep_address is not None:
+            return RemoteRunner(options, runner, sweep_address=sweep_address).run()
+        return _run_sweep(options, runner, sweep_address, given.trials)
     except TfdistError as error:
         print(f"served: {error}", flush=True)
         return error.exit_code
 
 
-def _conduct(
-    options: RunOptions, runner: LauncherRunner, meeting: Meeting | None, trials: int
+def _run_sweep(
+    options: RunOptions, runner: LauncherRunner, sweep_address: SweepAddress | None, trials: int
 ) -> int:
     def variables_of(trial: Trial) -> Mapping[str, str]:
         run_dir = str((options.sweep_dir / TRIALS / trial.run).absolute())
@@ -120,7 +120,7 @@ def _conduct(
             seed=1,
         ).encode()
 
-    plan = Plan(
+    plan = SweepPlan(
         sweep_dir=options.sweep_dir,
         objective="val_accuracy",
         direction="max",
@@ -129,15 +129,15 @@ def _conduct(
         variables_of=variables_of,
     )
     same = {"seed": 1, "max_trials": trials, "config": {}, "space": [], "direction": "max"}
-    exit_code, _ = conduct.conduct(
-        conduct.Sweep(
+    exit_code, _ = sweep_run.run_sweep(
+        sweep_run.Sweep(
             options=options,
             describe=lambda: {**same, "objective": "val_accuracy", "tuner": "counting"},
             search_of=lambda begun: Counting(trials),  # type: ignore[arg-type,return-value]
             plan_of=lambda begun: plan,
             best_of=lambda trial, begun: sys.exit("no such thing"),
             runner=runner,
-            meeting=meeting,
+            sweep_address=sweep_address,
         )
     )
     return exit_code

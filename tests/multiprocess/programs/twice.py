@@ -1,4 +1,4 @@
-"""A ps job in which one piece of work is begun again, as after the death of its worker."""
+"""A ps job in which one work unit is begun again, as after the death of its worker."""
 
 from __future__ import annotations
 

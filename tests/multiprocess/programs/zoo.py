@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.ps.workers import crew_of
+from tfdist.ps.workers import worker_pool_of
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 6).astype("float32")
@@ -180,15 +180,15 @@ def meeting(*, workers):
 
 def stalenesses_of_a_meeting(strategy, *, times):
     """How many steps had so many updates of others in between."""
-    crew = crew_of(strategy, patience_s=0)
-    crew.account.staleness.clear()
-    workers = len(crew.shares)
+    pool = worker_pool_of(strategy, patience_s=0)
+    pool.account.staleness.clear()
+    workers = len(pool.shares)
     with strategy.scope():
         step = meeting(workers=workers)
     loop = tfdist.StepLoop(step, (X, Y), global_batch_size=8, seed=3)
     for _ in range(times):
         loop.run(workers)
-    return crew.account.summary()["staleness"]
+    return pool.account.summary()["staleness"]
 
 
 def dense(optimizer="sgd", kind=keras.Sequential):

@@ -71,7 +71,7 @@ _CITATION = """\
 
 
 def _load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Returns images uint8[1797, 8, 8, 1] and labels int64[1797]."""
+    """Return images uint8[1797, 8, 8, 1] and labels int64[1797]."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -86,7 +86,7 @@ def _load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _every_nth_of_each_label(labels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns bool[n]: true for the fifth, tenth, ... example of each label in the data's order."""
+    """Return bool[n]: true for the fifth, tenth, ... example of each label in the data's order."""
     seen: Counter[int] = Counter()
     chosen = np.zeros(len(labels), bool)
     for index, label in enumerate(labels.tolist()):

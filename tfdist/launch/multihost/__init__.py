@@ -1,1 +1,1 @@
-"""A job on several hosts: how their launchers find each other and work as one."""
+"""Jobs on several hosts: rendezvous and cooperation of their launchers."""

@@ -1,4 +1,4 @@
-"""What the hosts of one job must have in common, and how two of them differ."""
+"""Job fingerprint that all hosts share, and the differences between two hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster.wishes import names_a_secret
+from tfdist.cluster.settings import names_a_secret
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
 _OWN = re.compile(
@@ -19,7 +19,7 @@ _OWN = re.compile(
 
 
 def versions() -> dict[str, str]:
-    """Returns those of Python, tfdist and what it computes with, as installed."""
+    """Return those of Python, tfdist and what it computes with, as installed."""
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")},
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def digest(path: str) -> str:
-    """Returns a few characters that are the same for files of the same text."""
+    """Return a few characters that are the same for files of the same text."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
@@ -36,7 +36,7 @@ def digest(path: str) -> str:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that change what is computed."""
+    """Return the variables that change what is computed."""
     return {n: v for n, v in environ.items() if _MATTERS.match(n) and not _OWN.match(n)}
 
 
@@ -54,7 +54,7 @@ _MAX_CHARS = 120
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Returns ``name: X there, Y here`` for everything in which another host differs."""
+    """Return ``name: X there, Y here`` for everything in which another host differs."""
     names = [*ours, *(name for name in theirs if name not in ours)]
     return [
         f"{name} {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here"
@@ -64,19 +64,19 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
 
 
 def fingerprint(terms: Mapping[str, str]) -> str:
-    """Returns a short text that is the same where all of `terms` are."""
+    """Return a short text that is the same where all of `terms` are."""
     told = json.dumps(sorted(terms.items()))
     return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 def summary(found: Sequence[str], *, most: int = _MAX_SHOWN) -> str:
-    """Returns differences as one line, at most so many of them."""
+    """Return differences as one line, at most so many of them."""
     more = f"; and {len(found) - most} more" if len(found) > most else ""
     return "; ".join(found[:most]) + more
 
 
 def summary_of_hosts(found: Mapping[str, Sequence[str]]) -> str:
-    """Returns in what hosts differ as one line, those that do so in the same together."""
+    """Return in what hosts differ as one line, those that do so in the same together."""
     hosts: dict[tuple[str, ...], list[str]] = {}
     for host, what in found.items():
         hosts.setdefault(tuple(what), []).append(host)
@@ -87,7 +87,7 @@ def summary_of_hosts(found: Mapping[str, Sequence[str]]) -> str:
 
 
 def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[str]:
-    """Returns a program's arguments with a mark in the place of each that is named as a secret.
+    """Return a program's arguments with a mark in the place of each that is named as a secret.
 
     With `key` equal values have equal marks, which tell nothing to those who do not have it.
     """

@@ -1,4 +1,4 @@
-"""What two launchers say to each other: the bytes, the socket they travel on, and its address.
+"""Connection between two launchers: wire protocol, socket and address.
 
 What `Link` does is pure, so that its tests need no socket. First each side shows that it knows the
 token, without sending it:
@@ -60,11 +60,11 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the other side has shown that it knows the token."""
+        """Return whether the other side has shown that it knows the token."""
         return self._key is not None
 
     def send(self, message: Message) -> None:
-        """Adds a message to what is to be sent; only once the link is open."""
+        """Add a message to what is to be sent; only once the link is open."""
         payload = json.dumps(message, separators=(",", ":")).encode()
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"a message of {len(payload)} bytes")
@@ -73,7 +73,7 @@ class Link:
         self.outgoing += len(payload).to_bytes(_SIZE_BYTES, "big") + seal + payload
 
     def receive(self, data: bytes) -> list[Message]:
-        """Returns the messages that `data` completes; raises `Violation`."""
+        """Return the messages that `data` completes; raise `Violation`."""
         self._incoming += data
         if not self.is_open and not self._greet():
             return []
@@ -83,8 +83,8 @@ class Link:
         return messages
 
     def _greet(self) -> bool:
-        """Goes on with the greeting; returns whether it is done."""
-        return self._greet_as_host() if self._accepts else self._greet_as_guest()
+        """Go on with the greeting; return whether it is done."""
+        return self._greet_as_host() if self._accepts else self._greet_as_client()
 
     def _greet_as_host(self) -> bool:
         have, whole = len(self._incoming), _NONCE_BYTES + _PROOF_BYTES
@@ -101,7 +101,7 @@ class Link:
         self._key = self._prove(b"session")
         return True
 
-    def _greet_as_guest(self) -> bool:
+    def _greet_as_client(self) -> bool:
         if not self._nonces:
             start = bytes(self._incoming[: len(_MAGIC)])
             if start != _MAGIC[: len(start)]:
@@ -182,22 +182,22 @@ class Channel:
         self._heard_s = self._sent_s = self._looked_s = clock()
 
     def fileno(self) -> int:
-        """Returns what to watch."""
+        """Return what to watch."""
         return self._socket.fileno()
 
     @property
     def is_open(self) -> bool:
-        """Returns whether both sides know the token."""
+        """Return whether both sides know the token."""
         return self._link.is_open
 
     @property
     def is_waiting(self) -> bool:
-        """Returns whether there is something that the network has not taken yet."""
+        """Return whether there is something that the network has not taken yet."""
         return bool(self._link.outgoing)
 
     @property
     def silent_s(self) -> float:
-        """Returns how long nothing has come; the time in which nobody looked does not count."""
+        """Return how long nothing has come; the time in which nobody looked does not count."""
         now_s = self._clock()
         if now_s - self._looked_s > _LATE_S:
             self._heard_s = now_s
@@ -205,18 +205,18 @@ class Channel:
         return now_s - self._heard_s
 
     def send(self, message: Message) -> None:
-        """Sends a message, now or when the network takes it."""
+        """Send a message, now or when the network takes it."""
         self._link.send(message)
         self._sent_s = self._clock()
         self.flush()
 
     def beat(self) -> None:
-        """Sends a sign of life if it is time for one."""
+        """Send a sign of life if it is time for one."""
         if self.is_open and self._clock() - self._sent_s >= BEAT_EVERY_S:
             self.send({_BEAT: True})
 
     def read(self) -> list[Message]:
-        """Returns the messages that have come; raises ConnectionError at the end of them."""
+        """Return the messages that have come; raise ConnectionError at the end of them."""
         messages: list[Message] = []
         for _ in range(_MAX_READS):
             try:
@@ -235,7 +235,7 @@ class Channel:
         return _without_beats(messages)
 
     def flush(self) -> None:
-        """Writes what the network takes without waiting."""
+        """Write what the network takes without waiting."""
         outgoing = self._link.outgoing
         while outgoing:
             try:
@@ -246,7 +246,7 @@ class Channel:
             raise Violation("it takes no more messages")
 
     def close(self) -> None:
-        """Closes the connection; what the network has been given is still sent."""
+        """Close the connection; what the network has been given is still sent."""
         self._socket.close()
 
 
@@ -258,7 +258,7 @@ _ANY_PORT = 9  # nothing is sent to it
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Returns family and address of a host; raises OSError, also for a name that is unknown.
+    """Return family and address of a host; raise OSError, also for a name that is unknown.
 
     Of a name with both, that of IPv4: the system puts them in an order that follows from its own
     routes, and host 0 listens at one of them.
@@ -269,7 +269,7 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
 
 
 def own_address(host: str, *, other: str) -> str:
-    """Returns the address of this machine, which the list of hosts calls `host`.
+    """Return the address of this machine, which the list of hosts calls `host`.
 
     Where the name leads to loopback, as it does on its own machine under Debian, it is the
     address from which `other` is reached.
@@ -294,7 +294,7 @@ def own_address(host: str, *, other: str) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Returns whether `host` is an address of this machine, no name and no loopback."""
+    """Return whether `host` is an address of this machine, no name and no loopback."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
         if address.is_loopback or address.is_unspecified:
@@ -308,7 +308,7 @@ def is_own_address(host: str) -> bool:
 
 
 def _address_towards(other: str) -> str | None:
-    """Returns the address of this machine on the way to `other`; None if that is loopback too."""
+    """Return the address of this machine on the way to `other`; None if that is loopback too."""
     try:
         family, (address, _) = resolve(other, _ANY_PORT)
         if ipaddress.ip_address(address).is_loopback:

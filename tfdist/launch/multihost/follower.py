@@ -1,4 +1,4 @@
-"""The launcher of any host but 0: it starts and ends what it is told to, and tells what happens.
+"""Launcher of a host other than 0: starts and ends tasks as told, reports events.
 
 It runs its own program with its own environment and nothing else, whoever tells it: what comes from
 host 0 are the addresses of the job and the names of tasks.
@@ -20,13 +20,13 @@ from pathlib import Path
 from tfdist.cluster import ClusterSpec, HeldPort, Task, hold_ports
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
-from tfdist.launch.events import Asked, Beat, Ended, Event, Started, task_of
+from tfdist.launch.events import Beat, Ended, Event, Started, StopRequest, task_of
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
 from tfdist.launch.multihost.member import Joining, Member
 from tfdist.launch.multihost.messages import NO_SENSE, told
-from tfdist.launch.plan import Job, ProcessSpec
-from tfdist.launch.processes import JobProcesses, Workshop
+from tfdist.launch.plan import JobDescription, ProcessSpec
+from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import signal_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
@@ -67,7 +67,7 @@ class NodeTasks:
         self._stacks: dict[Task, float] = {}
 
     def start(self, task: Task, *, log: str) -> Sequence[Event]:
-        """Starts a task; returns its end where that cannot be."""
+        """Start a task; return its end where that cannot be."""
         now_s = self._clock()
         if self._cause:
             return [Ended(task=task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)]
@@ -84,12 +84,12 @@ class NodeTasks:
         return []
 
     def wait(self) -> Sequence[Event]:
-        """Returns what has happened, in time for what is to be told."""
+        """Return what has happened, in time for what is to be told."""
         due_s = min(self._stacks.values(), default=math.inf) - self._clock()
         return self.processes.wait(max(0.0, min(LOOK_EVERY_S, due_s)))
 
     def note(self, event: Event) -> None:
-        """Takes down what has happened to a task."""
+        """Record what has happened to a task."""
         match event:
             case Ended(task=task):
                 self._running.pop(task, None)
@@ -99,7 +99,7 @@ class NodeTasks:
                 pass
 
     def obey(self, message: Message) -> None:
-        """Does something with a task that runs."""
+        """Do something with a task that runs."""
         match message:
             case {"signal": name, "number": int(number)}:
                 self.processes.signal(task_of(name), signal.Signals(number))
@@ -107,12 +107,12 @@ class NodeTasks:
                 self.processes.ask_for_stacks(task_of(name))
                 self._stacks[task_of(name)] = self._clock() + _STACKS_S
             case {"kill_alone": name}:
-                self.processes.kill_alone(task_of(name))
+                self.processes.kill_one(task_of(name))
             case _:
                 pass
 
     def report_to(self, member: Member) -> None:
-        """Tells once a second in which state the tasks are, and the stacks that were asked for."""
+        """Tell once a second in which state the tasks are, and the stacks that were asked for."""
         now_s = self._clock()
         for task in [task for task, due_s in self._stacks.items() if now_s >= due_s]:
             del self._stacks[task]
@@ -126,7 +126,7 @@ class NodeTasks:
         member.send({"states": states, "mute": mute})
 
     def end(self, *, grace_s: float) -> None:
-        """Ends what still runs: host 0 is lost, or done with it."""
+        """End what still runs: host 0 is lost, or done with it."""
         self.processes.unwatch(self._fd)
         for signum, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _GIVE_UP_S)):
             for task in self._running:
@@ -143,12 +143,12 @@ class Node:
 
     def __init__(
         self,
-        job: Job,
+        job: JobDescription,
         group: Group,
         joining: Joining,
         *,
         ports: Sequence[HeldPort],
-        workshop: Workshop,
+        task_factory: TaskFactory,
         screen: JobScreen,
         signals: SignalPipe,
         stack: contextlib.ExitStack,
@@ -159,7 +159,7 @@ class Node:
         self._joining = joining
         self._ports = list(ports)
         self._hold = partial(hold_ports, host=ports[0].host, among=job.ports)
-        self._workshop = workshop
+        self._task_factory = task_factory
         self._screen = screen
         self._signals = signals
         self._stack = stack
@@ -168,13 +168,13 @@ class Node:
         self._here: NodeTasks | None = None
 
     def run(self) -> int:
-        """Comes to host 0, as often as it is lost and the job may be started again."""
+        """Come to host 0, as often as it is lost and the job may be started again."""
         options = self._job.options
         while True:
             member = self._joining.join(
                 within_s=options.startup_timeout_s,
                 wake_fds=[self._signals.fd],
-                is_over=self._is_asked,
+                is_over=self._is_stop_requested,
             )
             if member is None:
                 return exit_code_for(self._asked or signal.SIGTERM)
@@ -192,14 +192,14 @@ class Node:
             if not options.max_restarts:
                 return EXIT_PEER_MISSING
 
-    def _is_asked(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
         if came and self._asked is None:
             self._asked = came[0]
         return self._asked is not None
 
     def _serve(self, member: Member) -> int | None:
-        """Does what host 0 says; returns the job's exit code, None if host 0 is lost."""
+        """Do what host 0 says; return the job's exit code, None if host 0 is lost."""
         self._say_ready(member)
         while not member.lost:
             for event in self._wait(member):
@@ -221,7 +221,7 @@ class Node:
         return code if isinstance(code, int) and 0 <= code < 256 else EXIT_FAILED
 
     def _wait(self, member: Member) -> Sequence[Event]:
-        """Returns what has happened here, after a moment at the latest."""
+        """Return what has happened here, after a moment at the latest."""
         if self._here is not None:
             return self._here.wait()
         self._screen.flush()
@@ -229,10 +229,10 @@ class Node:
         for fd in (member.fileno(), self._signals.fd):
             poll.register(fd, select.POLLIN)
         poll.poll(LOOK_EVERY_S * 1000)
-        return [Asked(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
+        return [StopRequest(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
 
     def _tell(self, member: Member, event: Event) -> None:
-        if isinstance(event, Asked):
+        if isinstance(event, StopRequest):
             self._asked = event.signum if self._asked is None else self._asked
             self._screen.say(f"{_name(event.signum)}: {self._group.hosts[0]} ends the job")
             member.send({"asked": int(event.signum)})
@@ -260,7 +260,7 @@ class Node:
                     self._here.obey(message)
 
     def _begin(self, member: Member, told: Message) -> None:
-        """Plans this host's tasks of an attempt, as the whole cluster is known now."""
+        """Plan this host's tasks of an attempt, as the whole cluster is known now."""
         job = dataclasses.replace(self._job, run_dir=Path(told["run_dir"]))
         cluster = ClusterSpec.from_dict(told["cluster"])
         tasks = [task_of(name) for name in told["tasks"]]
@@ -277,8 +277,8 @@ class Node:
             cause = f"{logs}: {error.strerror}"
         except UsageError as error:
             cause = str(error)
-        self._workshop.check()
-        processes = self._workshop.processes(
+        self._task_factory.check()
+        processes = self._task_factory.processes(
             specs, chief=cluster.chief_task, fork_log=logs / f"fork-server-{self._group.rank}.log"
         )
         processes.watch(member.fileno())

@@ -1,4 +1,4 @@
-"""A job on several hosts: which they are, which this is, and which tasks are whose.
+"""Hosts of a job: their list, this host's index, and the tasks of each.
 
 Pure, but for the name and the addresses of this machine. Each host has a launcher of its own; that
 of host 0 leads.
@@ -12,9 +12,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, slurm, wishes
+from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, settings, slurm
 from tfdist.cluster.placement import DEFAULT_PORT, parse_hosts
-from tfdist.cluster.wishes import Wishes
+from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost import token as tokens
@@ -46,16 +46,16 @@ class Group:
     token: bytes = dataclasses.field(default=b"", repr=False)
 
     def num_tasks(self, rank: int) -> int:
-        """Returns how many tasks a host has."""
+        """Return how many tasks a host has."""
         return self.slots[rank] + (self.has_evaluator and not rank)
 
     def tasks(self, ranks: Sequence[int]) -> dict[int, tuple[Task, ...]]:
-        """Returns the tasks of each of the hosts `ranks`, numbered host after host.
+        """Return the tasks of each of the hosts `ranks`, numbered host after host.
 
         Under ps the chief is on the first host and the ps are on the last.
         """
         of_slot = [rank for rank in ranks for _ in range(self.slots[rank])]
-        types = placement.task_types(len(of_slot), wished=Wishes(ps=self.num_ps))
+        types = placement.task_types(len(of_slot), job_settings=JobSettings(ps=self.num_ps))
         tasks: dict[int, tuple[Task, ...]] = dict.fromkeys(ranks, ())
         for number, (rank, type_) in enumerate(zip(of_slot, types, strict=True)):
             tasks[rank] += (Task(type_, types[:number].count(type_)),)
@@ -64,7 +64,7 @@ class Group:
         return tasks
 
     def cluster(self, at: Mapping[int, Sequence[str]], *, strategy: str) -> ClusterSpec:
-        """Returns the cluster of the hosts of which `at` has the addresses of the tasks."""
+        """Return the cluster of the hosts of which `at` has the addresses of the tasks."""
         ranks = sorted(at)
         tasks = self.tasks(ranks)
         pairs = sorted(
@@ -81,7 +81,7 @@ class Group:
         )
 
     def stand_in_cluster(self, *, strategy: str, ports: Sequence[int] | None = None) -> ClusterSpec:
-        """Returns the cluster with ports in a row, as nobody knows them before the rendezvous.
+        """Return the cluster with ports in a row, as nobody knows them before the rendezvous.
 
         They are the first ones of `ports` on each host, where these are given.
         """
@@ -99,7 +99,7 @@ class Group:
 def decided_group(
     options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[LaunchOptions, Group | None]:
-    """Returns the options with the numbers that follow from the hosts, and the hosts.
+    """Return the options with the numbers that follow from the hosts, and the hosts.
 
     They are those of --hosts, or the nodes of a Slurm step that has one launcher on each. A list
     of one host is a job on this machine.
@@ -138,7 +138,7 @@ def decided_group(
 def terms(
     options: LaunchOptions, environ: Mapping[str, str], *, group: Group, program_file: str
 ) -> dict[str, str]:
-    """Returns what must be the same on all hosts of the job."""
+    """Return what must be the same on all hosts of the job."""
     flags = {
         f"--{name}": str(value)
         for name, value in dataclasses.asdict(options).items()
@@ -159,7 +159,7 @@ def terms(
 
 
 def _config_files(args: Sequence[str]) -> list[str]:
-    """Returns the config files that a program is given, by ``--config=F`` or ``--config F``."""
+    """Return the config files that a program is given, by ``--config=F`` or ``--config F``."""
     following = itertools.zip_longest(args, args[1:], fillvalue="")
     return [
         (text if equals else after).partition(":")[0]
@@ -170,7 +170,7 @@ def _config_files(args: Sequence[str]) -> list[str]:
 
 
 def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
-    """Returns the options with the workers that a list of `total` slots leaves."""
+    """Return the options with the workers that a list of `total` slots leaves."""
     strategy = options.strategy
     if strategy == "auto":
         strategy = "ps" if options.ps is not None else "multiworker" if total > 1 else "auto"
@@ -186,13 +186,13 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[LaunchOptions, tuple[int, ...]]:
-    """Returns the options of a job without a list, and how many tasks each host has."""
+    """Return the options of a job without a list, and how many tasks each host has."""
     if options.strategy in ("single", "mirrored"):
         raise UsageError(
             "--strategy",
             received=f"{options.strategy} in a step of {num_hosts} launchers",
             expected="multiworker or ps: together they run one job",
-            fix=f"use one, or set {wishes.CLUSTER}=none for {num_hosts} jobs on their own",
+            fix=f"use one, or set {settings.CLUSTER}=none for {num_hosts} jobs on their own",
         )
     is_ps = options.strategy == "ps" or options.ps is not None
     others = 1 + options.num_ps if is_ps else 0
@@ -213,20 +213,20 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[LaunchOptions, 
 def _slurm_nodes(
     options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[tuple[str, ...], int, int] | None:
-    if wishes.text(environ, wishes.CLUSTER) not in ("", "auto", "slurm"):
+    if settings.text(environ, settings.CLUSTER) not in ("", "auto", "slurm"):
         return None
     found = slurm.node_of(environ)
     if found is None:
         return None
     hosts, rank = found
-    wished = wishes.from_environ(environ)
+    job_settings = settings.from_environ(environ)
     if options.port_range is not None:
-        wished = dataclasses.replace(wished, ports=options.port_range)
-    return tuple(hosts), rank, slurm.first_port(environ, wished)
+        job_settings = dataclasses.replace(job_settings, ports=options.port_range)
+    return tuple(hosts), rank, slurm.first_port(environ, job_settings)
 
 
 def rank_of(hosts: Sequence[str], *, node_rank: int | None) -> int:
-    """Returns which of the hosts this one is, as it was told or by its name or address.
+    """Return which of the hosts this one is, as it was told or by its name or address.
 
     Raises:
         UsageError: it is none of them, or several.
@@ -277,5 +277,5 @@ def _refuse_isolation(options: LaunchOptions, *, num_hosts: int) -> None:
 
 
 def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the tasks get of the environment: not the secret of the launchers."""
+    """Return what the tasks get of the environment: not the secret of the launchers."""
     return {name: value for name, value in environ.items() if name != tokens.VARIABLE}

@@ -1,4 +1,4 @@
-"""Host 0's side of the rendezvous: who has come, what they say, and who is gone."""
+"""Host 0's side of the rendezvous: joins, messages and losses of the other hosts."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from tfdist.launch.multihost.connection import Channel, Link, Message, Violation
 CHECK_EVERY_S = 0.5
 
 _GREETING_S = 10.0
-_SPARE_GUESTS = 64
+_SPARE_CLIENTS = 64
 _MAX_ACCEPTS = 256  # at once, so that those who are in are heard meanwhile
 _MAX_TURNED_AWAY = 16
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Joined:
-    """A host is there, with the same terms as ours."""
+class PeerJoined:
+    """A host has joined, with the same fingerprint as ours."""
 
     rank: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Differs:
-    """A host is there and was sent away: it is not of the same job, or not alike."""
+    """A host was refused: it is of another job, or its fingerprint differs."""
 
     rank: int
     what: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heard:
-    """A host says something."""
+class MessageReceived:
+    """A message from a host."""
 
     rank: int
     message: Message
@@ -48,17 +48,17 @@ class Heard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """A host that was there is not any more."""
+    """The loss of a host that had joined."""
 
     rank: int
     cause: str
 
 
-News = Joined | Differs | Heard | Lost
+News = PeerJoined | Differs | MessageReceived | Lost
 
 
 @dataclass(kw_only=True, slots=True)
-class _Guest:
+class _Client:
     channel: Channel
     address: str
     came_s: float
@@ -87,17 +87,17 @@ class Hub:
         num_ranks: int,
         timeout_s: float,
         clock: Callable[[], float],
-        max_strangers: int | None = None,
+        max_unauthenticated: int | None = None,
     ) -> None:
         self._listener = listener
         self._token = token
         self._terms = dict(terms)
         self._num_ranks = num_ranks
-        self._max_strangers = max_strangers or num_ranks + _SPARE_GUESTS
+        self._max_unauthenticated = max_unauthenticated or num_ranks + _SPARE_CLIENTS
         self._timeout_s = timeout_s
         self._clock = clock
-        self._guests: dict[int, _Guest] = {}
-        self._members: dict[int, _Guest] = {}
+        self._clients: dict[int, _Client] = {}
+        self._members: dict[int, _Client] = {}
         self._news: list[News] = []
         self._checked_s = clock()
         self._turned_away: Counter[str] = Counter()
@@ -107,26 +107,26 @@ class Hub:
         self._listen(True)
 
     def fileno(self) -> int:
-        """Returns what is readable when there is something to do."""
+        """Return what is readable when there is something to do."""
         return self._selector.fileno()
 
     @property
     def present(self) -> frozenset[int]:
-        """Returns the ranks that are there."""
+        """Return the ranks that are there."""
         return frozenset(self._members)
 
     @property
     def turned_away(self) -> tuple[str, ...]:
-        """Returns who came and could not join, and why."""
+        """Return who came and could not join, and why."""
         return tuple(f"{who} ({n} times)" if n > 1 else who for who, n in self._turned_away.items())
 
     def address_of(self, rank: int) -> str:
-        """Returns the address from which a present host came."""
+        """Return the address from which a present host came."""
         return self._members[rank].address
 
     @property
     def next_s(self) -> float:
-        """Returns when `turn` is to be called at the latest."""
+        """Return when `turn` is to be called at the latest."""
         return self._checked_s + CHECK_EVERY_S
 
     def turn(self) -> None:
@@ -134,28 +134,28 @@ class Hub:
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:
                 self._accept()
-            elif (guest := self._guests.get(key.fd)) is not None:
-                self._serve(guest)
+            elif (client := self._clients.get(key.fd)) is not None:
+                self._serve(client)
         if self._clock() >= self.next_s:
             self._check()
 
     def take_news(self) -> list[News]:
-        """Returns what has happened since the last call."""
+        """Return what has happened since the last call."""
         news, self._news = self._news, []
         return news
 
     def send(self, rank: int, message: Message) -> None:
-        """Sends a message to a host; nothing happens if it is gone."""
-        if (guest := self._members.get(rank)) is not None:
-            self._with(guest, lambda: guest.channel.send(message))
+        """Send a message to a host; nothing happens if it is gone."""
+        if (client := self._members.get(rank)) is not None:
+            self._with(client, lambda: client.channel.send(message))
 
     def close(self) -> None:
-        """Closes everything."""
-        for guest in list(self._guests.values()):
+        """Close everything."""
+        for client in list(self._clients.values()):
             with contextlib.suppress(OSError, Violation):
-                guest.channel.flush()
-            guest.channel.close()
-        self._guests.clear()
+                client.channel.flush()
+            client.channel.close()
+        self._clients.clear()
         self._members.clear()
         self._selector.close()
         self._listener.close()
@@ -170,14 +170,14 @@ class Hub:
                 return  # else there is nobody any more
             link = Link(self._token, accepts=True)
             channel = Channel(sock, link, clock=self._clock)
-            guest = _Guest(channel=channel, address=str(address[0]), came_s=self._clock())
+            client = _Client(channel=channel, address=str(address[0]), came_s=self._clock())
             self._make_room()
-            self._guests[channel.fileno()] = guest
-            self._selector.register(channel.fileno(), guest.events)
-            self._with(guest, channel.flush)
+            self._clients[channel.fileno()] = client
+            self._selector.register(channel.fileno(), client.events)
+            self._with(client, channel.flush)
 
     def _pause(self, error: OSError) -> None:
-        """Leaves who comes waiting until the next check, as accepting fails until then.
+        """Leave who comes waiting until the next check, as accepting fails until then.
 
         A listener with somebody before it stays readable: watched, it would have us turn at once,
         again and again.
@@ -186,7 +186,7 @@ class Hub:
         self._turned_away[f"whoever came next: {error.strerror} (see ulimit -n)"] += 1
 
     def _listen(self, wanted: bool) -> None:
-        """Watches the listener, or does not."""
+        """Watch the listener, or do not."""
         if wanted and not self._is_listening:
             self._selector.register(self._listener, selectors.EVENT_READ)
         elif self._is_listening and not wanted:
@@ -194,96 +194,96 @@ class Hub:
         self._is_listening = wanted
 
     def _make_room(self) -> None:
-        """Drops the oldest of those who have not joined where there are too many."""
-        strangers = [guest for guest in self._guests.values() if guest.rank is None]
-        if len(strangers) >= self._max_strangers:
-            self._drop(strangers[0], "too many connections")
+        """Drop the oldest of those who have not joined where there are too many."""
+        unauthenticated = [client for client in self._clients.values() if client.rank is None]
+        if len(unauthenticated) >= self._max_unauthenticated:
+            self._drop(unauthenticated[0], "too many connections")
 
-    def _serve(self, guest: _Guest) -> None:
+    def _serve(self, client: _Client) -> None:
         messages: list[Message] = []
-        self._with(guest, lambda: messages.extend(guest.channel.read()))
+        self._with(client, lambda: messages.extend(client.channel.read()))
         for message in messages:
-            if guest.rank is not None:
-                self._news.append(Heard(rank=guest.rank, message=message))
+            if client.rank is not None:
+                self._news.append(MessageReceived(rank=client.rank, message=message))
             else:
-                self._greet(guest, message)
+                self._greet(client, message)
 
-    def _greet(self, guest: _Guest, message: Message) -> None:
+    def _greet(self, client: _Client, message: Message) -> None:
         hello = message.get("hello")
         rank = hello.get("rank") if isinstance(hello, dict) else None
         terms = hello.get("terms") if isinstance(hello, dict) else None
         if not isinstance(rank, int) or not isinstance(terms, dict):
-            self._drop(guest, "no greeting")
+            self._drop(client, "no greeting")
             return
         found = differences(self._terms, {str(k): str(v) for k, v in terms.items()})
         if not found and not 1 <= rank < self._num_ranks:
             found = [f"rank {rank} there, 0 to {self._num_ranks - 1} here"]
         if found:
             self._news.append(Differs(rank=rank, what=tuple(found)))
-            self._refuse(guest, reason="; ".join(found), differs=True)
+            self._refuse(client, reason="; ".join(found), differs=True)
         elif rank in self._members:
             taken = f"rank {rank} is that of {self._members[rank].address} already"
-            self._refuse(guest, reason=taken, differs=False)
+            self._refuse(client, reason=taken, differs=False)
         else:
-            guest.rank = rank
-            self._members[rank] = guest
-            self._news.append(Joined(rank=rank))
-            self._with(guest, lambda: guest.channel.send({"welcome": rank}))
+            client.rank = rank
+            self._members[rank] = client
+            self._news.append(PeerJoined(rank=rank))
+            self._with(client, lambda: client.channel.send({"welcome": rank}))
 
-    def _refuse(self, guest: _Guest, *, reason: str, differs: bool) -> None:
+    def _refuse(self, client: _Client, *, reason: str, differs: bool) -> None:
         message = {"refused": reason, "differs": differs}
-        self._with(guest, lambda: guest.channel.send(message))
-        self._drop(guest, reason)
+        self._with(client, lambda: client.channel.send(message))
+        self._drop(client, reason)
 
-    def _with(self, guest: _Guest, action: Callable[[], object]) -> None:
-        """Does something with a connection, and drops it where that fails."""
+    def _with(self, client: _Client, action: Callable[[], object]) -> None:
+        """Do something with a connection, and drop it where that fails."""
         try:
             action()
         except WrongToken:
             with contextlib.suppress(OSError, Violation):
-                guest.channel.flush()
-            self._drop(guest, "a wrong token")
+                client.channel.flush()
+            self._drop(client, "a wrong token")
         except (OSError, Violation) as error:
-            self._drop(guest, str(error))
+            self._drop(client, str(error))
         else:
-            self._watch(guest)
+            self._watch(client)
 
-    def _watch(self, guest: _Guest) -> None:
+    def _watch(self, client: _Client) -> None:
         events = selectors.EVENT_READ
-        if guest.channel.is_waiting:
+        if client.channel.is_waiting:
             events |= selectors.EVENT_WRITE
-        if events != guest.events and guest.channel.fileno() in self._guests:
-            guest.events = events
-            self._selector.modify(guest.channel.fileno(), events)
+        if events != client.events and client.channel.fileno() in self._clients:
+            client.events = events
+            self._selector.modify(client.channel.fileno(), events)
 
-    def _drop(self, guest: _Guest, cause: str) -> None:
-        if self._guests.pop(guest.channel.fileno(), None) is None:
+    def _drop(self, client: _Client, cause: str) -> None:
+        if self._clients.pop(client.channel.fileno(), None) is None:
             return
-        self._selector.unregister(guest.channel.fileno())
-        guest.channel.close()
-        if guest.rank is None:
+        self._selector.unregister(client.channel.fileno())
+        client.channel.close()
+        if client.rank is None:
             if len(self._turned_away) < _MAX_TURNED_AWAY:
-                self._turned_away[f"{guest.address}: {cause}"] += 1
+                self._turned_away[f"{client.address}: {cause}"] += 1
         else:
-            del self._members[guest.rank]
-            self._news.append(Lost(rank=guest.rank, cause=cause))
+            del self._members[client.rank]
+            self._news.append(Lost(rank=client.rank, cause=cause))
 
     def _check(self) -> None:
         """Shows the others that we live, and drops those of whom nothing is heard."""
         self._checked_s = now_s = self._clock()
         self._listen(True)
-        for guest in list(self._guests.values()):
-            if guest.rank is None:
-                if now_s - guest.came_s > _GREETING_S:
-                    self._drop(guest, f"no greeting in {_GREETING_S:g} s")
-            elif guest.channel.silent_s >= self._timeout_s:
-                self._drop(guest, f"no word for {self._timeout_s:g} s")
+        for client in list(self._clients.values()):
+            if client.rank is None:
+                if now_s - client.came_s > _GREETING_S:
+                    self._drop(client, f"no greeting in {_GREETING_S:g} s")
+            elif client.channel.silent_s >= self._timeout_s:
+                self._drop(client, f"no word for {self._timeout_s:g} s")
             else:
-                self._with(guest, guest.channel.beat)
+                self._with(client, client.channel.beat)
 
 
 def listen(address: str, port: int, *, num_hosts: int) -> socket.socket:
-    """Returns a socket that listens at one address alone; raises OSError, with its name."""
+    """Return a socket that listens at one address alone; raise OSError, with its name."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

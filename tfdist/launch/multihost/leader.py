@@ -1,4 +1,4 @@
-"""Host 0's view of a job on several hosts: who is there, and their tasks as if they were its own.
+"""Host 0's view of a job on several hosts: the other hosts and their tasks.
 
 The supervisor decides about all tasks here. The launchers of the other hosts start what they are
 told to, and tell what happens to it (`tfdist.launch.multihost.follower`).
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tfdist.cluster import ClusterSpec, HeldPort, Task, placement
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
-from tfdist.launch.events import Asked, Ended, Event, Started, task_of
+from tfdist.launch.events import Ended, Event, Started, StopRequest, task_of
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.hub import Differs, Heard, Hub, Lost
+from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived
 from tfdist.launch.multihost.messages import NO_SENSE, heard
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec
@@ -61,15 +61,15 @@ class Team:
 
     @property
     def hub(self) -> Hub:
-        """Returns the connections."""
+        """Return the connections."""
         return self._hub
 
     def name(self, rank: int) -> str:
-        """Returns the host of a rank as the user wrote it."""
+        """Return the host of a rank as the user wrote it."""
         return self._group.hosts[rank]
 
     def gather(self) -> int | None:
-        """Waits until all hosts are ready; returns the signal that asks to stop meanwhile.
+        """Wait until all hosts are ready; return the signal that asks to stop meanwhile.
 
         Raises:
             StartupTimeout: too few have come in time; the message names the others.
@@ -98,7 +98,7 @@ class Team:
         return None
 
     def roll_call(self, *, own: str, terms: Mapping[str, str]) -> str:
-        """Returns who is there, at which addresses, and what all of them have in common."""
+        """Return who is there, at which addresses, and what all of them have in common."""
         at = {0: own} | {rank: self._hub.address_of(rank) for rank in sorted(self._hub.present)}
         shown = [f"{self.name(rank)} at {at[rank]}" for rank in list(at)[:_MAX_NAMES]]
         more = f" and {len(at) - len(shown)} more" if len(at) > len(shown) else ""
@@ -116,7 +116,7 @@ class Team:
         attempt: int,
         run_dir: Path,
     ) -> tuple[ProcessSpec, ...]:
-        """Returns the processes of all tasks, and tells the hosts of the attempt.
+        """Return the processes of all tasks, and tell the hosts of the attempt.
 
         `local` makes those of this host; the others make theirs by themselves.
         """
@@ -147,13 +147,13 @@ class Team:
         return tuple(sorted([*here, *away], key=lambda spec: spec.task))
 
     def ready(self, rank: int, message: Message) -> None:
-        """Takes down that a host is ready for an attempt, with these ports."""
+        """Record that a host is ready for an attempt, with these ports."""
         ports = message.get("ready")
         if isinstance(ports, list) and len(ports) == self._group.num_tasks(rank):
             self._ports[rank] = [int(port) for port in ports]
 
     def lost(self, rank: int) -> None:
-        """Takes down that a host is gone."""
+        """Record that a host is gone."""
         self._ports.pop(rank, None)
 
     def end(self, exit_code: int, *, why: str = "") -> None:
@@ -167,7 +167,7 @@ class Team:
         self._hub.close()
 
     def _wait(self) -> int | None:
-        """Waits for news; returns a signal to stop, wherever it came from."""
+        """Wait for news; return a signal to stop, wherever it came from."""
         self._screen.flush()
         left_s = max(0.0, self._hub.next_s - self._clock())
         poll = select.poll()
@@ -179,16 +179,16 @@ class Team:
             match news:
                 case Differs(rank=rank, what=what):
                     self._unlike[rank] = what
-                case Heard(rank=rank, message={"asked": int(signum)}):
+                case MessageReceived(rank=rank, message={"asked": int(signum)}):
                     return signum
-                case Heard(rank=rank, message=message):
+                case MessageReceived(rank=rank, message=message):
                     self.ready(rank, message)
                 case Lost(rank=rank):
                     self.lost(rank)
         return next((s for s in self._signals.read() if s in STOP_SIGNALS), None)
 
     def _do_without(self, missing: Sequence[int]) -> None:
-        """Goes on with the hosts that are there, where that was asked for; else gives up."""
+        """Go on with the hosts that are there, where that was asked for; else gives up."""
         there = 1 + len(self._others) - len(missing)
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
@@ -208,7 +208,7 @@ class Team:
         )
 
     def _missing(self) -> list[int]:
-        """Returns who is not ready; where some differ, who has not come."""
+        """Return who is not ready; where some differ, who has not come."""
         known = self._unlike.keys() | self._hub.present if self._unlike else self._ports.keys()
         return [rank for rank in self._others if rank not in known]
 
@@ -232,7 +232,7 @@ class Team:
 
 
 def _elsewhere(task: Task, *, options: LaunchOptions, logs: Path) -> ProcessSpec:
-    """Returns what is known here of a process on another host."""
+    """Return what is known here of a process on another host."""
     environ: Mapping[str, str] = {}
     return ProcessSpec(
         task=task,
@@ -272,7 +272,7 @@ class TeamProcesses:
         local.watch(team.hub.fileno())
 
     def start(self, spec: ProcessSpec) -> None:
-        """Starts a task on its host. Raises OSError if it cannot."""
+        """Start a task on its host. Raises OSError if it cannot."""
         rank = self._team.host_of[spec.task]
         if not rank:
             self._local.start(spec)
@@ -284,50 +284,50 @@ class TeamProcesses:
             self._end(spec.task, self._lost.get(rank, "it is not there"))
 
     def signal(self, task: Task, signum: int) -> None:
-        """Sends a signal to a task's whole process group."""
+        """Send a signal to a task's whole process group."""
         if not self._team.host_of[task]:
             self._local.signal(task, signum)
         elif task in self._alive:
             self._send(task, {"signal": str(task), "number": int(signum)})
 
     def ask_for_stacks(self, task: Task) -> None:
-        """Has a task print its Python stacks."""
+        """Have a task print its Python stacks."""
         if not self._team.host_of[task]:
             self._local.ask_for_stacks(task)
         else:
             self._send(task, {"stacks": str(task)})
 
-    def kill_alone(self, task: Task) -> None:
-        """Ends one task, and what it has left behind, while the job goes on."""
+    def kill_one(self, task: Task) -> None:
+        """End one task, and what it has left behind, while the job goes on."""
         if not self._team.host_of[task]:
-            self._local.kill_alone(task)
+            self._local.kill_one(task)
         else:
             self._send(task, {"kill_alone": str(task)})
 
     def can_start(self, task: Task) -> bool:
-        """Returns whether the host of a task has been there all the time."""
+        """Return whether the host of a task has been there all the time."""
         rank = self._team.host_of[task]
         return not rank or (rank in self._team.hub.present and rank not in self._lost)
 
     def state_of(self, task: Task) -> str | None:
-        """Returns the state letter of a task's process, as its host last told it."""
+        """Return the state letter of a task's process, as its host last told it."""
         if not self._team.host_of[task]:
             return self._local.state_of(task)
         return self._states.get(task, "S")
 
     def can_speak(self, task: Task) -> bool:
-        """Returns whether a task still has the pipe on which it tells what it does."""
+        """Return whether a task still has the pipe on which it tells what it does."""
         if not self._team.host_of[task]:
             return self._local.can_speak(task)
         return task not in self._mute
 
     def show_failure(self, task: Task, cause: str) -> None:
-        """Has every host show what failed first."""
+        """Have every host show what failed first."""
         for rank in self._team.hub.present:
             self._team.hub.send(rank, {"failed": str(task), "cause": cause})
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Returns what has happened, after `timeout_s` at the latest."""
+        """Return what has happened, after `timeout_s` at the latest."""
         self._turn()
         left_s = max(0.0, self._team.hub.next_s - self._clock())
         limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
@@ -337,7 +337,7 @@ class TeamProcesses:
         return [*news, *(event for event in events if self._counts(event, rank=0))]
 
     def finish(self) -> None:
-        """Ends what the tasks have left behind, on all hosts."""
+        """End what the tasks have left behind, on all hosts."""
         for rank in self._team.hub.present:
             self._team.hub.send(rank, {"finish": True})
         self._local.unwatch(self._team.hub.fileno())
@@ -350,7 +350,7 @@ class TeamProcesses:
         self._team.hub.turn()
         for news in self._team.hub.take_news():
             match news:
-                case Heard(rank=rank, message=message):
+                case MessageReceived(rank=rank, message=message):
                     self._heard(rank, message)
                 case Lost(rank=rank, cause=cause):
                     self._lost_host(rank, cause)
@@ -364,19 +364,19 @@ class TeamProcesses:
             self._end(task, cause)
 
     def _end(self, task: Task, why: str) -> None:
-        """Has a task end with its host."""
+        """Have a task end with its host."""
         rank = self._alive.pop(task)
         cause = f"host {self._team.name(rank)} is gone: {why}"
         now_s = self._clock()
         self._news.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
     def _heard(self, rank: int, message: Message) -> None:
-        """Takes a message; what makes no sense is left out, as it has no meaning for the job."""
+        """Take a message; what makes no sense is left out, as it has no meaning for the job."""
         try:
             if "event" in message:
                 self._event(rank, message)
             elif "asked" in message:
-                asked = Asked(signum=int(signal.Signals(message["asked"])))
+                asked = StopRequest(signum=int(signal.Signals(message["asked"])))
                 self._news += [asked] if self._counts(asked, rank=rank) else []
             elif "states" in message:
                 self._watched(rank, message)
@@ -409,7 +409,7 @@ class TeamProcesses:
 
         A second one from the same host is meant to kill.
         """
-        if not isinstance(event, Asked):
+        if not isinstance(event, StopRequest):
             return True
         is_new = rank not in self._askers
         is_first = not self._askers
@@ -425,16 +425,16 @@ class TeamScreen:
         self._processes = processes
 
     def say(self, text: str) -> None:
-        """Shows lines of the launcher's own."""
+        """Show lines of the launcher's own."""
         self._screen.say(text)
 
     def show_failure(self, task: Task, cause: str) -> None:
-        """Shows what failed first, here and on the other hosts."""
+        """Show what failed first, here and on the other hosts."""
         self._screen.show_failure(task, cause)
         self._processes.show_failure(task, cause)
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
-        """Returns the last lines of a task's output."""
+        """Return the last lines of a task's output."""
         return self._screen.last_lines(task)
 
 

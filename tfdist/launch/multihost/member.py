@@ -1,4 +1,4 @@
-"""The other hosts' side of the rendezvous: coming to host 0, and staying in touch with it."""
+"""Other hosts' side of the rendezvous: connects to host 0 and stays connected."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Member:
         self.lost = ""
 
     def fileno(self) -> int:
-        """Returns what to watch."""
+        """Return what to watch."""
         return self._channel.fileno()
 
     @property
     def is_waiting(self) -> bool:
-        """Returns whether there is something that the network has not taken yet."""
+        """Return whether there is something that the network has not taken yet."""
         return not self.lost and self._channel.is_waiting
 
     def turn(self) -> None:
@@ -54,16 +54,16 @@ class Member:
             self.lost = f"no word for {self._timeout_s:g} s"
 
     def take_messages(self) -> list[Message]:
-        """Returns what host 0 has said since the last call."""
+        """Return what host 0 has said since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
     def send(self, message: Message) -> None:
-        """Sends a message; nothing happens if host 0 is gone."""
+        """Send a message; nothing happens if host 0 is gone."""
         self._with(lambda: self._channel.send(message))
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._channel.close()
 
     def _with(self, action: Callable[[], object]) -> None:
@@ -107,7 +107,7 @@ class Joining:
     def join(
         self, *, within_s: float, wake_fds: Sequence[int] = (), is_over: Callable[[], bool]
     ) -> Member | None:
-        """Returns the connection, or None when `is_over`; a descriptor that wakes us has it asked.
+        """Return the connection, or None when `is_over`; a descriptor that wakes us has it asked.
 
         Raises:
             StartupTimeout: host 0 has not let us in; the message says where it was looked for.
@@ -131,7 +131,7 @@ class Joining:
         return None
 
     def attempt(self, wake_fds: Sequence[int] = ()) -> Member:
-        """Tries once; a descriptor that can be read ends the wait for an answer.
+        """Try once; a descriptor that can be read ends the wait for an answer.
 
         Raises OSError and `Violation` where it is worth another try, `WrongToken`, and UsageError
         where this host differs from host 0.
@@ -151,7 +151,7 @@ class Joining:
         return Member(channel, timeout_s=self._timeout_s, messages=messages)
 
     def _greet(self, channel: Channel, wake_fds: Sequence[int]) -> list[Message]:
-        """Says who we are; returns what host 0 has said after it has let us in."""
+        """Report who we are; return what host 0 has said after it has let us in."""
         deadline_s = self._clock() + _GREETING_S
         has_said = False
         while self._clock() < deadline_s:
@@ -186,7 +186,7 @@ class Joining:
         return join(self._host, self._port)
 
     def wrong_token(self) -> UsageError:
-        """Returns what to say where host 0 has another token."""
+        """Return what to say where host 0 has another token."""
         return UsageError(
             "token",
             received=f"one that {self._place} does not have",
@@ -203,7 +203,7 @@ class Joining:
 
 
 def _wait(fds: Sequence[int], *, timeout_s: float) -> list[int]:
-    """Returns which of the descriptors can be read, after `timeout_s` at the latest."""
+    """Return which of the descriptors can be read, after `timeout_s` at the latest."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -1,10 +1,10 @@
-"""What happens to a task on another host, as messages. Moments travel as ages: clocks differ."""
+"""Encoding of another host's task events as messages. Times are sent as ages: clocks differ."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tfdist.launch.events import Awaited, Beat, Ended, Raised, Started, task_of
+from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
 
 TaskEvent = Started | Raised | Beat | Ended
 Message = dict[str, Any]
@@ -14,7 +14,7 @@ NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
 
 
 def told(event: TaskEvent, *, now_s: float) -> Message:
-    """Returns an event as a message."""
+    """Return an event as a message."""
     message: Message = {
         "event": type(event).__name__.lower(),
         "task": str(event.task),
@@ -42,7 +42,7 @@ def told(event: TaskEvent, *, now_s: float) -> Message:
 
 
 def heard(message: Message, *, now_s: float) -> TaskEvent:
-    """Returns the event of a message; raises one of `NO_SENSE` if it is none."""
+    """Return the event of a message; raise one of `NO_SENSE` if it is none."""
     task, at_s = task_of(message["task"]), now_s - float(message["age_s"])
     match message["event"]:
         case "started":
@@ -72,16 +72,16 @@ def heard(message: Message, *, now_s: float) -> TaskEvent:
     raise ValueError(f"no event: {message['event']!r}")
 
 
-def _told_awaited(awaited: Awaited, *, now_s: float) -> Message:
+def _told_awaited(awaited: TaskPendingWork, *, now_s: float) -> Message:
     age_s = now_s - awaited.since_s
     return {"task": str(awaited.task), "age_s": age_s, "is_first": awaited.is_first}
 
 
-def _heard_awaited(told: Message | None, *, now_s: float) -> Awaited | None:
+def _heard_awaited(told: Message | None, *, now_s: float) -> TaskPendingWork | None:
     if told is None:
         return None
     since_s, is_first = now_s - float(told["age_s"]), bool(told["is_first"])
-    return Awaited(task=task_of(told["task"]), since_s=since_s, is_first=is_first)
+    return TaskPendingWork(task=task_of(told["task"]), since_s=since_s, is_first=is_first)
 
 
 def _age_s(at_s: float | None, *, now_s: float) -> float | None:

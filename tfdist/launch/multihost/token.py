@@ -1,4 +1,4 @@
-"""The secret that the launchers of one job share: where it comes from, and when it is needed."""
+"""Shared secret of a job's launchers: its source, and when it is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAKE = "head -c 32 /dev/urandom | base64 > FILE, readable by you alone"
 
 
 def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[str]) -> bytes:
-    """Returns the token of a job on `hosts`; empty on this machine alone, where nobody gave one.
+    """Return the token of a job on `hosts`; empty on this machine alone, where nobody gave one.
 
     Raises:
         UsageError: there is none, or it cannot be read; no message has any of its text.
@@ -37,7 +37,7 @@ def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a host is this machine, by its name or number alone."""
+    """Return whether a host is this machine, by its name or number alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -34,7 +34,7 @@ Exit code: 0 nothing is wrong, 1 warnings only, 2 errors or a wrong command line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class DoctorCommand:
     """What the command line asks for."""
 
     hosts: str | None = None
@@ -49,8 +49,8 @@ class Command:
     help: bool = False
 
 
-def parse(arguments: Sequence[str]) -> Command:
-    """Returns what `arguments` ask for; raises UsageError where that makes no sense."""
+def parse(arguments: Sequence[str]) -> DoctorCommand:
+    """Return what `arguments` ask for; raise UsageError where that makes no sense."""
     values: dict[str, str] = {}
     switches: dict[str, bool] = {}
     rest = list(arguments)
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> Command:
         else:
             meant = near(f"--{name}", [f"--{flag}" for flag in (*_VALUES, *_SWITCHES)])
             raise _refuse("command line", f"{head}{meant}", "a flag of the doctor", "see --help")
-    return Command(
+    return DoctorCommand(
         hosts=values.get("hosts"),
         node_rank=_node_rank(values.get("node_rank")),
         ports=values.get("ports"),

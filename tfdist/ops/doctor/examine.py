@@ -1,4 +1,4 @@
-"""A look at all hosts of a job, from the first one's side and from the others'."""
+"""Preflight of all hosts of a job, as run by the first host and by the others."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
 from tfdist.launch.multihost.connection import Message
-from tfdist.ops.doctor import door, machine
+from tfdist.ops.doctor import machine, port_listener
+from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
 from tfdist.ops.doctor.checks import RULES, check
-from tfdist.ops.doctor.door import Door
 from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, as_json, read
-from tfdist.ops.doctor.findings import Finding, Severity
-from tfdist.ops.doctor.job import Job
+from tfdist.ops.doctor.findings import HostFinding, Severity
+from tfdist.ops.doctor.job import PreflightJob
 from tfdist.ops.doctor.machine import work_s
-from tfdist.ops.doctor.meeting import Meeting, NoMeeting, attend, join_meeting
-from tfdist.ops.doctor.servers import Servers
+from tfdist.ops.doctor.port_listener import PortListener
+from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
 
 _STEPS = {"look": 15.0, "reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0}
@@ -45,46 +45,50 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class PreflightResult:
     """What was seen, what is wrong of it, and how long it took from when all were there."""
 
     facts: JobFacts
-    findings: tuple[Finding, ...]
+    findings: tuple[HostFinding, ...]
     took_s: float
 
 
-def lead(job: Job, wanted: Wanted, *, environ: Mapping[str, str]) -> tuple[Verdict, Meeting]:
-    """Looks at all hosts, as the first one; whoever calls ends the meeting."""
-    with Party(job, environ=environ, shared_dir=wanted.shared_dir) as party:
-        meeting = Meeting(job, party.door)
+def lead(
+    job: PreflightJob, wanted: Wanted, *, environ: Mapping[str, str]
+) -> tuple[PreflightResult, HostBarrier]:
+    """Look at all hosts, as the first one; whoever calls ends the meeting."""
+    with PreflightPeer(job, environ=environ, shared_dir=wanted.shared_dir) as peer:
+        meeting = HostBarrier(job, peer.port_listener)
         meeting.gather(within_s=wanted.startup_timeout_s)
         start = time.monotonic()
         parts: dict[int, Message] = {index: {"index": index} for index in meeting.present}
         for step, within_s in _STEPS.items():
-            _do(meeting, party, step, within_s=within_s, parts=parts)
+            _do(meeting, peer, step, within_s=within_s, parts=parts)
         for index, clock in meeting.clocks().items():
             parts[index] |= {"clock_ahead_s": clock.ahead_s, "clock_error_s": clock.error_s}
         facts = _facts(job, wanted, meeting, parts)
-        facts = _exchanged(facts, wanted, meeting, party)
+        facts = _exchanged(facts, wanted, meeting, peer)
         took_s = time.monotonic() - start
-    return Verdict(facts=facts, findings=tuple(check(facts)), took_s=took_s), meeting
+    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), meeting
 
 
-def follow(job: Job, wanted: Wanted, *, environ: Mapping[str, str]) -> int | Verdict:
-    """Does what the first host asks for; returns its exit code, or what is seen without it."""
+def follow(
+    job: PreflightJob, wanted: Wanted, *, environ: Mapping[str, str]
+) -> int | PreflightResult:
+    """Do what the first host asks for; return its exit code, or what is seen without it."""
     start = time.monotonic()
-    with Party(job, environ=environ, shared_dir=wanted.shared_dir) as party:
+    with PreflightPeer(job, environ=environ, shared_dir=wanted.shared_dir) as peer:
         try:
             talk = join_meeting(job, within_s=wanted.startup_timeout_s)
             with contextlib.closing(talk):
                 return attend(
                     talk,
-                    party.steps,
+                    peer.steps,
                     hosts=len(job.hosts),
                     gathering_s=wanted.startup_timeout_s,
                 )
-        except NoMeeting as error:
-            alone = {"index": job.index, **party.steps["look"]([job.index])}
+        except BarrierFailed as error:
+            alone = {"index": job.index, **peer.steps["look"]([job.index])}
             facts = JobFacts(
                 hosts=job.hosts,
                 present=(read(HostFacts, alone),),
@@ -92,14 +96,19 @@ def follow(job: Job, wanted: Wanted, *, environ: Mapping[str, str]) -> int | Ver
                 left_out="there is no meeting",
             )
     took_s = time.monotonic() - start
-    return Verdict(facts=facts, findings=tuple(check(facts)), took_s=took_s)
+    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s)
 
 
 def _do(
-    meeting: Meeting, party: Party, step: str, *, within_s: float, parts: dict[int, Message]
+    meeting: HostBarrier,
+    peer: PreflightPeer,
+    step: str,
+    *,
+    within_s: float,
+    parts: dict[int, Message],
 ) -> None:
-    """Has all hosts do a step, and adds what they answer to what is known of them."""
-    own: Callable[[], Any] = lambda: party.steps[step](meeting.present)  # noqa: E731
+    """Have all hosts do a step, and add what they answer to what is known of them."""
+    own: Callable[[], Any] = lambda: peer.steps[step](meeting.present)  # noqa: E731
     for index, part in meeting.ask(step, within_s=within_s, own=own).items():
         try:
             read(HostFacts, {**_nothing(index), **part})
@@ -115,7 +124,9 @@ def _nothing(index: int) -> Message:
     return {"index": index, "machine": {"host_name": ""}}
 
 
-def _facts(job: Job, wanted: Wanted, meeting: Meeting, parts: Mapping[int, Message]) -> JobFacts:
+def _facts(
+    job: PreflightJob, wanted: Wanted, meeting: HostBarrier, parts: Mapping[int, Message]
+) -> JobFacts:
     known = [parts[index] for index in sorted(parts) if "machine" in parts[index]]
     return JobFacts(
         hosts=job.hosts,
@@ -125,8 +136,10 @@ def _facts(job: Job, wanted: Wanted, meeting: Meeting, parts: Mapping[int, Messa
     )
 
 
-def _exchanged(facts: JobFacts, wanted: Wanted, meeting: Meeting, party: Party) -> JobFacts:
-    """Returns the facts with what the servers did, or why they were not asked."""
+def _exchanged(
+    facts: JobFacts, wanted: Wanted, meeting: HostBarrier, peer: PreflightPeer
+) -> JobFacts:
+    """Return the facts with what the servers did, or why they were not asked."""
     wrong = [f.code for f in check(facts) if RULES[f.code].severity is Severity.ERROR]
     in_the_way = [code for code in wrong if not code.startswith("D8")]
     if wanted.quick:
@@ -137,9 +150,9 @@ def _exchanged(facts: JobFacts, wanted: Wanted, meeting: Meeting, party: Party) 
         if host.ports and host.ports[0].error:  # of a range, in which others are free
             why = f"port {host.ports[0].port} of {facts.name(host.index)} is taken"
             return replace(facts, left_out=why)
-    steps = party.steps
+    steps = peer.steps
     meeting.ask("serve", within_s=_SERVE_S, own=lambda: steps["serve"](meeting.present))
-    found = party.result()
+    found = peer.result()
     answers = meeting.ask("stop", within_s=_SERVE_S, own=lambda: steps["stop"](meeting.present))
     if found.error:
         failures = {i: str(a.get("failure", ""))[:_MAX_WHY_CHARS] for i, a in answers.items()}
@@ -148,7 +161,7 @@ def _exchanged(facts: JobFacts, wanted: Wanted, meeting: Meeting, party: Party) 
     return replace(facts, exchange=found, absent=tuple(meeting.absent))
 
 
-# What one host does of a look at all: a step at a time, all hosts the same one at once.
+# One host's side of the preflight; all hosts run the same step in lockstep.
 #
 # What it is asked for are names of steps and which hosts are there. Addresses, ports and paths are
 # those that its own user gave it.
@@ -159,19 +172,21 @@ Part = dict[str, Any]
 _LOOPBACK = "127.0.0.1"
 
 
-class Party:
+class PreflightPeer:
     """This host. Closing it ends what it has started, and frees its ports."""
 
-    def __init__(self, job: Job, *, environ: Mapping[str, str], shared_dir: str | None) -> None:
+    def __init__(
+        self, job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None
+    ) -> None:
         self._job = job
         self._environ = environ
         self._stack = contextlib.ExitStack()
         self._held: list[HeldPort] = []
         if len(job.hosts) == 1:  # there is no other host: its tasks meet on loopback
             self._held = [self._stack.enter_context(port) for port in hold_ports(2)]
-        self.door = self._stack.enter_context(
-            Door(
-                door.greeting(job.index, job.fingerprint),
+        self.port_listener = self._stack.enter_context(
+            PortListener(
+                port_listener.greeting(job.index, job.fingerprint),
                 [*job.host.ports, *(port.port for port in self._held[:1])],
                 token=job.token,
                 spare=job.index == 0 and len(job.hosts) > 1,
@@ -183,7 +198,7 @@ class Party:
         self._reached: set[tuple[int, int]] = set()
         self._cpus = 1
         self._written: Directory | None = None
-        self._servers: Servers | None = None
+        self._servers: ServerProcesses | None = None
         self.steps: Mapping[str, Callable[[Sequence[int]], Part]] = {
             "look": self._look,
             "reach": self._reach,
@@ -195,7 +210,7 @@ class Party:
             "stop": self._stop,
         }
 
-    def __enter__(self) -> Party:
+    def __enter__(self) -> PreflightPeer:
         return self
 
     def __exit__(
@@ -209,7 +224,7 @@ class Party:
         self._stack.close()
 
     def result(self) -> Exchange:
-        """Returns what came of the servers; the first host asks, once all serve."""
+        """Return what came of the servers; the first host asks, once all serve."""
         assert self._servers is not None
         return self._servers.result()
 
@@ -220,7 +235,7 @@ class Party:
         resolved = machine.look_up(names if len(names) > 1 else [])
         own = resolved[self._job.index].addresses if resolved else ()
         reverse = machine.look_back([a for a in own if a in found.own_addresses])
-        ports = self.door.ports[: len(self._job.host.ports)]
+        ports = self.port_listener.ports[: len(self._job.host.ports)]
         return _part(
             HostFacts(
                 index=self._job.index, machine=found, names=resolved, reverse=reverse, ports=ports
@@ -234,7 +249,9 @@ class Party:
 
     def _reach(self, present: Sequence[int]) -> Part:
         job = self._job
-        found = door.reach(job.hosts, present=present, index=job.index, fingerprint=job.fingerprint)
+        found = port_listener.reach(
+            job.hosts, present=present, index=job.index, fingerprint=job.fingerprint
+        )
         self._reached = {(r.host, r.port) for r in found if r.answered == r.host}
         return {"reaches": [as_json(reach) for reach in found]}
 
@@ -242,13 +259,15 @@ class Party:
         """Measures the way to the next host that is there: each sends and takes, as in a ring."""
         job = self._job
         if self._held:
-            return {"wires": [as_json(door.measure(_LOOPBACK, self._held[0].port, host=0))]}
+            return {
+                "wires": [as_json(port_listener.measure(_LOOPBACK, self._held[0].port, host=0))]
+            }
         after = [index for index in present if index > job.index] or list(present)
         reached = [port for other, port in sorted(self._reached) if other == after[0]]
         if not reached:
             return {}
         name = job.hosts[after[0]].name
-        return {"wires": [as_json(door.measure(name, reached[0], host=after[0]))]}
+        return {"wires": [as_json(port_listener.measure(name, reached[0], host=after[0]))]}
 
     def _work(self, present: Sequence[int]) -> Part:
         return {"work_s": work_s(self._cpus)}
@@ -264,7 +283,7 @@ class Party:
         return {"directory": as_json(self._storage.read(self._written, present=present))}
 
     def _serve(self, present: Sequence[int]) -> Part:
-        self.door.close()
+        self.port_listener.close()
         environ = self._environ
         if self._held:
             addresses, indices = [port.address for port in self._held], [0, 1]
@@ -272,13 +291,13 @@ class Party:
         else:
             addresses = [join(host.name, host.ports[0]) for host in self._job.hosts]
             indices = [self._job.index]
-        self._servers = self._stack.enter_context(Servers(addresses, environ=environ))
+        self._servers = self._stack.enter_context(ServerProcesses(addresses, environ=environ))
         for index in indices:
             self._servers.start(index)
         return {}
 
     def _stop(self, present: Sequence[int]) -> Part:
-        """Returns why the server of this host has ended, if it has."""
+        """Return why the server of this host has ended, if it has."""
         return {"failure": self._servers.failure() if self._servers else ""}
 
 

@@ -1,4 +1,4 @@
-"""What is known of the hosts of a job. All of it crosses the network as JSON."""
+"""Probe results of the hosts of a job, sent over the network as JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Proxy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class MachineProbe:
     """What a host has, as far as a task may use it. Sizes are in bytes; None: not known.
 
     Attributes:
@@ -168,7 +168,7 @@ class HostFacts:
     """
 
     index: int
-    machine: Machine
+    machine: MachineProbe
     names: tuple[NameFacts, ...] = ()
     reverse: tuple[ReverseFacts, ...] = ()
     ports: tuple[PortFacts, ...] = ()
@@ -229,23 +229,23 @@ class JobFacts:
     left_out: str = field(default="--quick")
 
     def name(self, index: int) -> str:
-        """Returns what the job calls a host."""
+        """Return what the job calls a host."""
         return self.hosts[index].name
 
 
 def as_json(facts: object) -> dict[str, object]:
-    """Returns facts as a JSON object."""
+    """Return facts as a JSON object."""
     made: dict[str, object] = dataclasses.asdict(facts)  # type: ignore[call-overload]
     return made
 
 
-# Facts from JSON that another host has sent: of the right types, or not at all.
+# Decoding of probe results that another host has sent, with type checks.
 
 T = TypeVar("T")
 
 
 def read(kind: type[T], value: object) -> T:
-    """Returns the facts in `value`, what is missing having its default.
+    """Return the facts in `value`, what is missing having its default.
 
     Raises:
         ValueError: something is of another type, or has a name that `kind` does not.

@@ -1,4 +1,4 @@
-"""What a check says: a rule, the hosts, what was seen there, and how to put it right."""
+"""Finding of a check: a rule, the hosts, what was seen, and the fix."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from tfdist.ops.doctor.facts import JobFacts
 from tfdist.ops.rules import Rule, Severity
 
-__all__ = ["Finding", "Rule", "Severity", "Topic"]
+__all__ = ["HostFinding", "Rule", "Severity", "Topic"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class HostFinding:
     """One thing that is wrong; `hosts` are those it is to be put right on."""
 
     code: str
@@ -34,5 +34,5 @@ class Topic:
 
     name: str
     rules: tuple[Rule, ...]
-    check: Callable[[JobFacts], Iterator[Finding]]
+    check: Callable[[JobFacts], Iterator[HostFinding]]
     seen: Callable[[JobFacts], str]

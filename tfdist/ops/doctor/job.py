@@ -1,4 +1,4 @@
-"""The hosts of the job that is to be looked at, and which of them this one is."""
+"""Hosts of the job under preflight, and this host's index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tfdist.cluster import ClusterSpec, Task, read_environment, wishes
+from tfdist.cluster import ClusterSpec, Task, read_environment, settings
 from tfdist.cluster.address import split_address
 from tfdist.cluster.placement import node_plan, parse_hosts
 from tfdist.cluster.ports import as_text, parse_ports
@@ -22,7 +22,7 @@ _TRIED = 64  # of the ports of a range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PreflightJob:
     """A job as each of its hosts sees it.
 
     Attributes:
@@ -41,12 +41,12 @@ class Job:
 
     @property
     def host(self) -> Host:
-        """Returns this host."""
+        """Return this host."""
         return self.hosts[self.index]
 
     @property
     def fingerprint(self) -> str:
-        """Returns what is the same on all hosts that were told of the same job."""
+        """Return what is the same on all hosts that were told of the same job."""
         told = json.dumps([[host.name, host.ports] for host in self.hosts])
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
@@ -58,8 +58,8 @@ def job_of(
     node_rank: int | None = None,
     token_file: str | None = None,
     ports: str | None = None,
-) -> Job:
-    """Returns the job of ``--hosts``, or else the one that the environment tells of.
+) -> PreflightJob:
+    """Return the job of ``--hosts``, or else the one that the environment tells of.
 
     A process by itself is a job of this host without ports, or with those of the range `ports`.
 
@@ -75,13 +75,13 @@ def job_of(
 
 def _job_of(
     environ: Mapping[str, str], *, hosts: str | None, node_rank: int | None, among: range | None
-) -> Job:
+) -> PreflightJob:
     if hosts is not None:
         rank = rank_of([host for host, _ in parse_hosts(hosts)], node_rank=node_rank)
-        wished = wishes.from_environ(environ)
-        among = among or wished.ports
-        plan = node_plan(hosts, node_rank=rank, wished=replace(wished, ports=None))
-        job = _placed(plan.cluster, plan.tasks[0], timeout_s=wished.startup_timeout_s)
+        job_settings = settings.from_environ(environ)
+        among = among or job_settings.ports
+        plan = node_plan(hosts, node_rank=rank, job_settings=replace(job_settings, ports=None))
+        job = _placed(plan.cluster, plan.tasks[0], timeout_s=job_settings.startup_timeout_s)
         return job if among is None else _within(job, among)
     if node_rank is not None:
         expected, fix = "the list of which it is the place", "give --hosts a,b,... too"
@@ -89,7 +89,7 @@ def _job_of(
     config = read_environment(environ)
     if config is None or not config.cluster.training_tasks():
         host = Host(name=socket.gethostname())
-        return Job(
+        return PreflightJob(
             hosts=(replace(host, ports=_tried(among, needed=1), needed=1) if among else host,)
         )
     if among is not None:
@@ -97,7 +97,7 @@ def _job_of(
             "--ports",
             received="it in a job that the environment tells of",
             expected="it with --hosts, as launchers have it",
-            fix=f"set {wishes.PORTS} in all tasks, as the job will have it, or leave --ports out",
+            fix=f"set {settings.PORTS} in all tasks, as the job will have it, or leave --ports out",
         )
     if config.task.type == "evaluator":
         raise UsageError(
@@ -110,8 +110,8 @@ def _job_of(
     return _placed(config.cluster, config.task, timeout_s=timeout_s)
 
 
-def _within(job: Job, among: range) -> Job:
-    """Returns a job whose tasks may have any ports of a range, which some of them stand for."""
+def _within(job: PreflightJob, among: range) -> PreflightJob:
+    """Return a job whose tasks may have any ports of a range, which some of them stand for."""
     needed = max(len(host.ports) for host in job.hosts)
     if needed + 1 > len(among):
         raise UsageError(
@@ -128,12 +128,12 @@ def _within(job: Job, among: range) -> Job:
 
 
 def _tried(among: range, *, needed: int) -> tuple[int, ...]:
-    """Returns ports of a range, the first and the last among them, that are all looked at."""
+    """Return ports of a range, the first and the last among them, that are all looked at."""
     count = min(len(among), max(_TRIED, 4 * needed))
     return tuple(among[place * (len(among) - 1) // max(1, count - 1)] for place in range(count))
 
 
-def _placed(cluster: ClusterSpec, task: Task, *, timeout_s: float) -> Job:
+def _placed(cluster: ClusterSpec, task: Task, *, timeout_s: float) -> PreflightJob:
     ports: dict[str, list[int]] = {}
     speakers: dict[str, Task] = {}
     for other in cluster.training_tasks():
@@ -141,7 +141,7 @@ def _placed(cluster: ClusterSpec, task: Task, *, timeout_s: float) -> Job:
         ports.setdefault(name, []).append(port)
         speakers.setdefault(name, other)
     own, _ = split_address(cluster.address(task))
-    return Job(
+    return PreflightJob(
         hosts=tuple(Host(name=name, ports=tuple(listed)) for name, listed in ports.items()),
         index=list(ports).index(own),
         task=task,

@@ -1,4 +1,4 @@
-"""What this host has: software, processors, memory, limits, addresses, proxies."""
+"""Probes of this host: software, processors, memory, limits, addresses, proxies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from tfdist.launch.machine import this_machine
-from tfdist.ops.doctor.facts import Machine, NameFacts, Proxy, ReverseFacts
+from tfdist.ops.doctor.facts import MachineProbe, NameFacts, Proxy, ReverseFacts
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _V1_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"
@@ -42,14 +42,14 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 
-def look(environ: Mapping[str, str]) -> Machine:
-    """Returns what this process has and may use."""
+def look(environ: Mapping[str, str]) -> MachineProbe:
+    """Return what this process has and may use."""
     usable = this_machine(environ)
     cpu, features = _processor()
     limit, used = _memory_limit()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = own_addresses()
-    return Machine(
+    return MachineProbe(
         host_name=socket.gethostname(),
         versions=tuple(_versions()),
         cpu=cpu,
@@ -69,7 +69,7 @@ def look(environ: Mapping[str, str]) -> Machine:
 
 
 def proxy_of(environ: Mapping[str, str]) -> Proxy | None:
-    """Returns the proxy that gRPC would take, without the password in it; None for none."""
+    """Return the proxy that gRPC would take, without the password in it; None for none."""
     name = next((name for name in _PROXIES if environ.get(name)), None)
     if name is None:
         return None
@@ -84,12 +84,12 @@ def proxy_of(environ: Mapping[str, str]) -> Proxy | None:
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment in which gRPC takes no proxy."""
+    """Return an environment in which gRPC takes no proxy."""
     return {name: value for name, value in environ.items() if name not in _PROXIES}
 
 
 def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
-    """Returns the addresses of the interfaces of this host, those of a link alone left out."""
+    """Return the addresses of the interfaces of this host, those of a link alone left out."""
     found: list[str] = []
     trie = _text(proc / "fib_trie")
     found += re.findall(r"\|-- ([\d.]+)\n\s+/32 host LOCAL", trie)
@@ -126,7 +126,7 @@ def _processor() -> tuple[str, tuple[str, ...]]:
 
 
 def _memory_limit() -> tuple[int | None, int | None]:
-    """Returns the limit of the control groups this process is in and what is used of it."""
+    """Return the limit of the control groups this process is in and what is used of it."""
     own = re.search(r"^0::(/.*)$", _text(Path("/proc/self/cgroup")), re.MULTILINE)
     directory = _CGROUPS / (own[1].lstrip("/") if own else "")
     found: list[tuple[int, int]] = []
@@ -169,7 +169,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# What names lead to on this host, and back; nobody waits longer than the deadline.
+# Name resolution on this host, forward and reverse, with a deadline.
 
 _DEADLINE_S = 5.0
 _MAX_REVERSE = 4
@@ -178,7 +178,7 @@ T = TypeVar("T")
 
 
 def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
-    """Returns what each name leads to here, all asked at once."""
+    """Return what each name leads to here, all asked at once."""
     return tuple(
         found or NameFacts(name=name, error="no answer", took_s=_DEADLINE_S)
         for name, found in zip(names, _all_at_once(_forward, names), strict=True)
@@ -186,7 +186,7 @@ def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
 
 
 def look_back(addresses: Sequence[str]) -> tuple[ReverseFacts, ...]:
-    """Returns the names of addresses, of those that have one, and what these lead to."""
+    """Return the names of addresses, of those that have one, and what these lead to."""
     found = _all_at_once(_reverse, addresses[:_MAX_REVERSE])
     return tuple(reverse for reverse in found if reverse is not None)
 
@@ -214,7 +214,7 @@ def _reverse(address: str) -> ReverseFacts | None:
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Returns the addresses of a name or a number; raises OSError where there is none."""
+    """Return the addresses of a name or a number; raise OSError where there is none."""
     try:
         found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -223,7 +223,7 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _all_at_once(ask: Callable[[str], T], names: Sequence[str]) -> list[T | None]:
-    """Returns the answers that came in time; who waits for the others cannot be interrupted."""
+    """Return the answers that came in time; who waits for the others cannot be interrupted."""
     answers: list[T | None] = [None] * len(names)
 
     def one(index: int) -> None:
@@ -238,14 +238,14 @@ def _all_at_once(ask: Callable[[str], T], names: Sequence[str]) -> list[T | None
     return list(answers)
 
 
-# A fixed piece of work on all CPUs of this host at once, to find the host that is slower.
+# Fixed workload on all CPUs of this host, to find a slower host.
 
 _PIECE_BYTES = 16 << 20
 _ROUNDS = 6
 
 
 def work_s(cpus: int) -> float:
-    """Returns how long the piece took each of `cpus` threads, in the best of a few rounds.
+    """Return how long the piece took each of `cpus` threads, in the best of a few rounds.
 
     Hashing lets go of Python's lock, so the threads run side by side.
     """

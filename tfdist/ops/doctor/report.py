@@ -1,4 +1,4 @@
-"""What the doctor prints: a table for people, JSON for programs."""
+"""Report of the doctor: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import json
 from collections.abc import Sequence
 
 from tfdist.ops.doctor.checks import RULES, TOPICS
-from tfdist.ops.doctor.examine import Verdict
+from tfdist.ops.doctor.examine import PreflightResult
 from tfdist.ops.doctor.facts import as_json as facts_as_json
-from tfdist.ops.doctor.findings import Finding, Severity, Topic
+from tfdist.ops.doctor.findings import HostFinding, Severity, Topic
 from tfdist.ops.rules import count, printable, worst
 
 _OK, _NOT_SEEN = "ok", "-"
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
-    """Returns 0 for none, 1 for warnings and 2 where there is an error."""
+def exit_code(findings: Sequence[HostFinding]) -> int:
+    """Return 0 for none, 1 for warnings and 2 where there is an error."""
     return worst(_severity(finding) for finding in findings)
 
 
-def as_text(verdict: Verdict) -> str:
-    """Returns a line for each topic or finding, with its fix below, and one that counts them."""
+def as_text(verdict: PreflightResult) -> str:
+    """Return a line for each topic or finding, with its fix below, and one that counts them."""
     width = max(len(topic.name) for topic in TOPICS)
     lines = []
     for topic in TOPICS:
@@ -40,8 +40,8 @@ def as_text(verdict: Verdict) -> str:
     return "\n".join(printable(line) for line in lines)
 
 
-def as_json(verdict: Verdict) -> str:
-    """Returns an object with the exit code, the findings, the topics that are well, the facts."""
+def as_json(verdict: PreflightResult) -> str:
+    """Return an object with the exit code, the findings, the topics that are well, the facts."""
     well = [topic for topic in TOPICS if not _of(topic, verdict.findings)]
     return json.dumps(
         {
@@ -70,8 +70,8 @@ def as_json(verdict: Verdict) -> str:
     )
 
 
-def _state(topic: Topic, verdict: Verdict) -> tuple[str, str]:
-    """Returns ``ok`` and what was seen, or why nobody looked."""
+def _state(topic: Topic, verdict: PreflightResult) -> tuple[str, str]:
+    """Return ``ok`` and what was seen, or why nobody looked."""
     seen = topic.seen(verdict.facts)
     if seen:
         return _OK, seen
@@ -79,7 +79,7 @@ def _state(topic: Topic, verdict: Verdict) -> tuple[str, str]:
     return _NOT_SEEN, f"not looked at{f': {left_out}' if left_out else ''}"
 
 
-def _summary(verdict: Verdict) -> str:
+def _summary(verdict: PreflightResult) -> str:
     severities = [_severity(finding) for finding in verdict.findings]
     errors = severities.count(Severity.ERROR)
     said = f"{count(errors, 'error')}, {count(len(severities) - errors, 'warning')}"
@@ -87,9 +87,9 @@ def _summary(verdict: Verdict) -> str:
     return f"{hosts} in {verdict.took_s:.1f} s: {said if severities else 'nothing is wrong'}"
 
 
-def _of(topic: Topic, findings: Sequence[Finding]) -> list[Finding]:
+def _of(topic: Topic, findings: Sequence[HostFinding]) -> list[HostFinding]:
     return [finding for finding in findings if RULES[finding.code] in topic.rules]
 
 
-def _severity(finding: Finding) -> Severity:
+def _severity(finding: HostFinding) -> Severity:
     return RULES[finding.code].severity

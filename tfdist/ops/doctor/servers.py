@@ -87,7 +87,7 @@ def _exchange(tf: Any, target: str, config: Any, tasks: int) -> Exchange:
 
 
 def _all_reduce(tf: Any, tasks: int) -> tuple[list[Any], Any]:
-    """Returns the ends of what each task has of the sum, and the operation that makes it."""
+    """Return the ends of what each task has of the sum, and the operation that makes it."""
     ends, made = [], []
     for index in range(tasks):
         with tf.device(_device(index)):
@@ -115,7 +115,7 @@ def _length() -> int:
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    """Returns the shortest time of several rounds, of two where one takes long."""
+    """Return the shortest time of several rounds, of two where one takes long."""
     times: list[float] = []
     while len(times) < 2 or (len(times) < _ROUNDS and sum(times) < _LONG_S):
         start = time.perf_counter()
@@ -125,7 +125,7 @@ def _best_s(run: Callable[[], object]) -> float:
 
 
 def _stage(name: str) -> None:
-    """Says how far it is: the last line is what is told of one that does not come to an end."""
+    """Report how far it is: the last line is what is told of one that does not come to an end."""
     print(name, file=sys.stderr, flush=True)
 
 
@@ -144,7 +144,7 @@ _LOOK_EVERY_S = 0.05
 _NOISE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} |E\d{4} .*cuInit")
 
 
-class Servers:
+class ServerProcesses:
     """TensorFlow's server of each index that is given, in a process of its own each."""
 
     def __init__(self, addresses: Sequence[str], *, environ: Mapping[str, str]) -> None:
@@ -156,7 +156,7 @@ class Servers:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Servers:
+    def __enter__(self) -> ServerProcesses:
         return self
 
     def __exit__(
@@ -174,7 +174,7 @@ class Servers:
         self._said.close()
 
     def start(self, index: int) -> None:
-        """Starts one of them."""
+        """Start one of them."""
         command = [sys.executable, "-m", "tfdist.ops.doctor.servers", str(index), *self._addresses]
         self._processes.append(
             subprocess.Popen(
@@ -187,7 +187,7 @@ class Servers:
         )
 
     def result(self) -> Exchange:
-        """Waits for what the first one prints; only where it was started."""
+        """Wait for what the first one prints; only where it was started."""
         deadline_s = time.monotonic() + DEADLINE_S
         while self._processes[0].poll() is None:
             if failed := self.failure():
@@ -201,12 +201,12 @@ class Servers:
         return read(Exchange, json.loads(self._printed.read(_MAX_SAID_BYTES)))
 
     def failure(self) -> str:
-        """Returns why a server of this host has ended; empty while none has failed."""
+        """Return why a server of this host has ended; empty while none has failed."""
         codes = [process.poll() for process in self._processes]
         return next((self._why(_ended(code)) for code in codes if code), "")
 
     def _why(self, what: str) -> str:
-        """Returns what happened, and the last line that the servers of this host have printed."""
+        """Return what happened, and the last line that the servers of this host have printed."""
         size = self._said.seek(0, 2)
         self._said.seek(max(0, size - _MAX_SAID_BYTES))
         lines = self._said.read().decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What the shared directory does: files seen by all, renames, what reaches the disk, free space."""
+"""Probes of the shared directory: visibility, renames, durability, free space."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Storage:
         return self._place / f"host-{index}"
 
     def write(self) -> Directory:
-        """Writes this host's file, and the first host's page, through to the disk."""
+        """Write this host's file, and the first host's page, through to the disk."""
         if not self._home.is_dir():
             missing = "not a directory" if self._home.exists() else "not there"
             return Directory(error=missing)
@@ -65,7 +65,7 @@ class Storage:
         return replace(found, sync_s=time.perf_counter() - start)
 
     def read(self, written: Directory, *, present: Sequence[int]) -> Directory:
-        """Returns `written` and what this host sees of the others' files."""
+        """Return `written` and what this host sees of the others' files."""
         if written.error:
             return written
         with self._turning() if self._index == 0 else contextlib.nullcontext():
@@ -74,7 +74,7 @@ class Storage:
         return replace(written, unseen=unseen, torn=torn, reads=reads)
 
     def clean(self) -> None:
-        """Removes what this host has written, and the last one the directory too."""
+        """Remove what this host has written, and the last one the directory too."""
         with contextlib.suppress(OSError):
             self._file(self._index).unlink(missing_ok=True)
             if self._index == 0:
@@ -93,7 +93,7 @@ class Storage:
             time.sleep(0.05)
 
     def _watch(self) -> tuple[int, int]:
-        """Reads the page over and over; returns how many reads were torn, and how many were made.
+        """Read the page over and over; return how many reads were torn, and how many were made.
 
         A whole page is of one byte alone.
         """
@@ -112,7 +112,7 @@ class Storage:
 
     @contextlib.contextmanager
     def _turning(self) -> Iterator[None]:
-        """Replaces the page again and again while the block runs."""
+        """Replace the page again and again while the block runs."""
         done = threading.Event()
 
         def turn() -> None:

@@ -10,9 +10,9 @@ files         which file is of which kind, and the checks of each
 
 from __future__ import annotations
 
-from tfdist.ops.lint.files import Source, lint
-from tfdist.ops.lint.findings import Finding, Place
+from tfdist.ops.lint.files import LintSource, lint
+from tfdist.ops.lint.findings import Finding, Location
 from tfdist.ops.lint.rules import RULES
 from tfdist.ops.rules import Rule, Severity
 
-__all__ = ["RULES", "Finding", "Place", "Rule", "Severity", "Source", "lint"]
+__all__ = ["RULES", "Finding", "LintSource", "Location", "Rule", "Severity", "lint"]

@@ -1,4 +1,4 @@
-"""Checks what a task is told by its environment: TF_CONFIG, and the TFDIST_ variables."""
+"""Checks of a task's environment: TF_CONFIG and the TFDIST_ variables."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from tfdist.cluster import environment, placement, wishes
+from tfdist.cluster import environment, placement, settings
 from tfdist.cluster.address import check_address, shown, shown_json, split_address
 from tfdist.cluster.job import JobOptions
+from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode, parse_object
-from tfdist.cluster.wishes import names_a_secret
 from tfdist.errors import UsageError, near
-from tfdist.ops.lint.findings import Finding, Place, of_error
+from tfdist.ops.lint.findings import Finding, Location, of_error
 from tfdist.ops.lint.rules import RULES
 from tfdist.ops.rules import Severity
 
-PlaceOf = Callable[[str], Place]
+PlaceOf = Callable[[str], Location]
 """Gives the place where a variable is set."""
 
 _WITHOUT_PS = ("single", "mirrored", "multiworker")
@@ -69,26 +69,28 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
             yield Finding("ENV005", place_of(name), received, expected, fix)
     yield from _proxies(values, place_of)
     yield from _legacy_keras(values, place_of)
-    if values.get(wishes.STRATEGY, "").strip() in _WITHOUT_PS:
+    if values.get(settings.STRATEGY, "").strip() in _WITHOUT_PS:
         yield from _of_ps(values, place_of)
 
 
 def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
     """Yield why a job of `count` tasks cannot be what TFDIST_STRATEGY and TFDIST_PS ask for."""
     try:
-        wished = wishes.from_environ({n: v for n, v in values.items() if n.startswith("TFDIST_")})
+        job_settings = settings.from_environ(
+            {n: v for n, v in values.items() if n.startswith("TFDIST_")}
+        )
     except UsageError:
         return  # said of the variable
-    if wished.groups or values.get(wishes.CLUSTER, "").strip() == "none":
+    if job_settings.groups or values.get(settings.CLUSTER, "").strip() == "none":
         return
     try:
-        placement.task_types(count, wished=wished)
+        placement.task_types(count, job_settings=job_settings)
     except UsageError as error:  # of a variable, or of the ps that follow from the strategy
-        where = error.where if error.where in values else wishes.STRATEGY
+        where = error.where if error.where in values else settings.STRATEGY
         yield of_error("ENV004", place_of(where), error)
 
 
-def check_tf_config(text: str, place: Place) -> Iterator[Finding]:
+def check_tf_config(text: str, place: Location) -> Iterator[Finding]:
     """Yield what is wrong with `text` as the value of TF_CONFIG that is in `place`."""
     try:
         fields = parse_object(text, where=VARIABLE)
@@ -99,17 +101,17 @@ def check_tf_config(text: str, place: Place) -> Iterator[Finding]:
     yield from found or _whole(text, place)
 
 
-def _one(name: str, value: str, place: Place) -> Iterator[Finding]:
+def _one(name: str, value: str, place: Location) -> Iterator[Finding]:
     try:
-        wishes.from_environ({name: value})
-        if name in (wishes.NODE_RANK, wishes.LOCAL_RANK):
-            wishes.integer({name: value}, name)
-        elif name == wishes.CLUSTER:
+        settings.from_environ({name: value})
+        if name in (settings.NODE_RANK, settings.LOCAL_RANK):
+            settings.integer({name: value}, name)
+        elif name == settings.CLUSTER:
             _check_source(name, value.strip())
     except UsageError as error:
         yield of_error(error.code or "ENV001", place, error)
         return
-    if name == wishes.HOSTS and value.strip():
+    if name == settings.HOSTS and value.strip():
         try:
             placement.parse_hosts(value, where=name)
         except UsageError as error:
@@ -128,9 +130,12 @@ def _check_source(name: str, value: str) -> None:
 
 
 def _of_ps(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    for name in (wishes.SPLIT_BYTES, wishes.PROFILE_PS):
+    for name in (settings.SPLIT_BYTES, settings.PROFILE_PS):
         if values.get(name, "").strip() not in ("", "0"):
-            received, fix = f"{name} in a job without ps", f"unset it, or set {wishes.STRATEGY}=ps"
+            received, fix = (
+                f"{name} in a job without ps",
+                f"unset it, or set {settings.STRATEGY}=ps",
+            )
             yield Finding("ENV009", place_of(name), received, "a ps job", fix)
 
 
@@ -144,10 +149,10 @@ def _proxies(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
 
 
 def _legacy_keras(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    if wishes.legacy_keras(values) and _has_ours(values):
-        received = f"{wishes.LEGACY_KERAS}={values[wishes.LEGACY_KERAS]}"
+    if settings.legacy_keras(values) and _has_ours(values):
+        received = f"{settings.LEGACY_KERAS}={values[settings.LEGACY_KERAS]}"
         fix = "take it out, or make models by `import keras` alone"
-        place = place_of(wishes.LEGACY_KERAS)
+        place = place_of(settings.LEGACY_KERAS)
         yield Finding("ENV010", place, received, "Keras 3 as tf.keras", fix)
 
 
@@ -155,7 +160,7 @@ def _has_ours(values: Mapping[str, str]) -> bool:
     return any(is_ours(name) and values[name].strip() for name in values)
 
 
-def _parts(fields: Mapping[str, object], place: Place) -> Iterator[Finding]:
+def _parts(fields: Mapping[str, object], place: Location) -> Iterator[Finding]:
     """Yield the first mistake of each part, so that one does not hide those of the others."""
     cluster, task, options = fields.get("cluster"), fields.get("task"), fields.get("tfdist")
     if isinstance(cluster, dict):
@@ -168,7 +173,7 @@ def _parts(fields: Mapping[str, object], place: Place) -> Iterator[Finding]:
             yield from _refused(partial(JobOptions.from_dict, {name: value}), place)
 
 
-def _of_type(type_: str, addresses: object, place: Place) -> Iterator[Finding]:
+def _of_type(type_: str, addresses: object, place: Location) -> Iterator[Finding]:
     if type_ not in TASK_TYPES or not isinstance(addresses, list):
         yield from _refused(partial(ClusterSpec.from_dict, {type_: addresses}), place)
         return
@@ -177,7 +182,7 @@ def _of_type(type_: str, addresses: object, place: Place) -> Iterator[Finding]:
         yield from _refused(partial(check_address, address, where=where), place)
 
 
-def _refused(make: Callable[[], object], place: Place) -> Iterator[Finding]:
+def _refused(make: Callable[[], object], place: Location) -> Iterator[Finding]:
     """Call `make` and yield the finding for the `UsageError` that it raises, if it does."""
     try:
         make()
@@ -185,7 +190,7 @@ def _refused(make: Callable[[], object], place: Place) -> Iterator[Finding]:
         yield of_error(error.code, _inside(place, error.where), error)
 
 
-def _whole(text: str, place: Place) -> Iterator[Finding]:
+def _whole(text: str, place: Location) -> Iterator[Finding]:
     try:
         config = decode(text)
     except UsageError as error:
@@ -196,15 +201,15 @@ def _whole(text: str, place: Place) -> Iterator[Finding]:
     yield from _options(config, place)
 
 
-def _inside(place: Place, where: str) -> Place:
+def _inside(place: Location, where: str) -> Location:
     """Return the place with the JSON path of what an error names."""
     path = "" if where == "key" else where.replace(" ", ".")
     path = re.sub(r"^cluster\.(\w+)-(\d+)$", r"cluster.\1[\2]", path)
     joined = place.path or "$"
-    return Place(file=place.file, line=place.line, path=f"{joined}.{path}" if path else joined)
+    return Location(file=place.file, line=place.line, path=f"{joined}.{path}" if path else joined)
 
 
-def _hosts(config: TaskConfig, place: Place) -> Iterator[Finding]:
+def _hosts(config: TaskConfig, place: Location) -> Iterator[Finding]:
     """Yield what is right by itself, and goes wrong between machines."""
     tasks = config.cluster.training_tasks()
     split = [(task, *split_address(config.cluster.address(task))) for task in tasks]
@@ -224,7 +229,7 @@ def _is_local(host: str) -> bool:
     return check_address(f"[{host}]:1" if ":" in host else f"{host}:1", where="")[0] == "localhost"
 
 
-def _options(config: TaskConfig, place: Place) -> Iterator[Finding]:
+def _options(config: TaskConfig, place: Location) -> Iterator[Finding]:
     fewest, cluster = config.options.min_workers, config.cluster
     is_ps = cluster.kind == "ps"
     if fewest is not None and (not is_ps or fewest > len(cluster.worker)):

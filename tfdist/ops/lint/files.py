@@ -1,4 +1,4 @@
-"""Files: which is of which kind, and the checks of each."""
+"""Kinds of files and the checks of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist.ops.lint.environment import (
     check_variables,
     is_ours,
 )
-from tfdist.ops.lint.findings import Finding, Place
+from tfdist.ops.lint.findings import Finding, Location
 from tfdist.ops.lint.programs import check_command, check_config_file, grace_s
 
 KINDS = ("tf_config", "config", "manifest", "environ")
@@ -29,7 +29,7 @@ _BY_TEXT = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class LintSource:
     """A text to check: `data` as it is on disk; a `kind` of `KINDS`, or what it looks like."""
 
     name: str
@@ -38,7 +38,7 @@ class Source:
 
 
 def lint(
-    sources: Sequence[Source],
+    sources: Sequence[LintSource],
     *,
     environ: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
@@ -53,9 +53,9 @@ def lint(
     found: list[Finding] = []
     manifests: list[tuple[str, str]] = []
     if environ is not None:
-        found += check_environment(environ, lambda name: Place(file="environment", path=name))
+        found += check_environment(environ, lambda name: Location(file="environment", path=name))
     if command:
-        found += check_command(command, Place(file="command line"), replicas=replicas)
+        found += check_command(command, Location(file="command line"), replicas=replicas)
     for source in sources:
         text = _text(source)
         kind = source.kind or (kind_of(source.name, text) if isinstance(text, str) else "")
@@ -86,16 +86,18 @@ def kind_of(name: str, text: str) -> str | None:
 
 def _check(kind: str | None, text: str, name: str, replicas: int | None) -> Iterator[Finding]:
     if kind == "tf_config":
-        yield from check_tf_config(text.removesuffix("\n"), Place(file=name))
+        yield from check_tf_config(text.removesuffix("\n"), Location(file=name))
     elif kind == "environ":
         values, lines = _read_environ(text)
-        yield from check_environment(values, lambda n: Place(file=name, line=lines.get(n), path=n))
+        yield from check_environment(
+            values, lambda n: Location(file=name, line=lines.get(n), path=n)
+        )
     elif kind == "config":
         yield from check_config_file(text, name, replicas=replicas)
     else:
         yield Finding(
             "LNT002",
-            Place(file=name),
+            Location(file=name),
             "neither a name nor a text that is known",
             "TF_CONFIG, a config file, a manifest or an environment",
             f"say what it is: --kind {'|'.join(KINDS)}; scripts are for shellcheck",
@@ -136,7 +138,7 @@ def _read_environ(text: str) -> tuple[dict[str, str], dict[str, int]]:
     return values, lines
 
 
-def _text(source: Source) -> str | Finding:
+def _text(source: LintSource) -> str | Finding:
     received = ""
     try:
         text = source.data.decode("utf-8-sig")
@@ -147,7 +149,7 @@ def _text(source: Source) -> str | Finding:
     return (
         Finding(
             "LNT001",
-            Place(file=source.name),
+            Location(file=source.name),
             received,
             "text in UTF-8",
             "save it as UTF-8, or name another file",

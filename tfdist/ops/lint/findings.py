@@ -8,7 +8,7 @@ from tfdist.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Location:
     """Location of a finding: a file, and the line or the path in it, or both."""
 
     file: str
@@ -25,7 +25,7 @@ class Finding:
     """One mistake in one place; the last three parts are those of a `UsageError`."""
 
     code: str
-    place: Place
+    place: Location
     received: str
     expected: str
     fix: str
@@ -37,6 +37,6 @@ class Finding:
         )
 
 
-def of_error(code: str, place: Place, error: UsageError) -> Finding:
+def of_error(code: str, place: Location, error: UsageError) -> Finding:
     """Return the finding that says in `place` what `error` says."""
     return Finding(code, place, str(error.received), error.expected, error.fix)

@@ -1,4 +1,4 @@
-"""Checks the Kubernetes manifests of a job: what is about tfdist in them, and nothing else.
+"""Checks of a job's Kubernetes manifests, limited to what concerns tfdist.
 
 Schemas, images, security contexts and network policies are for kubeconform and kube-linter.
 """
@@ -12,16 +12,16 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tfdist.cluster import placement, wishes
+from tfdist.cluster import placement, settings
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.ops.lint.findings import Finding, Place
+from tfdist.ops.lint.findings import Finding, Location
 
 _DEFAULT_GRACE_S = 30
 _MAX_PODS = 1 << 16
-_OF_ONE_POD = (VARIABLE, wishes.NODE_RANK)
-_OF_OPERATOR = (VARIABLE, wishes.HOSTS, wishes.NODE_RANK, wishes.LOCAL_RANK)
+_OF_ONE_POD = (VARIABLE, settings.NODE_RANK)
+_OF_OPERATOR = (VARIABLE, settings.HOSTS, settings.NODE_RANK, settings.LOCAL_RANK)
 
 
 class Map(dict[str, Any]):
@@ -63,14 +63,14 @@ class Container:
     file: str
     path: str
 
-    def place(self, name: str = "") -> Place:
+    def place(self, name: str = "") -> Location:
         """Return where a variable is set, or where the command is."""
         line = self.lines.get(name) or self.spec.line_of("command")
-        return Place(file=self.file, line=line, path=f"{self.path} {name}".rstrip())
+        return Location(file=self.file, line=line, path=f"{self.path} {name}".rstrip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class PodGroup:
     """Pods of one template; `owner` is the mapping that holds it, `pods` their host names."""
 
     count: int
@@ -93,7 +93,7 @@ class Workload:
     name: str
     file: str
     spec: Map
-    parts: tuple[Part, ...]
+    parts: tuple[PodGroup, ...]
 
     @property
     def count(self) -> int:
@@ -110,7 +110,7 @@ class Workload:
         """Return the first TFDIST_HOSTS that can be read, and the container that has it."""
         for container in self.containers:
             try:
-                listed = placement.parse_hosts(container.values.get(wishes.HOSTS, ""))
+                listed = placement.parse_hosts(container.values.get(settings.HOSTS, ""))
                 return container, placement.ranks_of(listed)
             except UsageError:
                 continue  # the check of the variables says it
@@ -121,7 +121,7 @@ class Workload:
     ) -> Finding:
         """Return a finding at the last key of `path`, which is in `owner` or missing there."""
         line = owner.line_of(path.rpartition(".")[2])
-        place = Place(file=self.file, line=line, path=f"{self.kind}/{self.name} {path}")
+        place = Location(file=self.file, line=line, path=f"{self.kind}/{self.name} {path}")
         return Finding(code, place, received, expected, fix)
 
 
@@ -162,7 +162,7 @@ def check_workload(job: Workload, services: Services) -> Iterator[Finding]:
 
 
 def check_grace(
-    job: Workload, part: Part, *, launcher_grace_s: float | None = None
+    job: Workload, part: PodGroup, *, launcher_grace_s: float | None = None
 ) -> Iterator[Finding]:
     """Yield a grace period in which the tasks, or the launcher in the pod, cannot end."""
     grace_s = part.spec.number("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
@@ -196,7 +196,7 @@ def _not_yaml(error: Exception, file: str) -> Finding:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
     received = " ".join(str(problem).split()) + (f" at column {mark.column + 1}" if mark else "")
-    place = Place(file=file, line=mark.line + 1 if mark else 1)
+    place = Location(file=file, line=mark.line + 1 if mark else 1)
     fix = "correct the indentation, the quotes or the tabs there"
     return Finding("K8S001", place, received, "YAML of a few levels", fix)
 
@@ -210,7 +210,7 @@ def _take(document: object, file: str, jobs: list[Workload], services: Services)
         services[name] = spec, file
     elif kind in _READERS:
         parts = tuple(
-            Part(
+            PodGroup(
                 count=count,
                 pods=pods,
                 owner=owner,
@@ -283,7 +283,7 @@ def _container(spec: Map, file: str, path: str) -> Container:
     )
 
 
-def _variables(job: Workload, part: Part, container: Container) -> Iterator[Finding]:
+def _variables(job: Workload, part: PodGroup, container: Container) -> Iterator[Finding]:
     """Yield variables that say for all pods which one each is, or that somebody else sets."""
     for name in _OF_OPERATOR if job.kind == "TFJob" else ():
         if name in container.lines:
@@ -294,28 +294,28 @@ def _variables(job: Workload, part: Part, container: Container) -> Iterator[Find
         if name in container.values:
             received = f"one {name} for {part.count} pods"
             place, expected = container.place(name), "what is the same for all pods"
-            fix = f"set {wishes.HOSTS} in its place: each pod finds itself there"
+            fix = f"set {settings.HOSTS} in its place: each pod finds itself there"
             yield Finding("K8S035", place, received, expected, fix)
 
 
-def _ports(job: Workload, part: Part, container: Container) -> Iterator[Finding]:
+def _ports(job: Workload, part: PodGroup, container: Container) -> Iterator[Finding]:
     """Yield ports of a container at which a task of TFDIST_HOSTS does not listen."""
     named = [each.number("containerPort", 0) for each in container.spec.maps("ports")]
-    if not named or wishes.HOSTS not in container.values:
+    if not named or settings.HOSTS not in container.values:
         return
     try:
-        port = wishes.integer(container.values, wishes.PORT) or placement.DEFAULT_PORT
-        text = wishes.text(container.values, wishes.PORTS)
-        listens = parse_ports(text, where=wishes.PORTS) if text else range(port, port + 1)
+        port = settings.integer(container.values, settings.PORT) or placement.DEFAULT_PORT
+        text = settings.text(container.values, settings.PORTS)
+        listens = parse_ports(text, where=settings.PORTS) if text else range(port, port + 1)
     except UsageError:
         return  # the check of the variables says it
     if not any(port in listens for port in named):
         path = f"{part.path}.template.spec.containers.ports"
-        received, fix = ", ".join(map(str, named)), f"correct it, or set {wishes.PORT}"
+        received, fix = ", ".join(map(str, named)), f"correct it, or set {settings.PORT}"
         yield job.finding("K8S045", container.spec, path, received, text or str(port), fix)
 
 
-def _indexed(job: Workload, part: Part) -> Iterator[Finding]:
+def _indexed(job: Workload, part: PodGroup) -> Iterator[Finding]:
     owner, mode = part.owner, str(part.owner.get("completionMode", "no completionMode"))
     if job.kind == "Job" and part.count > 1 and mode != "Indexed":
         path, fix = f"{part.path}.completionMode", "write completionMode: Indexed"
@@ -327,7 +327,7 @@ def _indexed(job: Workload, part: Part) -> Iterator[Finding]:
         yield job.finding("K8S011", owner, path, received, "all pods at once", fix)
 
 
-def _exit_codes(job: Workload, part: Part) -> Iterator[Finding]:
+def _exit_codes(job: Workload, part: PodGroup) -> Iterator[Finding]:
     """Yield pod failure policies that try a usage error again, or give up for another code."""
     rules = part.owner.map("podFailurePolicy").maps("rules")
     ends = any(_fails(rule, EXIT_USAGE) for rule in rules)
@@ -368,22 +368,22 @@ def _fails(rule: Map, code: int) -> bool:
 def _names(job: Workload) -> Iterator[Finding]:
     """Yield why the pods of a job do not find each other, or themselves, by TFDIST_HOSTS."""
     containers = job.containers
-    if any(c.values.get(wishes.CLUSTER) == "none" or "envFrom" in c.spec for c in containers):
+    if any(c.values.get(settings.CLUSTER) == "none" or "envFrom" in c.spec for c in containers):
         return
     if job.hosts is None:
-        if containers and not any({wishes.HOSTS, VARIABLE} & set(c.lines) for c in containers):
+        if containers and not any({settings.HOSTS, VARIABLE} & set(c.lines) for c in containers):
             path = f"{job.parts[0].path}.template.spec.containers.env"
-            received = f"{job.count} pods without {wishes.HOSTS}"
-            expected = f"{wishes.HOSTS} with the names of all pods"
-            fix = f"add it to env, or {wishes.CLUSTER}=none for programs by themselves"
+            received = f"{job.count} pods without {settings.HOSTS}"
+            expected = f"{settings.HOSTS} with the names of all pods"
+            fix = f"add it to env, or {settings.CLUSTER}=none for programs by themselves"
             yield job.finding("K8S016", containers[0].spec, path, received, expected, fix)
         return
     container, names = job.hosts
     wrong = _mismatch(job, names)
-    if wrong and wishes.NODE_RANK not in container.lines:  # which tells the pods their places
+    if wrong and settings.NODE_RANK not in container.lines:  # which tells the pods their places
         code, received, expected = wrong
         fix = "name the pods as docs/clusters.md has them, as in mnist-[0-3].train"
-        yield Finding(code, container.place(wishes.HOSTS), received, expected, fix)
+        yield Finding(code, container.place(settings.HOSTS), received, expected, fix)
 
 
 def _mismatch(job: Workload, names: Sequence[str]) -> tuple[str, str, str] | None:
@@ -414,14 +414,14 @@ def _domain(job: Workload) -> str:
 
 def _service(job: Workload, services: Services) -> Iterator[Finding]:
     """Yield a Service that is missing or not headless; a JobSet makes its own."""
-    if job.kind == "JobSet" or job.hosts is None or wishes.NODE_RANK in job.hosts[0].lines:
+    if job.kind == "JobSet" or job.hosts is None or settings.NODE_RANK in job.hosts[0].lines:
         return
     owner, path = job.parts[0].spec, "spec.template.spec.subdomain"
     if job.kind == "StatefulSet":
         owner, path = job.spec, "spec.serviceName"
     domain, field = _domain(job), path.rpartition(".")[2]
     if not domain:
-        expected, fix = "the name of a headless Service", f"write {field}, as in {wishes.HOSTS}"
+        expected, fix = "the name of a headless Service", f"write {field}, as in {settings.HOSTS}"
         yield job.finding("K8S012", owner, path, f"no {field}", expected, fix)
     elif domain not in services:
         received = f"no Service {domain!r} in the files"
@@ -431,6 +431,6 @@ def _service(job: Workload, services: Services) -> Iterator[Finding]:
     elif services[domain][0].get("clusterIP") != "None":
         spec, file = services[domain]
         at = f"Service/{domain} spec.clusterIP"
-        place = Place(file=file, line=spec.line_of("clusterIP"), path=at)
+        place = Location(file=file, line=spec.line_of("clusterIP"), path=at)
         received = str(spec.get("clusterIP", "no clusterIP"))
         yield Finding("K8S019", place, received, "None", "write clusterIP: None")

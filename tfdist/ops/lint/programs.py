@@ -1,4 +1,4 @@
-"""Checks command lines of `tfdist.launch` and `tfdist.train`, and config files.
+"""Checks of `tfdist.launch` and `tfdist.train` command lines, and of config files.
 
 A config file is Python: it runs in a process of its own, with a time limit, and what it returns
 goes through the checks that `tfdist.train` starts with.
@@ -19,7 +19,7 @@ from typing import Any
 
 from tfdist.configs import FIELDS
 from tfdist.errors import UsageError
-from tfdist.ops.lint.findings import Finding, Place, of_error
+from tfdist.ops.lint.findings import Finding, Location, of_error
 
 LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 
@@ -31,7 +31,7 @@ _WITHOUT_PS = ("single", "mirrored", "multiworker")
 
 
 def check_command(
-    words: Sequence[str], place: Place, *, replicas: int | None = None
+    words: Sequence[str], place: Location, *, replicas: int | None = None
 ) -> Iterator[Finding]:
     """Yield what a program of tfdist would refuse of its flags.
 
@@ -85,13 +85,13 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
             path = Path(directory) / "config.py"
             path.write_text(text)
         answer = _ask([f"--config={path}"])
-    for finding in _findings(answer, Place(file=file), replicas=replicas, strategy="auto"):
+    for finding in _findings(answer, Location(file=file), replicas=replicas, strategy="auto"):
         _, is_field, name = finding.place.path.partition("--config.")
         pattern = rf"\b{re.escape(name.rpartition('.')[2])}\b['\"\]]*\s*=(?!=)"
         if finding.code == "CFG022":
             is_field, pattern = "yes", rf"^\s*(from|import)\s+({'|'.join(_HEAVY)})\b"
         line = _last_line(pattern, text) if is_field else answer.get("line")
-        yield replace(finding, place=Place(file=file, line=line, path=name))
+        yield replace(finding, place=Location(file=file, line=line, path=name))
 
 
 def tell_configuration() -> None:
@@ -165,7 +165,7 @@ def _ask(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _findings(
-    answer: Mapping[str, Any], place: Place, *, replicas: int | None, strategy: str
+    answer: Mapping[str, Any], place: Location, *, replicas: int | None, strategy: str
 ) -> Iterator[Finding]:
     if answer.get("imports"):
         yield Finding(
@@ -188,9 +188,9 @@ def _findings(
         yield Finding(code, at, received, expected, fix)
 
 
-def _at(place: Place, where: str) -> Place:
+def _at(place: Location, where: str) -> Location:
     path = f"--{where}" if where.startswith("config") else where
-    return Place(file=place.file, line=place.line, path=path)
+    return Location(file=place.file, line=place.line, path=path)
 
 
 def _together(

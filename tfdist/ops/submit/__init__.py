@@ -1,1 +1,1 @@
-"""From one request to what a scheduler takes: an sbatch script, or manifests for Kubernetes."""
+"""Job requests rendered for a scheduler: an sbatch script or Kubernetes manifests."""

@@ -102,12 +102,12 @@ class Given:
     help: bool = False
 
     def one(self, name: str) -> str | None:
-        """Returns the last value of a flag, None where it was not given."""
+        """Return the last value of a flag, None where it was not given."""
         values = self.own.get(name, ())
         return values[-1] if values else None
 
     def all(self, name: str) -> tuple[str, ...]:
-        """Returns every value of a flag that repeats."""
+        """Return every value of a flag that repeats."""
         return self.own.get(name, ())
 
     def pairs(self, name: str) -> dict[str, str]:
@@ -126,7 +126,7 @@ class Given:
 
 
 def split(argv: Sequence[str], *, launcher: Mapping[str, bool]) -> Given:
-    """Takes the command line apart, up to the program, which is left as it is.
+    """Take the command line apart, up to the program, which is left as it is.
 
     Args:
       launcher: the launcher's flags, and whether each takes a value.
@@ -161,7 +161,7 @@ def split(argv: Sequence[str], *, launcher: Mapping[str, bool]) -> Given:
 
 
 def check_scheduler(given: Given) -> str:
-    """Returns which scheduler is meant; refuses flags that only another one has."""
+    """Return which scheduler is meant; refuse flags that only another one has."""
     to = given.one("to") or ""
     if to not in SCHEDULERS:
         fix = f"write --to slurm or --to kubernetes{near(to, SCHEDULERS)}"
@@ -176,7 +176,7 @@ def check_scheduler(given: Given) -> str:
 
 
 def help_text(launcher: Sequence[tuple[str, str, str]]) -> str:
-    """Returns what ``--help`` prints; `launcher` has name, value and help of its flags."""
+    """Return what ``--help`` prints; `launcher` has name, value and help of its flags."""
     lines = [
         "usage: python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags]",
         "           [script.py | -m module] [the program's own flags]",
@@ -220,7 +220,7 @@ def _unknown(head: str, names: Sequence[str]) -> UsageError:
     return UsageError("command line", received=head, expected=expected, fix=fix)
 
 
-# Amounts as people write them: memory, times, counts.
+# Parsers of amounts: memory, times, counts.
 
 _MIB = {"M": 1, "Mi": 1, "MB": 1, "G": 1024, "Gi": 1024, "GB": 1024, "T": 1024**2, "Ti": 1024**2}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -228,7 +228,7 @@ _MOST = 10**9
 
 
 def count(text: str, *, flag: str, least: int = 1, most: int = _MOST) -> int:
-    """Returns an integer from `least` to `most`; `UsageError` names the flag."""
+    """Return an integer from `least` to `most`; `UsageError` names the flag."""
     if re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most:
         return int(text)
     expected = f"an integer from {least} to {most}"
@@ -237,7 +237,7 @@ def count(text: str, *, flag: str, least: int = 1, most: int = _MOST) -> int:
 
 
 def mebibytes(text: str, *, flag: str = "memory") -> int:
-    """Returns the MiB of ``16G``, ``16Gi``, ``512M``: G is 1024 M, as Slurm has it."""
+    """Return the MiB of ``16G``, ``16Gi``, ``512M``: G is 1024 M, as Slurm has it."""
     match = re.fullmatch("([0-9]{1,9})([A-Za-z]{1,2})", text)
     if match and match[2] in _MIB and int(match[1]):
         return int(match[1]) * _MIB[match[2]]
@@ -247,7 +247,7 @@ def mebibytes(text: str, *, flag: str = "memory") -> int:
 
 
 def seconds(text: str, *, flag: str = "time") -> int:
-    """Returns the seconds of ``90m``, ``4h``, ``2d``, ``HH:MM:SS`` or ``D-HH:MM:SS``."""
+    """Return the seconds of ``90m``, ``4h``, ``2d``, ``HH:MM:SS`` or ``D-HH:MM:SS``."""
     if (match := re.fullmatch("([0-9]{1,6})([smhd])", text)) and int(match[1]):
         return int(match[1]) * _SECONDS[match[2]]
     clock = re.fullmatch("(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-5]?[0-9]):([0-5]?[0-9])", text)
@@ -261,6 +261,6 @@ def seconds(text: str, *, flag: str = "time") -> int:
 
 
 def clock_text(total_s: int) -> str:
-    """Returns ``D-HH:MM:SS``, which Slurm cannot misread, as it does a number alone."""
+    """Return ``D-HH:MM:SS``, which Slurm cannot misread, as it does a number alone."""
     days, rest = divmod(total_s, 86_400)
     return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tfdist.cluster.wishes import RESTARTS, UNCOUNTED_RESTARTS
+from tfdist.cluster.settings import RESTARTS, UNCOUNTED_RESTARTS
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
 from tfdist.ops.submit.pods import (
     SERVER_CODES,
@@ -47,7 +47,7 @@ _JOB_RESTARTS = {
 
 
 def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
-    """Returns the Job of all tasks, and the Service by which they find each other."""
+    """Return the Job of all tasks, and the Service by which they find each other."""
     is_ps = request.strategy == "ps"
     if is_ps and request.resources.gpus:
         fix = "use --kind jobset or tfjob"
@@ -86,7 +86,7 @@ def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
 
 
 def indexed(request: JobRequest, count: int) -> Manifest:
-    """Returns the beginning of the spec of a Job with so many tasks."""
+    """Return the beginning of the spec of a Job with so many tasks."""
     made: Manifest = {"completionMode": "Indexed", "completions": count, "parallelism": count}
     if request.time_s:
         made["activeDeadlineSeconds"] = request.time_s
@@ -94,7 +94,7 @@ def indexed(request: JobRequest, count: int) -> Manifest:
 
 
 def pod_failure_policy(container: str, *, again: str) -> Manifest:
-    """Returns what pods do to their Job; `again` is the action where they did nothing wrong."""
+    """Return what pods do to their Job; `again` is the action where they did nothing wrong."""
     return {
         "rules": [
             _on_codes("FailJob", [EXIT_USAGE], container),
@@ -105,7 +105,7 @@ def pod_failure_policy(container: str, *, again: str) -> Manifest:
 
 
 def host_range(count: int) -> str:
-    """Returns the numbers of pods as a node list has them."""
+    """Return the numbers of pods as a node list has them."""
     return "0" if count == 1 else f"[0-{count - 1}]"
 
 
@@ -115,7 +115,7 @@ def _on_codes(action: str, values: Sequence[int], container: str) -> Manifest:
 
 
 def _service(request: JobRequest, options: PodOptions) -> Manifest:
-    """Returns the headless Service by which pods have names, before they are ready too."""
+    """Return the headless Service by which pods have names, before they are ready too."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -136,7 +136,7 @@ _JOBSET_RESTARTS = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
 
 
 def jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
-    """Returns a set with a Job for each role."""
+    """Return a set with a Job for each role."""
     name, is_ps = request.name, request.strategy == "ps"
     roles = {"worker": request.workers}
     if is_ps:
@@ -169,7 +169,7 @@ def jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
 
 
 def _jobset_failure_policy(request: JobRequest) -> Manifest:
-    """Returns what failed Jobs do to the set: the first rule that is for any of them.
+    """Return what failed Jobs do to the set: the first rule that is for any of them.
 
     A task that fails has others lose it, who are to be started again however often: where both are
     seen at once, it counts.
@@ -206,7 +206,7 @@ def _jobset_failure_policy(request: JobRequest) -> Manifest:
 def _child(
     request: JobRequest, options: PodOptions, name: str, count: int, variables: Mapping[str, str]
 ) -> Manifest:
-    """Returns the Job of a role, which any failure of a pod ends."""
+    """Return the Job of a role, which any failure of a pod ends."""
     gpus = request.resources.gpus if name == "worker" else 0
     role = Role(gpus=gpus, variables=variables, codes={}, annotations=_JOBSET_RESTARTS)
     spec = indexed(request, count)
@@ -225,7 +225,7 @@ _TFJOB_AGAIN = 138
 
 
 def tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
-    """Returns a TFJob with a type of replica for each role."""
+    """Return a TFJob with a type of replica for each role."""
     is_ps = request.strategy == "ps"
     roles = {"Worker": request.workers}
     if is_ps:
@@ -269,7 +269,7 @@ _LABEL = re.compile("[a-z]([a-z0-9-]*[a-z0-9])?")
 
 
 def render(request: JobRequest, options: PodOptions, *, kind: str) -> list[Manifest]:
-    """Returns the job's objects in the order in which they are to be created.
+    """Return the job's objects in the order in which they are to be created.
 
     Raises:
         UsageError: a job that this kind cannot be.
@@ -286,7 +286,7 @@ def render(request: JobRequest, options: PodOptions, *, kind: str) -> list[Manif
 
 
 def comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str]:
-    """Returns the lines that stand above the manifests."""
+    """Return the lines that stand above the manifests."""
     namespace = f" --namespace {options.namespace}" if options.namespace else ""
     kinds = "networkpolicy,service,job" if kind == "job" else f"networkpolicy,{kind}"
     return [
@@ -296,7 +296,7 @@ def comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str
 
 
 def _check_name(request: JobRequest, *, kind: str) -> None:
-    """Refuses a name with which a pod's own would be no label in DNS."""
+    """Refuse a name with which a pod's own would be no label in DNS."""
     roles = ["worker", *(["evaluator"] if request.evaluator else [])]
     count = request.num_tasks
     ends = {
@@ -311,7 +311,7 @@ def _check_name(request: JobRequest, *, kind: str) -> None:
         raise UsageError("--name", received=repr(request.name), expected=expected, fix=fix)
 
 
-# Manifests as YAML that every reader takes alike.
+# YAML writer for manifests that every parser reads the same way.
 
 # Everything else is quoted: readers differ in what they take for a number or a truth value, as
 # 1e3, 0o17, 12:30 or y.
@@ -340,7 +340,7 @@ _Dumper.add_representer(str, _string)
 
 
 def text_of(documents: Sequence[Mapping[str, Any]], *, comments: Sequence[str] = ()) -> str:
-    """Returns the documents in one file, in their order, after lines of comment."""
+    """Return the documents in one file, in their order, after lines of comment."""
     made = [
         yaml.dump(dict(d), Dumper=_Dumper, sort_keys=False, width=1_000_000, allow_unicode=False)
         for d in documents

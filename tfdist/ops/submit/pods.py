@@ -66,7 +66,7 @@ class PodOptions:
 
     @property
     def is_root(self) -> bool:
-        """Returns whether tasks run as root, which has to be asked for."""
+        """Return whether tasks run as root, which has to be asked for."""
         return self.user is not None and self.user.uid == 0
 
 
@@ -88,23 +88,23 @@ class Role:
 
 
 def labels(request: JobRequest) -> dict[str, str]:
-    """Returns what marks everything that belongs to the job."""
+    """Return what marks everything that belongs to the job."""
     return {"app.kubernetes.io/name": "tfdist", INSTANCE: request.name, MANAGED_BY: "tfdist.submit"}
 
 
 def all_labels(request: JobRequest, options: PodOptions) -> dict[str, str]:
-    """Returns the labels of an object or a pod of the job, those that a user wants among them."""
+    """Return the labels of an object or a pod of the job, those that a user wants among them."""
     return {**labels(request), **options.labels}
 
 
 def metadata(request: JobRequest, options: PodOptions) -> Manifest:
-    """Returns the metadata of an object of the job."""
+    """Return the metadata of an object of the job."""
     namespace = {"namespace": options.namespace} if options.namespace else {}
     return {"name": request.name, **namespace, "labels": all_labels(request, options)}
 
 
 def admission(request: JobRequest, options: PodOptions) -> Manifest:
-    """Returns the NetworkPolicy by which the job's pods hear each other, and nobody else."""
+    """Return the NetworkPolicy by which the job's pods hear each other, and nobody else."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
     ingress: Manifest = {"from": [{"podSelector": selector}]}
     if request.ports is not None and not request.resources.gpus:  # NCCL has ports of its own choice
@@ -123,7 +123,7 @@ def admission(request: JobRequest, options: PodOptions) -> Manifest:
 
 
 def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
-    """Returns the template of the pods of a role."""
+    """Return the template of the pods of a role."""
     spec: Manifest = {"restartPolicy": "Never"}
     if role.subdomain:
         spec["subdomain"] = role.subdomain
@@ -148,7 +148,7 @@ def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
 
 
 def _security_of_pod(options: PodOptions) -> Manifest:
-    """Returns what the "restricted" profile of Pod Security asks for, unless it is to be root."""
+    """Return what the "restricted" profile of Pod Security asks for, unless it is to be root."""
     made: Manifest = {} if options.is_root else {"runAsNonRoot": True}
     if options.user is not None:
         made["runAsUser"] = options.user.uid
@@ -160,7 +160,7 @@ def _security_of_pod(options: PodOptions) -> Manifest:
 
 
 def _scheduling(options: PodOptions) -> Manifest:
-    """Returns on which nodes a pod may be, and before whom."""
+    """Return on which nodes a pod may be, and before whom."""
     made: Manifest = {}
     if options.priority_class:
         made["priorityClassName"] = options.priority_class
@@ -227,12 +227,12 @@ def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest
 
 
 def _needs_shm(options: PodOptions, role: Role) -> bool:
-    """Returns whether a pod is given shared memory: NCCL wants more than a container's 64 MB."""
+    """Return whether a pod is given shared memory: NCCL wants more than a container's 64 MB."""
     return bool(role.gpus) and all(v.mount.rstrip("/") != _SHM for v in options.volumes)
 
 
 def _annotation(name: str, key: str) -> Manifest:
-    """Returns a variable that is empty where the pod has no such annotation."""
+    """Return a variable that is empty where the pod has no such annotation."""
     path = {"fieldPath": f"metadata.annotations['{key}']"}
     return {"name": name, "valueFrom": {"fieldRef": path}}
 
@@ -293,7 +293,7 @@ done
 
 
 def script(*, image: str, python: str, codes: Mapping[int, int], from_index: int | None) -> str:
-    """Returns what the pod's shell runs, with the program and its arguments as ``$@``.
+    """Return what the pod's shell runs, with the program and its arguments as ``$@``.
 
     A task that ends with a code in `codes` ends its pod with the other one; `from_index` as in
     `Role.codes_from_index`.
@@ -308,7 +308,7 @@ def script(*, image: str, python: str, codes: Mapping[int, int], from_index: int
 
 
 def literal(text: str) -> str:
-    """Returns what Kubernetes turns into `text`: it replaces $(NAME), and $$ by one dollar."""
+    """Return what Kubernetes turns into `text`: it replaces $(NAME), and $$ by one dollar."""
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
@@ -326,7 +326,7 @@ _USER = re.compile("([0-9]{1,10})(?::([0-9]{1,10}))?")
 
 
 def pod_options(given: Given) -> PodOptions:
-    """Returns what the flags of pods say.
+    """Return what the flags of pods say.
 
     Raises:
         UsageError: there is no image, or a value that Kubernetes would not take.
@@ -346,7 +346,7 @@ def pod_options(given: Given) -> PodOptions:
 
 
 def volumes(given: Given) -> tuple[Volume, ...]:
-    """Returns every --volume."""
+    """Return every --volume."""
     return tuple(_read_volume(text) for text in given.all("volume"))
 
 
@@ -381,7 +381,7 @@ def _read_labels(
 
 
 def _read_toleration(text: str) -> Toleration:
-    """Returns the taint that ``kubectl taint`` writes so, or its key alone."""
+    """Return the taint that ``kubectl taint`` writes so, or its key alone."""
     taint = _TAINT.fullmatch(text)
     if taint is None or taint[3] not in (None, *_EFFECTS):
         effect = text.rpartition(":")[2]

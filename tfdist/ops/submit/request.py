@@ -1,4 +1,4 @@
-"""What is to run, whatever scheduler runs it; checked when created."""
+"""Job request, independent of the scheduler; validated when created."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class JobRequest:
     max_restarts: int = 3
     hang_timeout_s: int = 300
     options: Mapping[str, str] = field(default_factory=dict)
-    """Variables of `tfdist.cluster.wishes` that the user's flags have set."""
+    """Variables of `tfdist.cluster.settings` that the user's flags have set."""
     ports: range | None = None
     """Those at which tasks may listen; None for any."""
     threads_per_task: int | None = None
@@ -83,18 +83,18 @@ class JobRequest:
 
     @property
     def has_several_tasks(self) -> bool:
-        """Returns whether the job has tasks that must find each other."""
+        """Return whether the job has tasks that must find each other."""
         return self.strategy in SEVERAL
 
     @property
     def num_tasks(self) -> int:
-        """Returns how many processes the job has, the chief of a ps job included."""
+        """Return how many processes the job has, the chief of a ps job included."""
         chief = int(self.strategy == "ps")
         return chief + self.workers + self.ps + self.evaluator
 
     @property
     def title(self) -> str:
-        """Returns the job in a few words."""
+        """Return the job in a few words."""
         if self.has_several_tasks:
             tasks = [f"{self.workers} workers"]
             if self.strategy == "ps":
@@ -107,7 +107,7 @@ class JobRequest:
         return f"{self.name}: one process{kind}"
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment of every task, without what only one scheduler needs."""
+        """Return the environment of every task, without what only one scheduler needs."""
         made = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
         if self.strategy != "auto":
             made["TFDIST_STRATEGY"] = self.strategy
@@ -116,7 +116,7 @@ class JobRequest:
         if threads:  # a container sees all CPUs of its node, whatever its share is
             made |= {"TF_NUM_INTRAOP_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
         if self.strategy == "ps":
-            # With fewer inter-op threads than workers that may wait, a ps job stands still.
+            # With fewer inter-op threads than workers that may wait, a ps job hangs.
             inter_op = max(threads or 0, self.workers + _SPARE_THREADS)
             made["TF_NUM_INTEROP_THREADS"] = f"{inter_op}"
         return {**made, **self.env}

@@ -84,7 +84,7 @@ class SlurmOptions:
 
 
 def render(request: JobRequest, options: SlurmOptions) -> str:
-    """Returns the batch script.
+    """Return the batch script.
 
     Raises:
         UsageError: a job that Slurm cannot be asked for in this way.
@@ -165,7 +165,7 @@ def _check_word(flag: str, value: str | None) -> None:
 
 
 def _components(request: JobRequest) -> list[tuple[str, int, int]]:
-    """Returns type, tasks and GPUs of each component: one, unless ps would hold GPUs in vain."""
+    """Return type, tasks and GPUs of each component: one, unless ps would hold GPUs in vain."""
     gpus = request.resources.gpus
     if request.strategy == "ps" and gpus:  # the first task of the workers is the chief
         beside = [("evaluator", 1, 0)] * request.evaluator
@@ -217,7 +217,7 @@ def _environment(request: JobRequest, *, groups: list[str]) -> list[str]:
 
 
 def _step(request: JobRequest, components: list[tuple[str, int, int]]) -> str:
-    """Returns the line that starts the tasks.
+    """Return the line that starts the tasks.
 
     A task that ends does not end the others, which may be saving; those of a multiworker job that
     still run `hang_timeout_s` later are ended by Slurm.

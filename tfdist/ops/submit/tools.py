@@ -14,7 +14,7 @@ _MAX_PODS_OF_LOGS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class CommandResult:
     """What a command said and how it ended."""
 
     exit_code: int
@@ -22,12 +22,12 @@ class Answer:
     errors: str
 
 
-Ask = Callable[[Sequence[str], str], Answer]
+Ask = Callable[[Sequence[str], str], CommandResult]
 """Runs a command with a text as its input."""
 
 
-def ask(argv: Sequence[str], text: str = "") -> Answer:
-    """Runs a command and returns its answer.
+def ask(argv: Sequence[str], text: str = "") -> CommandResult:
+    """Run a command and return its answer.
 
     Raises:
         UsageError: there is no such command, or not for this user.
@@ -43,7 +43,7 @@ def ask(argv: Sequence[str], text: str = "") -> Answer:
         raise UsageError("--to", received=f"no {argv[0]}", expected=expected, fix=fix) from None
     except subprocess.TimeoutExpired:
         raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
-    return Answer(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
+    return CommandResult(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Submitted:
 
 
 def sbatch(script: str, *, name: str, ask: Ask = ask) -> Submitted:
-    """Submits a batch script; returns a line for the user."""
+    """Submit a batch script; return a line for the user."""
     answer = ask(["sbatch", "--parsable"], script)
     job = _told(answer, "sbatch").strip().partition(";")[0]
     text = f"job {job} ({name}); output: {name}-{job}.out"
@@ -63,7 +63,7 @@ def sbatch(script: str, *, name: str, ask: Ask = ask) -> Submitted:
 
 
 def squeue(name: str, *, ask: Ask = ask) -> str:
-    """Returns the state of the user's jobs of this name, those that ended lately too."""
+    """Return the state of the user's jobs of this name, those that ended lately too."""
     columns = "%.12i %.20j %.10T %.12M %.6D %R"
     shown = _told(
         ask(["squeue", "--me", f"--name={name}", "--states=all", f"--format={columns}"], ""),
@@ -75,7 +75,7 @@ def squeue(name: str, *, ask: Ask = ask) -> str:
 
 
 def slurm_output(name: str, *, ask: Ask = ask) -> str:
-    """Returns the path of the output of the latest job of this name."""
+    """Return the path of the output of the latest job of this name."""
     listed = ["squeue", "--me", f"--name={name}", "--states=all", "--noheader", "--format=%i"]
     # 7+1 is a component of job 7, which alone has an output.
     jobs = re.findall(r"^\s*(\d+)", _told(ask(listed, ""), "squeue"), re.MULTILINE)
@@ -91,7 +91,7 @@ def slurm_output(name: str, *, ask: Ask = ask) -> str:
 def apply(
     manifests: str, *, name: str, kind: str, namespace: str | None, ask: Ask = ask
 ) -> Submitted:
-    """Creates the objects of a job, all or none; returns what kubectl says.
+    """Create the objects of a job, all or none; return what kubectl says.
 
     The server is first asked whether it would take them.
 
@@ -111,7 +111,7 @@ def apply(
 
 
 def pods(name: str, *, kind: str, namespace: str | None, label: str, ask: Ask = ask) -> str:
-    """Returns the state of a job and of its pods."""
+    """Return the state of a job and of its pods."""
     kubectl = _kubectl(namespace)
     job = _told(ask([*kubectl, "get", f"{kind}/{name}"], ""), "kubectl")
     selector = f"--selector={label}={name}"
@@ -121,7 +121,7 @@ def pods(name: str, *, kind: str, namespace: str | None, label: str, ask: Ask = 
 
 
 def pod_logs(name: str, *, namespace: str | None, label: str, ask: Ask = ask) -> str:
-    """Returns what the pods of a job have printed, each line with its pod's name."""
+    """Return what the pods of a job have printed, each line with its pod's name."""
     selector = f"--selector={label}={name}"
     many = f"--max-log-requests={_MAX_PODS_OF_LOGS}"
     argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
@@ -135,8 +135,8 @@ def _kubectl(namespace: str | None) -> list[str]:
     return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
 
 
-def _told(answer: Answer, command: str) -> str:
-    """Returns what a command printed; raises its own words, in one line, if it failed."""
+def _told(answer: CommandResult, command: str) -> str:
+    """Return what a command printed; raise its own words, in one line, if it failed."""
     if not answer.exit_code:
         return answer.output
     said = _said(answer)
@@ -147,14 +147,14 @@ def _told(answer: Answer, command: str) -> str:
     raise UsageError(command, received=received, expected="it to do as asked", fix=fix)
 
 
-def _said(answer: Answer) -> str:
-    """Returns the line that says most: the first with an error, past the lines of a log."""
+def _said(answer: CommandResult) -> str:
+    """Return the line that says most: the first with an error, past the lines of a log."""
     lines = _lines(answer.errors or answer.output)
     return next((line for line in lines if "error" in line.lower()), (lines or ("nothing",))[-1])
 
 
 def _lines(text: str) -> tuple[str, ...]:
-    """Returns what a command has told, without its log."""
+    """Return what a command has told, without its log."""
     lines = (line.strip() for line in text.splitlines())
     return tuple(line for line in lines if line and not re.match(r"[EWIF]\d{4} ", line))
 

@@ -1,4 +1,4 @@
-"""How a range of steps is run: together on every replica, or handed out to workers."""
+"""Engines that run a range of steps: on all replicas together, or dispatched to workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tfdist.training.engines.base import Engine
 
 
 def engine_for(job: Job) -> Engine:
-    """The engine of the job's strategy."""
+    """Return the engine of the job's strategy."""
     if job.kind == "ps":
         from tfdist.ps.engine import ParameterServerEngine
 

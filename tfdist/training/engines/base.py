@@ -1,4 +1,4 @@
-"""What the loop asks of an engine, and what an engine may be lost by."""
+"""Engine interface, as the training loop uses it, and its errors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Engine(Protocol):
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Runs the steps ``[first, last)``; returns the last step's logs if the program keeps them.
+        """Run the steps ``[first, last)``; return the last step's logs if the program keeps them.
 
         Returns once every step is done, or where the next range `goes_on` from here before anybody
         looks, maybe with some steps under way.
         """
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Waits for what `run` has left under way; returns the last step's logs, as `run` does."""
+        """Wait for what `run` has left under way; return the last step's logs, as `run` does."""
 
-    def let_go(self) -> None:
-        """Forgets what `run` has handed out and nobody has begun; waits until the rest has ended.
+    def close(self) -> None:
+        """Forget what `run` has dispatched and nobody has begun; wait until the rest has ended.
 
         Where a training ends with an error: nothing changes the model after it.
         """
@@ -39,24 +39,24 @@ class Engine(Protocol):
         """How many steps `run` has left under way."""
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
-        """Yields each step's outputs as a nest of arrays ``[examples of the step, ...]``.
+        """Yield each step's outputs as a nest of arrays ``[examples of the step, ...]``.
 
         Every task yields the whole of it, in the order of the examples.
         """
 
     def reset_metrics(self) -> None:
-        """Sets to zero what the engine itself keeps of the metrics."""
+        """Set to zero what the engine itself keeps of the metrics."""
 
-    def settle_metrics(self, program: StepProgram) -> None:
-        """Puts what the engine itself keeps of the metrics into `program.metrics`."""
+    def publish_metrics(self, program: StepProgram) -> None:
+        """Put what the engine itself keeps of the metrics into `program.metrics`."""
 
     def take_metrics(self, program: StepProgram) -> None:
-        """Takes over what was restored into `program.metrics`, to go on from there."""
+        """Take over what was restored into `program.metrics`, to go on from there."""
 
 
 @contextlib.contextmanager
 def naming_a_lost_server() -> Iterator[None]:
-    """Raises PeerLost with the name of a ps that is gone, where TensorFlow says what failed.
+    """Raise PeerLost with the name of a ps that is gone, where TensorFlow says what failed.
 
     So it is when a model is built, a learning rate or a metric is read, and a checkpoint is made.
     Around a block, or a function as its decorator.

@@ -1,4 +1,4 @@
-"""The outputs of replicas and of batches, one after the other."""
+"""Concatenation of the outputs of replicas and batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras.src.backend.tensorflow.trainer import (
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Returns the rows of all parts: an array, and as under Keras ragged where their shapes differ.
+    """Return the rows of all parts: an array, and as under Keras ragged where their shapes differ.
 
     Numbers are stacked. Rows that come ragged or sparse stay so.
     """
@@ -30,5 +30,5 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def without_substitute(rows: Any, *, count: tf.Tensor) -> Any:
-    """Leaves out the example that stands in for an empty share; in graph."""
+    """Leave out the example that pads an empty batch fraction; in graph."""
     return rows[: tf.cast(count > 0, tf.int64) * tf.int64.max]

@@ -1,4 +1,4 @@
-"""Every replica takes its share of every step: single, mirrored, multiworker."""
+"""Synchronous engine: every replica takes part in every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorflow.python.distribute import values_util
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
 from tfdist.strategy import Job
-from tfdist.strategy.group import naming_who_is_gone, sum_bytes, sum_over_tasks
+from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.engines.joining import joined, without_substitute
 from tfdist.training.feed import Part
@@ -38,7 +38,7 @@ class SynchronousEngine:
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Runs the steps ``[first, last)``. A collective: every task calls it alike."""
+        """Run the steps ``[first, last)``. A collective: every task calls it alike."""
         function = self._ranges.get(program)
         if function is None:
             function = self._ranges[program] = self._compile_range(program)
@@ -47,7 +47,7 @@ class SynchronousEngine:
                 require_deterministic(traced.graph)
         logs: dict[str, tf.Tensor] = {}
         for start, end in self._calls(program, first, last):
-            with naming_who_is_gone(self._job):
+            with naming_lost_peer(self._job):
                 logs, rows = function(*_arguments(program, start, end))
             if not program.feed.direct:
                 program.feed.advanced_to(end)
@@ -60,7 +60,7 @@ class SynchronousEngine:
         """Nothing: all are done when `run` returns."""
         return {}
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Nothing: all are done when `run` returns."""
 
     @property
@@ -69,7 +69,7 @@ class SynchronousEngine:
         return 0
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
-        """Yields each step's outputs, whole on every task. A collective."""
+        """Yield each step's outputs, whole on every task. A collective."""
         function = self._steps.get(program)
         if function is None:
             function = self._steps[program] = self._compile_step(program)
@@ -77,7 +77,7 @@ class SynchronousEngine:
             arguments = [tf.constant(step, tf.int64)]
             if not program.feed.direct:
                 arguments.append(program.feed.iterator(step))
-            with naming_who_is_gone(self._job):
+            with naming_lost_peer(self._job):
                 locals_ = function(*arguments)
             if not program.feed.direct:
                 program.feed.advanced_to(step + 1)
@@ -87,14 +87,14 @@ class SynchronousEngine:
     def reset_metrics(self) -> None:
         """Nothing: the model's own variables hold the metrics."""
 
-    def settle_metrics(self, program: StepProgram) -> None:
+    def publish_metrics(self, program: StepProgram) -> None:
         """Nothing: the model's own variables hold the metrics."""
 
     def take_metrics(self, program: StepProgram) -> None:
         """Nothing: the model's own variables hold the metrics."""
 
     def _calls(self, program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Cuts a range into calls, in each of which what replicas gather keeps its shape.
+        """Cut a range into calls, in each of which what replicas gather keeps its shape.
 
         Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
         mismatch in the collective instance"). Batches by index change at the end of an epoch;
@@ -113,7 +113,7 @@ class SynchronousEngine:
         yield start, last
 
     def _gathers(self, program: StepProgram, first: int, last: int) -> bool:
-        """True when replicas gather in a step; traces the program."""
+        """Return True when replicas gather in a step; traces the program."""
         if program not in self._gathering:
             found = False
             if self._job.num_replicas > 1:
@@ -169,7 +169,7 @@ class SynchronousEngine:
         return run_step
 
     def _step(self, program: StepProgram, step: tf.Tensor, parts: list[Part]) -> list[Any]:
-        """Runs one step on this task's replicas; returns each one's outputs."""
+        """Run one step on this task's replicas; return each one's outputs."""
         strategy, outputs = self._job.strategy, {}
 
         def in_replica() -> None:
@@ -187,7 +187,7 @@ class SynchronousEngine:
         return [outputs[local] for local in sorted(outputs)]
 
     def _reduced_logs(self, values: list[dict[str, tf.Tensor]]) -> Any:
-        """Adds the last step's logs up over all replicas, so that every task sees the same."""
+        """Add the last step's logs up over all replicas, so that every task sees the same."""
         replicas, strategy = self._job.num_replicas, self._job.strategy
 
         def in_replica() -> Any:
@@ -202,7 +202,7 @@ class SynchronousEngine:
         return {n: strategy.experimental_local_results(v)[0] for n, v in reduced.items()}
 
     def _gathered(self, parts: list[Any]) -> Any:
-        """Joins the replicas' outputs of one step, in the order of the examples."""
+        """Join the replicas' outputs of one step, in the order of the examples."""
         flat = [list(map(convert_to_np_if_not_ragged, keras.tree.flatten(part))) for part in parts]
         whole = [self._across_tasks(joined(columns)) for columns in zip(*flat, strict=True)]
         return keras.tree.pack_sequence_as(parts[0], whole)
@@ -236,7 +236,7 @@ def _log_values(outputs: list[Any]) -> list[dict[str, tf.Tensor]]:
 
 
 def _unpacked(kept: tf.Tensor, like: Any) -> Any:
-    """Takes the tensors out of an optional that was made of `like`."""
+    """Take the tensors out of an optional that was made of `like`."""
     flat = tf.nest.flatten(like)
     tensors = tf.raw_ops.OptionalGetValue(
         optional=kept,

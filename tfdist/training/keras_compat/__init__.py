@@ -10,20 +10,20 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
 
     trace         what the replacements know about the step that this thread is tracing
     replacement   what a replacement is
-    gradients     the one door: gradients are reduced where they enter the optimizer
+    gradients     the gradient hook: gradients are reduced where they enter the optimizer
     reduction     the sum over replicas itself, in few messages, which keeps no graph
     on_servers    what of it is in `tfdist.ps`, for a ps job
-    updates       behind the door: each replica updates its own copy of a variable
+    updates       after the gradient hook: each replica updates its own copy of a variable
     at_once       SGD with momentum updates a variable in one operation
-    losses        a replica's loss counts by its share of the global batch; masks, sums, add_loss
+    losses        a replica's loss counts by its fraction of the global batch; masks, sums, add_loss
     metrics       means count examples
-    moments       synchronized statistics leave out who stands in for an empty share
+    moments       synchronized statistics leave out who pads an empty batch fraction
     variables     statistics travel with the gradients; additions in one operation; local values
     randomness    draws come from (seed, step, replica)
     functions     `tf.function` without its warning of tracing often
     installing    puts all of it in place
 
-The heart is the one door for gradients: where they enter `Optimizer.apply`, and nowhere else,
+The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
 they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
 what one device would see, and every replica does the same update on its own copy.
 """
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from tfdist.training.keras_compat.functions import compiled
 from tfdist.training.keras_compat.installing import REPLACEMENTS, install, tracing
-from tfdist.training.keras_compat.losses import logs_by_share
+from tfdist.training.keras_compat.losses import logs_by_fraction
 from tfdist.training.keras_compat.randomness import random_key
 from tfdist.training.keras_compat.reduction import all_reduce, sum_over_replicas
 from tfdist.training.keras_compat.replacement import Replacement
@@ -45,7 +45,7 @@ __all__ = [
     "all_reduce",
     "compiled",
     "install",
-    "logs_by_share",
+    "logs_by_fraction",
     "random_key",
     "sum_over_replicas",
     "tracing",

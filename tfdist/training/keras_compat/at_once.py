@@ -44,9 +44,9 @@ def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(gradient: Any, variable: Any) -> bool:
-    """Whether this is a dense gradient of a whole variable, in a step, behind the door."""
+    """Whether this is a dense gradient of a whole variable, in a step, in the gradient hook."""
     trace = current()
-    if trace is None or not (trace.num_replicas == 1 or trace.in_door) or in_stateless_scope():
+    if trace is None or not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
         return False
     return isinstance(gradient, tf.Tensor) and not is_split(variable)
 

@@ -1,4 +1,4 @@
-"""One door for gradients: they are reduced where they enter the optimizer.
+"""The gradient hook: gradients are reduced where they enter the optimizer.
 
 Keras clips, checks and accumulates each replica's own gradient and sums after
 (https://github.com/tensorflow/tensorflow/issues/25806 says so of its forerunner), so that clipping
@@ -30,10 +30,10 @@ from tfdist.training.keras_compat.trace import StepTrace, current
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 
 
-def _door(original: Callable[..., Any]) -> Callable[..., Any]:
+def _gradient_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         trace = current()
-        if trace is None or trace.in_door:
+        if trace is None or trace.in_hook:
             return original(self, grads, trainable_variables)
         if not _in_group():
             return original(self, [summed_rows(g) for g in grads], trainable_variables)
@@ -46,14 +46,14 @@ def _door(original: Callable[..., Any]) -> Callable[..., Any]:
             _require_built(self)
             grads = reduced(_weighted(list(grads), trace), trace)
         grads = [summed_rows(g) for g in grads]
-        if trace.at_door is not None:
-            trace.at_door(grads)
-        trace.in_door = True
+        if trace.at_hook is not None:
+            trace.at_hook(grads)
+        trace.in_hook = True
         try:
             with _cross_replica_on_ps():
                 return original(self, grads, trainable_variables)
         finally:
-            trace.in_door = False
+            trace.in_hook = False
 
     return apply
 
@@ -65,7 +65,7 @@ def _in_group() -> bool:
 
 
 def _require_built(optimizer: Any) -> None:
-    """Raises UsageError for one that would make variables in a step, where no replica can."""
+    """Raise UsageError for one that would make variables in a step, where no replica can."""
     if not optimizer.built:
         raise UsageError(
             "optimizer",
@@ -95,18 +95,18 @@ def _cross_replica_on_ps() -> Iterator[None]:
 
 
 def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Weights by the share where the step's loss was never scaled: a loss made by hand."""
+    """Weights by the batch fraction where the step's loss was never scaled: a loss made by hand."""
     if trace.loss_scaled:
         return grads
     return [g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads]
 
 
 def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Behind the door every replica finds the same gradients finite, without `merge_call`."""
+    """After the gradient hook replicas find the same gradients finite, without `merge_call`."""
 
     def tf_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         trace = current()
-        if trace is not None and trace.in_door:
+        if trace is not None and trace.in_hook:
             return self._common_apply(grads, trainable_variables)
         return original(self, grads, trainable_variables)
 
@@ -129,7 +129,7 @@ def _scaling_as_it_will_unscale(original: Callable[..., Any]) -> Callable[..., A
 def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(self: Any, grads_and_vars: Any) -> Any:
         trace = current()
-        if trace is not None and (trace.in_door or not _in_group()):
+        if trace is not None and (trace.in_hook or not _in_group()):
             return sent_together(grads_and_vars)
         return original(self, grads_and_vars)
 
@@ -140,14 +140,14 @@ REPLACEMENTS = (
     Replacement(
         owner=BaseOptimizer,
         name="apply",
-        make=_door,
+        make=_gradient_hook,
         issue=f"{_SOURCE}/base_optimizer.py#L588",
     ),
     # Keras asks the first replica alone whether the gradients are finite.
     Replacement(
         owner=LossScaleOptimizer,
         name="apply",
-        make=_door,
+        make=_gradient_hook,
         issue=f"{_SOURCE}/loss_scale_optimizer.py#L276",
     ),
     Replacement(

@@ -34,7 +34,7 @@ REPLACEMENTS = (
 
 
 def install() -> None:
-    """Puts the replacements in place, each once a process; those of a ps job in one alone."""
+    """Put the replacements in place, each once a process; those of a ps job in one alone."""
     for replacement in (*REPLACEMENTS, *replacements()):
         _put_in_place(replacement)
 
@@ -46,7 +46,7 @@ def _put_in_place(replacement: Replacement) -> None:
 
 @contextlib.contextmanager
 def tracing(trace: StepTrace) -> Iterator[StepTrace]:
-    """Makes Keras follow `trace` in this thread; used inside the replica function of a step."""
+    """Make Keras follow `trace` in this thread; used inside the replica function of a step."""
     install()
     with following(trace), reading_once():
         yield trace

@@ -1,9 +1,9 @@
-"""A replica's loss counts by its share of the global batch.
+"""A replica's loss counts by its fraction of the global batch.
 
-Keras takes 1 / replicas, whatever the share, and nothing at all of a loss function that returns
-one number. Masked entries and sample weights are counted by each replica for itself. A tensor of
-several losses is summed, by `add_loss` or the tape, and counts as a mean. What layers add is in
-lists that all replicas share. Ended by: no release, Keras 3.15.1 included.
+Keras takes 1 / replicas, whatever the batch fraction, and nothing at all of a loss function that
+returns one number. Masked entries and sample weights are counted by each replica for itself. A
+tensor of several losses is summed, by `add_loss` or the tape, and counts as a mean. What layers add
+is in lists that all replicas share. Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _TAPE = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python
 
 
 def unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
-    """A scaled loss as one device has it: divided by the share."""
-    # An empty share counts nothing, so that any finite number does.
+    """Return a scaled loss as one device has it: divided by the batch fraction."""
+    # An empty batch fraction counts nothing, so that any finite number does.
     whole = tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
     trace.unscaled.add(whole.op.name)
     return whole
@@ -49,7 +49,7 @@ def _scaled(value: tf.Tensor, *, by: tf.Tensor | float, trace: StepTrace) -> tf.
 
 
 def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
-    """True when `value` was computed from a loss that is scaled by the share."""
+    """Return True when `value` was computed from a loss that is scaled by the batch fraction."""
     if not trace.scaled:
         return False
     return any(op.name in trace.scaled for op in _behind([value], but=trace.unscaled))
@@ -67,7 +67,7 @@ def _behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[tf.
             yield operation
 
 
-def logs_by_share(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
+def logs_by_fraction(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
     """What a step returned on one replica, such that the sum over replicas is that of one device.
 
     Exact for means over examples and for losses; a loss that is scaled has its share already.
@@ -81,7 +81,7 @@ def logs_by_share(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor
     return found
 
 
-def _scale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
+def _scale_by_fraction(original: Callable[..., Any]) -> Callable[..., Any]:
     def scale(value: Any) -> Any:
         trace = current()
         if trace is None:
@@ -95,7 +95,7 @@ def _scale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale
 
 
-def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unscale_by_fraction(original: Callable[..., Any]) -> Callable[..., Any]:
     def unscale(value: Any) -> Any:
         trace = current()
         if trace is None:
@@ -109,7 +109,7 @@ def _unscale_by_share(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A Keras loss knows the share by itself, also one that is a sum and is never scaled."""
+    """Return a Keras loss knows the share by itself, also one that is a sum and is never scaled."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         trace = current()
@@ -125,7 +125,7 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
 
     What a loss function returned as one number, and not one for each example, is taken for a mean
     over the batch; its gradient would count once for each replica. A sum is a replica's part as it
-    is, but that of an empty share is of an example which does not count.
+    is, but that of an empty batch fraction is of an example which does not count.
     """
 
     def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = _MEAN) -> Any:
@@ -315,13 +315,13 @@ REPLACEMENTS = (
     Replacement(
         owner=keras_loss,
         name="scale_loss_for_distribution",
-        make=_scale_by_share,
+        make=_scale_by_fraction,
         issue=f"{_SOURCE}#L229",
     ),
     Replacement(
         owner=keras_loss,
         name="unscale_loss_for_distribution",
-        make=_unscale_by_share,
+        make=_unscale_by_fraction,
         issue=f"{_SOURCE}#L246",
     ),
     Replacement(owner=keras_loss.Loss, name="__call__", make=_noting_loss, issue=f"{_SOURCE}#L56"),

@@ -1,8 +1,9 @@
 """Means count examples.
 
 A mean of numbers, one a step, counts numbers and not the examples behind them. A tracker of the
-user's own that is fed with the step's loss gets it as one device has it, weighted by the share.
-The loss of each of several outputs is a mean over batches where the size of a batch is not known
+user's own that is fed with the step's loss gets it as one device has it, weighted by the batch
+fraction. The loss of each of several outputs is a mean over batches where the size of a batch is
+not known
 when the step is traced, and a small last batch would count too much: examples are counted.
 Ended by: no release, Keras 3.15.1 included.
 """

@@ -1,4 +1,4 @@
-"""Synchronized statistics count no example that stands in for an empty share.
+"""Synchronized statistics count no example that pads an empty batch fraction.
 
 A replica without an example gets one, so that it takes part in every collective; Keras counts it.
 Ended by: no release, Keras 3.15.1 included.

@@ -1,4 +1,4 @@
-"""What else a step does where there are parameter servers: nothing until `tfdist.ps` is imported.
+"""Hooks of a step on parameter servers: empty until `tfdist.ps` is imported.
 
 That is what a ps job alone does, before it traces its first step.
 """
@@ -17,7 +17,7 @@ from tfdist.training.keras_compat.trace import StepTrace
 
 
 def _may_be() -> bool:
-    """Whether this may be a ps job."""
+    """Return whether this may be a ps job."""
     return "tfdist.ps" in sys.modules
 
 
@@ -40,7 +40,7 @@ def reading_once() -> AbstractContextManager[None]:
 
 
 def is_split(variable: Any) -> bool:
-    """Whether a variable is in parts on several servers."""
+    """Return whether a variable is in parts on several servers."""
     if not _may_be():
         return False
     from tfdist.ps.split import SplitVariable
@@ -49,7 +49,7 @@ def is_split(variable: Any) -> bool:
 
 
 def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raises UsageError for an optimizer that needs a variable whole which is in parts."""
+    """Raise UsageError for an optimizer that needs a variable whole which is in parts."""
     if _may_be():
         from tfdist.ps import split
 
@@ -57,7 +57,7 @@ def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def sent_together(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Returns pairs of gradient and variable, small gradients on their way to a server packed."""
+    """Return pairs of gradient and variable, small gradients on their way to a server packed."""
     if not _may_be():
         return list(pairs)
     from tfdist.ps import messages
@@ -75,7 +75,7 @@ def taken(variable: Any, trace: StepTrace) -> tf.Tensor | None:
 
 
 def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
-    """Has `value` be that of a variable which lives in the step of a worker."""
+    """Have `value` be that of a variable which lives in the step of a worker."""
     from tfdist.ps import keras_compat
 
     keras_compat.hold(variable, value, trace)

@@ -24,7 +24,7 @@ _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/random/see
 
 
 def random_key(seed: int, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
-    """Returns int32 [2], a hash of (seed, step, replica): one draw's seed is an offset of it."""
+    """Return int32 [2], a hash of (seed, step, replica): one draw's seed is an offset of it."""
     low, high = seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF
     step = tf.cast(step, tf.int64)
     words = tf.stack([step * 2**16 + tf.cast(replica, tf.int64), tf.constant(high, tf.int64)])

@@ -19,7 +19,7 @@ _BY_RING = frozenset((tf.float16, tf.float32, tf.float64, tf.int32, tf.int64))
 
 
 def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Sums gradients over the replicas; the statistics of the forward pass travel with them."""
+    """Sum gradients over the replicas; the statistics of the forward pass travel with them."""
     noted, trace.statistics = trace.statistics, []
     statistics = [times(tf.convert_to_tensor(v.value), trace.share) for v in noted]
     dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
@@ -37,13 +37,13 @@ def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
 
 
 def reduce_statistics(trace: StepTrace) -> None:
-    """Reduces what was written after the last door, at the end of the step."""
+    """Reduce what was written after the last gradient hook, at the end of the step."""
     if trace.statistics:
         reduced([], trace)
 
 
 def times(gradient: Any, factor: tf.Tensor | float) -> Any:
-    """The product of a dense or sparse gradient and a scalar."""
+    """Return the product of a dense or sparse gradient and a scalar."""
     factor = tf.cast(factor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
@@ -51,7 +51,7 @@ def times(gradient: Any, factor: tf.Tensor | float) -> Any:
 
 
 def summed_rows(gradient: Any) -> Any:
-    """The same gradient with each row once: a sparse one may have several slices of a row.
+    """Return the same gradient with each row once: a sparse one may have several slices of a row.
 
     Their number varies from step to step, and a gather over replicas accepts one shape only: to be
     called after it.
@@ -64,7 +64,7 @@ def summed_rows(gradient: Any) -> Any:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over all replicas, in as few messages as can be. Replica context."""
+    """Sum each tensor over all replicas, in as few messages as can be. Replica context."""
     job = current_job()
     if job is None or job.ring is None or job.strategy is not tf.distribute.get_strategy():
         return _by_collectives(tensors)
@@ -98,7 +98,7 @@ def _turn() -> Any:
 
 
 def _place() -> str:
-    """Says which sum of the step is being traced: one in a branch is no other's.
+    """Report which sum of the step is being traced: one in a branch is no other's.
 
     By its number, as names of tensors and layers may differ between workers of one program.
     """

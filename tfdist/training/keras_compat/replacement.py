@@ -34,7 +34,7 @@ class Replacement:
         return f"{self.owner.__name__}.{self.name}"
 
     def put_in_place(self) -> None:
-        """Replaces the name; to be called once a process."""
+        """Replace the name; to be called once a process."""
         original = getattr(self.owner, self.name)
         replacement = self.make(original)
         if not isinstance(replacement, property):

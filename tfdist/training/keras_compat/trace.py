@@ -43,13 +43,13 @@ class StepTrace:
     batch: Any = ()
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
-    at_door: Callable[[Sequence[Any]], None] | None = None
+    at_hook: Callable[[Sequence[Any]], None] | None = None
     held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     taken: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     counts: UpdateCounts | None = None
     draws: int = 0
     sums: int = 0
-    in_door: bool = False
+    in_hook: bool = False
     in_losses: bool = False
     loss_scaled: bool = False
     scaled: set[str] = dataclasses.field(default_factory=set)
@@ -60,16 +60,16 @@ class StepTrace:
     holder: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
     def is_in_step(self) -> bool:
-        """Whether what is traced now is of the step itself, and not of a condition in it."""
+        """Return whether what is traced now is of the step itself, and not of a condition in it."""
         return tf.compat.v1.get_default_graph() is self.graph
 
     def parts(self) -> list[tf.Tensor]:
-        """The tensors of the batch."""
+        """Return the tensors of the batch."""
         flat = tf.nest.flatten(self.batch, expand_composites=True)
         return [part for part in flat if part is not None]
 
     def rows(self) -> int | None:
-        """The examples of the batch, None where they are known at run time alone."""
+        """Return the examples of the batch, None where they are known at run time alone."""
         shapes = [part.shape for part in tf.nest.flatten(self.batch) if part is not None]
         return shapes[0][0] if shapes and shapes[0].rank else None
 
@@ -78,13 +78,13 @@ _thread = threading.local()
 
 
 def current() -> StepTrace | None:
-    """The trace that this thread follows, None outside a tfdist step."""
+    """Return the trace that this thread follows, None outside a tfdist step."""
     return getattr(_thread, "trace", None)
 
 
 @contextlib.contextmanager
 def following(trace: StepTrace) -> Iterator[None]:
-    """Makes `trace` the current one of this thread."""
+    """Make `trace` the current one of this thread."""
     _thread.trace = trace
     try:
         yield

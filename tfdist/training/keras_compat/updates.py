@@ -1,4 +1,4 @@
-"""Behind the door every replica holds the same gradient and updates its own copy of a variable.
+"""After the gradient hook each replica updates its own copy of a variable.
 
 TensorFlow's way through `merge_call` cannot stand inside a `cond`, where loss scaling and
 accumulation need it (https://github.com/keras-team/keras/issues/20582).
@@ -27,7 +27,7 @@ _ISSUE = "https://github.com/keras-team/keras/issues/20582"
 
 
 def own_copy(variable: Variable) -> tf.Variable:
-    """The copy of a variable that this replica holds."""
+    """Return the copy of a variable that this replica holds."""
     value = variable.value
     return value._get_on_device_or_primary() if hasattr(value, "_values") else value
 
@@ -35,7 +35,7 @@ def own_copy(variable: Variable) -> tf.Variable:
 def _no_merge_call(original: Callable[..., bool]) -> Callable[..., bool]:
     def use_merge_call(self: Any) -> bool:
         trace = current()
-        return False if trace is not None and trace.in_door else original(self)
+        return False if trace is not None and trace.in_hook else original(self)
 
     return use_merge_call
 
@@ -43,7 +43,7 @@ def _no_merge_call(original: Callable[..., bool]) -> Callable[..., bool]:
 def _on_own_copy(original: Callable[..., Any]) -> Callable[..., Any]:
     def update(var: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         trace = current()
-        if trace is not None and trace.in_door:
+        if trace is not None and trace.in_hook:
             return update_fn(var._get_on_device_or_primary(), value, **kwargs)
         return original(var, update_fn, value, **kwargs)
 

@@ -24,8 +24,9 @@ from tfdist.training.keras_compat.trace import StepTrace, current
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 
-# BatchNormalization writes each replica's own moving statistics, and they drift apart. The door
-# takes them along; what is written after the last door is reduced at the end of the step.
+# BatchNormalization writes each replica's own moving statistics, and they drift apart. The gradient
+# hook takes them along; what is written after the last gradient hook is reduced at the end of the
+# step.
 
 
 def _noting_writes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +45,7 @@ def _noting_writes(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_statistic(variable: Any, trace: StepTrace) -> bool:
     return (
         trace.num_replicas > 1
-        and not trace.in_door
+        and not trace.in_hook
         and not variable.trainable
         and variable.synchronization != "on_read"
         and tf.as_dtype(variable.dtype).is_floating
@@ -57,7 +58,7 @@ def _is_statistic(variable: Any, trace: StepTrace) -> bool:
 
 
 def _local_value(original: property) -> property:
-    """Reads a variable that lives in the step; `_noting_writes` is the other half."""
+    """Read a variable that lives in the step; `_noting_writes` is the other half."""
 
     def value(self: Any) -> Any:
         trace = current()
@@ -82,7 +83,7 @@ def _in_step(variable: Any, trace: StepTrace) -> tf.Tensor | None:
 
 
 def _where_added(value: Any, variable: Any) -> AbstractContextManager[Any]:
-    """Makes a number on the parameter server, to which each step would send it otherwise."""
+    """Make a number on the parameter server, to which each step would send it otherwise."""
     if tf.is_tensor(value) or server_of(variable) is None:
         return nullcontext()
     device: AbstractContextManager[Any] = tf.device(variable.device)
@@ -96,7 +97,7 @@ def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[...,
             at_once = (
                 trace is not None
                 and id(self) not in trace.local
-                and (trace.num_replicas == 1 or trace.in_door or self.synchronization == "on_read")
+                and (trace.num_replicas == 1 or trace.in_hook or self.synchronization == "on_read")
             )
             if trace is None or not at_once or in_stateless_scope():
                 return original(self, value)

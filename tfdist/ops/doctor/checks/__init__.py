@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfdist.ops.doctor.checks import directory, exchange, machines, network
 from tfdist.ops.doctor.facts import JobFacts
-from tfdist.ops.doctor.findings import Finding, Rule, Topic
+from tfdist.ops.doctor.findings import HostFinding, Rule, Topic
 
 TOPICS: tuple[Topic, ...] = (
     machines.HOSTS,
@@ -22,6 +22,6 @@ TOPICS: tuple[Topic, ...] = (
 RULES: dict[str, Rule] = {rule.code: rule for topic in TOPICS for rule in topic.rules}
 
 
-def check(facts: JobFacts) -> list[Finding]:
-    """Returns all that is wrong, topic after topic."""
+def check(facts: JobFacts) -> list[HostFinding]:
+    """Return all that is wrong, topic after topic."""
     return [finding for topic in TOPICS for finding in topic.check(facts)]

@@ -1,11 +1,11 @@
-"""Whether the shared directory is one, and does what checkpoints need."""
+"""Checks of the shared directory that checkpoints need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tfdist.ops.doctor.facts import Directory, HostFacts, JobFacts
-from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.doctor.findings import HostFinding, Topic
 from tfdist.ops.rules import error, warning
 
 _GIB = 1 << 30
@@ -51,16 +51,16 @@ _RULES = (
 )
 
 
-def _check(facts: JobFacts) -> Iterator[Finding]:
+def _check(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
         if host.directory is not None:
             yield from _one(facts, host, host.directory)
 
 
-def _one(facts: JobFacts, host: HostFacts, found: Directory) -> Iterator[Finding]:
+def _one(facts: JobFacts, host: HostFacts, found: Directory) -> Iterator[HostFinding]:
     here, path = facts.name(host.index), facts.shared_dir
     if found.error:
-        yield Finding(
+        yield HostFinding(
             code="D802" if found.is_read_only else "D801",
             hosts=(here,),
             received=f"{path}: {found.error}",
@@ -72,7 +72,7 @@ def _one(facts: JobFacts, host: HostFacts, found: Directory) -> Iterator[Finding
         return
     if found.unseen:
         names = ", ".join(facts.name(index) for index in found.unseen[:8])
-        yield Finding(
+        yield HostFinding(
             code="D803",
             hosts=(here,),
             received=f"{path}: files of {names} are not seen",
@@ -80,7 +80,7 @@ def _one(facts: JobFacts, host: HostFacts, found: Directory) -> Iterator[Finding
             fix=f"mount the same file system at {path} on {here} and on {names}",
         )
     if found.torn:
-        yield Finding(
+        yield HostFinding(
             code="D804",
             hosts=(here,),
             received=f"{path}: {found.torn} of {found.reads} reads found neither the old file nor "
@@ -91,9 +91,9 @@ def _one(facts: JobFacts, host: HostFacts, found: Directory) -> Iterator[Finding
     yield from _disk(here, path, found)
 
 
-def _disk(here: str, path: str, found: Directory) -> Iterator[Finding]:
+def _disk(here: str, path: str, found: Directory) -> Iterator[HostFinding]:
     if found.sync_error:
-        yield Finding(
+        yield HostFinding(
             code="D805",
             hosts=(here,),
             received=f"{path}: {found.sync_error}",
@@ -101,7 +101,7 @@ def _disk(here: str, path: str, found: Directory) -> Iterator[Finding]:
             fix="use a file system that has fsync",
         )
     elif found.sync_s > _SLOW_SYNC_S:
-        yield Finding(
+        yield HostFinding(
             code="D806",
             hosts=(here,),
             received=f"{path}: {found.sync_s:.1f} s for a small file",
@@ -109,7 +109,7 @@ def _disk(here: str, path: str, found: Directory) -> Iterator[Finding]:
             fix="see what else writes there, or save less often",
         )
     if found.free < _LEAST_FREE:
-        yield Finding(
+        yield HostFinding(
             code="D807",
             hosts=(here,),
             received=f"{path}: {found.free >> 20} MiB free",

@@ -1,4 +1,4 @@
-"""Whether TensorFlow's own servers reduce, push and pull, and how fast beside a plain socket."""
+"""Checks of TensorFlow's servers: all-reduce, push and pull, compared with a plain socket."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tfdist.ops.doctor.checks.network import rate
 from tfdist.ops.doctor.facts import Exchange, JobFacts
-from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.doctor.findings import HostFinding, Topic
 from tfdist.ops.rules import error, warning
 
 # An all-reduce of 16 MB between two processes of one machine took 31 ms: 516 MB/s through each of
@@ -45,13 +45,13 @@ _RULES = (
 )
 
 
-def _check(facts: JobFacts) -> Iterator[Finding]:
+def _check(facts: JobFacts) -> Iterator[HostFinding]:
     found = facts.exchange
     if found is None:
         return
     names = tuple(host.name for host in facts.hosts)
     if found.error:
-        yield Finding(
+        yield HostFinding(
             code="D901",
             hosts=names,
             received=found.error,
@@ -60,7 +60,7 @@ def _check(facts: JobFacts) -> Iterator[Finding]:
         )
         return
     if not found.is_right:
-        yield Finding(
+        yield HostFinding(
             code="D902",
             hosts=names,
             received="another sum than that of the parts",
@@ -69,7 +69,7 @@ def _check(facts: JobFacts) -> Iterator[Finding]:
         )
     for code, what, took_s, should_s in _times(facts, found):
         if took_s > _SLOW * should_s + _SLACK_S:
-            yield Finding(
+            yield HostFinding(
                 code=code,
                 hosts=names,
                 received=f"{took_s * 1e3:.0f} ms for {what} {found.size_bytes >> 20} MiB",
@@ -80,7 +80,7 @@ def _check(facts: JobFacts) -> Iterator[Finding]:
 
 
 def _times(facts: JobFacts, found: Exchange) -> Iterator[tuple[str, str, float, float]]:
-    """Yields code, words, the time taken and the time that the connections allow."""
+    """Yield code, words, the time taken and the time that the connections allow."""
     if not any(not wire.error for host in facts.present for wire in host.wires):
         return
     speed, latency_s = _slowest(facts)
@@ -95,7 +95,7 @@ def _times(facts: JobFacts, found: Exchange) -> Iterator[tuple[str, str, float, 
 
 
 def _slowest(facts: JobFacts) -> tuple[float, float]:
-    """Returns the least bytes a second and the longest way there and back."""
+    """Return the least bytes a second and the longest way there and back."""
     wires = [wire for host in facts.present for wire in host.wires if not wire.error]
     return min(w.bytes_per_s for w in wires), max(w.latency_s for w in wires)
 

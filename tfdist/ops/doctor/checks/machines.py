@@ -1,4 +1,4 @@
-"""Whether all hosts are there, and have the software, means and clocks that tasks need."""
+"""Checks of the hosts: presence, software, resources, clocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.ops.doctor.facts import HostFacts, JobFacts
-from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.doctor.findings import HostFinding, Topic
 from tfdist.ops.rules import error, warning
 
-# Whether all hosts of the job are there, and of the same job.
+# Checks that all hosts are present and belong to the same job.
 
 _HOSTS_RULES = (
     error(
@@ -36,11 +36,11 @@ _HOSTS_RULES = (
 )
 
 
-def _check_hosts(facts: JobFacts) -> Iterator[Finding]:
+def _check_hosts(facts: JobFacts) -> Iterator[HostFinding]:
     for absence in facts.absent:
         name = facts.name(absence.index)
         if absence.index == 0:
-            yield Finding(
+            yield HostFinding(
                 code="D002",
                 hosts=(facts.name(facts.present[0].index),),
                 received=f"no way to {name}: {absence.why}",
@@ -48,7 +48,7 @@ def _check_hosts(facts: JobFacts) -> Iterator[Finding]:
                 fix=f"start the same command on {name}, and open its ports to this host",
             )
         elif absence.is_other_job:
-            yield Finding(
+            yield HostFinding(
                 code="D003",
                 hosts=(name,),
                 received=absence.why,
@@ -56,7 +56,7 @@ def _check_hosts(facts: JobFacts) -> Iterator[Finding]:
                 fix=f"give {name} the same --hosts or TF_CONFIG, and the same tfdist",
             )
         elif absence.during:
-            yield Finding(
+            yield HostFinding(
                 code="D004",
                 hosts=(name,),
                 received=f"{absence.why}, asked for {absence.during}",
@@ -64,7 +64,7 @@ def _check_hosts(facts: JobFacts) -> Iterator[Finding]:
                 fix=f"see what the command says on {name}, and what is between the hosts",
             )
         else:
-            yield Finding(
+            yield HostFinding(
                 code="D001",
                 hosts=(name,),
                 received=absence.why,
@@ -80,7 +80,7 @@ def _seen_hosts(facts: JobFacts) -> str:
 HOSTS = Topic(name="hosts", rules=_HOSTS_RULES, check=_check_hosts, seen=_seen_hosts)
 
 
-# Whether each host has the memory, files and speed that its tasks need.
+# Checks of each host's memory, file limits and speed.
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _PER_TASK = _GIB  # importing TensorFlow takes 640 MB of it
@@ -124,7 +124,7 @@ _MACHINES_RULES = (
 )
 
 
-def _check_machines(facts: JobFacts) -> Iterator[Finding]:
+def _check_machines(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
         yield from _memory(facts, host)
         yield from _limits(facts, host)
@@ -132,7 +132,7 @@ def _check_machines(facts: JobFacts) -> Iterator[Finding]:
 
 
 def available(host: HostFacts) -> int | None:
-    """Returns how many bytes the tasks of a host may take; None where nobody knows."""
+    """Return how many bytes the tasks of a host may take; None where nobody knows."""
     machine = host.machine
     found = [] if machine.memory_available is None else [machine.memory_available]
     if machine.memory_limit is not None:
@@ -140,7 +140,7 @@ def available(host: HostFacts) -> int | None:
     return min(found, default=None)
 
 
-def _memory(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+def _memory(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here, has = facts.name(host.index), available(host)
     if has is None:
         return
@@ -148,7 +148,7 @@ def _memory(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
     limit = host.machine.memory_limit
     of = f" (limit {_size(limit)})" if limit is not None else ""
     if has < tasks * _PER_TASK:
-        yield Finding(
+        yield HostFinding(
             code="D601",
             hosts=(here,),
             received=f"{_size(has)} free{of} for {tasks} {'tasks' if tasks > 1 else 'task'}",
@@ -157,7 +157,7 @@ def _memory(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
         )
     others = [a for h in facts.present if h is not host and (a := available(h)) is not None]
     if others and has < _FEW * statistics.median(others):
-        yield Finding(
+        yield HostFinding(
             code="D602",
             hosts=(here,),
             received=f"{_size(has)} free{of}",
@@ -166,10 +166,10 @@ def _memory(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
         )
 
 
-def _limits(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+def _limits(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here, machine = facts.name(host.index), host.machine
     if machine.gpus and machine.shared_memory is not None and machine.shared_memory < _SHARED:
-        yield Finding(
+        yield HostFinding(
             code="D603",
             hosts=(here,),
             received=f"{_size(machine.shared_memory)} free in /dev/shm",
@@ -179,7 +179,7 @@ def _limits(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
     needed = max(_FILES, _FILES_PER_TASK * sum(len(other.ports) for other in facts.hosts))
     if machine.open_files is not None and machine.open_files < needed:
         most = machine.open_files_most
-        yield Finding(
+        yield HostFinding(
             code="D604",
             hosts=(here,),
             received=f"{machine.open_files} (ulimit -n), {'any' if most is None else most} allowed",
@@ -188,11 +188,11 @@ def _limits(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
         )
 
 
-def _speed(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+def _speed(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here, others = facts.name(host.index), [h for h in facts.present if h is not host]
     cpus = [h.machine.cpus for h in others]
     if cpus and host.machine.cpus < _FEW * statistics.median(cpus):
-        yield Finding(
+        yield HostFinding(
             code="D606",
             hosts=(here,),
             received=f"{host.machine.cpus} CPUs",
@@ -203,7 +203,7 @@ def _speed(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
         return
     times = [h.work_s for h in others if h.work_s is not None]
     if times and host.work_s > _SLOW_HOST * statistics.median(times):
-        yield Finding(
+        yield HostFinding(
             code="D605",
             hosts=(here,),
             received=f"{host.work_s * 1e3:.0f} ms for a piece of work on each of its CPUs",
@@ -232,7 +232,7 @@ def _seen_machines(facts: JobFacts) -> str:
 MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines, seen=_seen_machines)
 
 
-# Whether the hosts have the same software, and processors that compute the same.
+# Checks that hosts have the same software and equivalent processors.
 
 NEEDED = ("tensorflow", "keras", "numpy", "tfdist")
 """What a host must have at all."""
@@ -294,12 +294,12 @@ _SOFTWARE_RULES = (
 )
 
 
-def _check_software(facts: JobFacts) -> Iterator[Finding]:
+def _check_software(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
         missing = [name for name in NEEDED if name not in dict(host.machine.versions)]
         if missing:
             here = facts.name(host.index)
-            yield Finding(
+            yield HostFinding(
                 code="D501",
                 hosts=(here,),
                 received=f"no {', '.join(missing)} for {host.machine.host_name}'s Python",
@@ -327,7 +327,7 @@ def _versions(hosts: Sequence[HostFacts], name: str) -> dict[str, list[int]]:
 
 
 def _features(hosts: Sequence[HostFacts]) -> dict[str, list[int]]:
-    """Returns the hosts by the features that not all of them have."""
+    """Return the hosts by the features that not all of them have."""
     sets = [set(host.machine.cpu_features) for host in hosts]
     common = set.intersection(*sets) if sets else set()
     groups = defaultdict(list)
@@ -338,15 +338,15 @@ def _features(hosts: Sequence[HostFacts]) -> dict[str, list[int]]:
 
 def _differing(
     facts: JobFacts, *, code: str, what: str, groups: Mapping[str, list[int]]
-) -> Finding:
-    """Returns the finding that names those who differ from most, the first hosts in doubt."""
+) -> HostFinding:
+    """Return the finding that names those who differ from most, the first hosts in doubt."""
     most = max(groups.values(), key=len)
     told = [f"{what}{value} on {_named(facts, hosts)}" for value, hosts in groups.items()]
     others = [index for hosts in groups.values() if hosts is not most for index in hosts]
     fix = "install the same on all, from one list of versions or one image"
     if code == "D508":
         fix = "take hosts of one kind, where the last bits are to be the same"
-    return Finding(
+    return HostFinding(
         code=code,
         hosts=tuple(facts.name(index) for index in others),
         received="; ".join(told),
@@ -368,7 +368,7 @@ def _seen_software(facts: JobFacts) -> str:
 SOFTWARE = Topic(name="software", rules=_SOFTWARE_RULES, check=_check_software, seen=_seen_software)
 
 
-# Whether the clocks of the hosts agree.
+# Checks of the hosts' clocks.
 
 _MOST_APART_S = 1.0
 
@@ -382,14 +382,14 @@ _CLOCKS_RULES = (
 )
 
 
-def _check_clocks(facts: JobFacts) -> Iterator[Finding]:
+def _check_clocks(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
         ahead = host.clock_ahead_s
         if ahead is None or abs(ahead) - host.clock_error_s <= _MOST_APART_S:
             continue
         here, first = facts.name(host.index), facts.name(facts.present[0].index)
         side = "ahead of" if ahead > 0 else "behind"
-        yield Finding(
+        yield HostFinding(
             code="D401",
             hosts=(here,),
             received=f"{here} is {abs(ahead):.1f} s {side} {first}",

@@ -1,4 +1,4 @@
-"""Whether hosts find each other by name, reach each other's ports, and how well."""
+"""Checks of the network: names, ports, latency, throughput."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from tfdist.cluster.placement import is_name
 from tfdist.ops.doctor.facts import HostFacts, JobFacts, NameFacts, PortFacts, Reach, Wire
-from tfdist.ops.doctor.findings import Finding, Topic
+from tfdist.ops.doctor.findings import HostFinding, Topic
 from tfdist.ops.rules import error, warning
 
-# Whether the names of the hosts lead to them, there and back.
+# Checks of the hosts' name resolution, forward and reverse.
 
 _SLOW_LOOK_UP_S = 1.0
 
@@ -45,7 +45,7 @@ _NAMES_RULES = (
 )
 
 
-def _check_names(facts: JobFacts) -> Iterator[Finding]:
+def _check_names(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
         here = facts.name(host.index)
         for index, found in enumerate(host.names):
@@ -53,7 +53,7 @@ def _check_names(facts: JobFacts) -> Iterator[Finding]:
         for reverse in host.reverse:
             if reverse.address not in reverse.addresses:
                 leads = ", ".join(reverse.addresses) or "nowhere"
-                yield Finding(
+                yield HostFinding(
                     code="D104",
                     hosts=(here,),
                     received=f"{reverse.address} is called {reverse.name}, which leads to {leads}",
@@ -64,10 +64,10 @@ def _check_names(facts: JobFacts) -> Iterator[Finding]:
 
 def _wrong_name(
     facts: JobFacts, host: HostFacts, index: int, found: NameFacts
-) -> Iterator[Finding]:
+) -> Iterator[HostFinding]:
     here = facts.name(host.index)
     if found.error:
-        yield Finding(
+        yield HostFinding(
             code="D101",
             hosts=(here,),
             received=f"{found.name}: {found.error}",
@@ -76,7 +76,7 @@ def _wrong_name(
         )
         return
     if found.took_s > _SLOW_LOOK_UP_S:
-        yield Finding(
+        yield HostFinding(
             code="D105",
             hosts=(here,),
             received=f"{found.took_s:.1f} s for {found.name}",
@@ -92,7 +92,7 @@ def _wrong_name(
         return
     answered = {reach.answered for reach in host.reaches if reach.host == index}
     if answered != {index} and not _leads_there(facts, index, found):
-        yield Finding(
+        yield HostFinding(
             code="D102",
             hosts=(here,),
             received=f"{found.name} leads to {', '.join(found.addresses)}",
@@ -101,8 +101,8 @@ def _wrong_name(
         )
 
 
-def _own_loopback(here: str, found: NameFacts) -> Finding:
-    return Finding(
+def _own_loopback(here: str, found: NameFacts) -> HostFinding:
+    return HostFinding(
         code="D103",
         hosts=(here,),
         received=f"{found.name} leads to {', '.join(found.addresses)} on {here} itself",
@@ -112,7 +112,7 @@ def _own_loopback(here: str, found: NameFacts) -> Finding:
 
 
 def _leads_there(facts: JobFacts, index: int, found: NameFacts) -> bool:
-    """Returns whether a name leads to its host, as far as the host is there to tell.
+    """Return whether a name leads to its host, as far as the host is there to tell.
 
     A host behind a translation of addresses does not know its own, so what is no address of it
     counts only if it is loopback or another host's.
@@ -157,7 +157,7 @@ def _seen_names(facts: JobFacts) -> str:
 NAMES = Topic(name="names", rules=_NAMES_RULES, check=_check_names, seen=_seen_names)
 
 
-# Whether the ports of the job are free, reached from the other hosts, and from how far.
+# Checks of the job's ports: free, reachable from the other hosts, and exposed to whom.
 
 _PORTS_RULES = (
     error(
@@ -193,13 +193,13 @@ _PORTS_RULES = (
 )
 
 
-def _check_ports(facts: JobFacts) -> Iterator[Finding]:
+def _check_ports(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
         yield from _own(facts, host)
         yield from _unreached(facts, host)
         here = facts.name(host.index)
         if facts.hosts[host.index].ports and host.machine.public_addresses:
-            yield Finding(
+            yield HostFinding(
                 code="D205",
                 hosts=(here,),
                 received=", ".join(host.machine.public_addresses[:4]),
@@ -208,7 +208,7 @@ def _check_ports(facts: JobFacts) -> Iterator[Finding]:
             )
 
 
-def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+def _own(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here = facts.name(host.index)
     ephemeral = []
     for port in host.ports:
@@ -218,7 +218,7 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
             continue
         by = f" by {port.holder}" if port.holder else ""
         where = ", on all interfaces" if port.on_all_interfaces else ""
-        yield Finding(
+        yield HostFinding(
             code="D201",
             hosts=(here,),
             received=f"{here}:{port.port} is taken{by}{where} ({port.error})",
@@ -227,7 +227,7 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
         )
     yield from _too_few(facts, host)
     if ephemeral:
-        yield Finding(
+        yield HostFinding(
             code="D204",
             hosts=(here,),
             received=f"{_ports(ephemeral)} in net.ipv4.ip_local_port_range",
@@ -237,13 +237,13 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
 
 
 def _is_due(facts: JobFacts, host: HostFacts, port: PortFacts) -> bool:
-    """Returns whether the job cannot do without a port: of a range only where launchers meet."""
+    """Return whether the job cannot do without a port: of a range only where launchers meet."""
     if facts.hosts[host.index].needed is None:
         return True
     return len(facts.hosts) > 1 and not host.index and port == host.ports[0]
 
 
-def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     needed = facts.hosts[host.index].needed
     if needed is None or not host.ports:
         return
@@ -251,7 +251,7 @@ def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
     free = sum(not port.error for port in of_tasks)
     if free < needed:
         here, first, last = facts.name(host.index), host.ports[0].port, host.ports[-1].port
-        yield Finding(
+        yield HostFinding(
             code="D206",
             hosts=(here,),
             received=f"{free} free of {len(of_tasks)} ports of {here} from {first} to {last}",
@@ -260,7 +260,7 @@ def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
         )
 
 
-def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
+def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here = facts.name(host.index)
     taken = {(h.index, p.port) for h in facts.present for p in h.ports if p.error}
     unreached: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -274,7 +274,7 @@ def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
             strange[reach.host].append(reach)
     for (other, why), ports in unreached.items():
         name = facts.name(other)
-        yield Finding(
+        yield HostFinding(
             code="D202",
             hosts=(here, name),
             received=f"{here} does not reach {name} at {_ports(ports)}: {why}",
@@ -286,7 +286,7 @@ def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[Finding]:
         who = "something that is not of this job"
         if answered is not None and 0 <= answered < len(facts.hosts):
             who = facts.name(answered)
-        yield Finding(
+        yield HostFinding(
             code="D203",
             hosts=(here,),
             received=f"{who} answers {here} at {name}:{reaches[0].port}",
@@ -336,12 +336,12 @@ _NETWORK_RULES = (
 )
 
 
-def _check_network(facts: JobFacts) -> Iterator[Finding]:
+def _check_network(facts: JobFacts) -> Iterator[HostFinding]:
     wires = [(host.index, wire) for host in facts.present for wire in host.wires]
     for index, wire in wires:
         here, there = facts.name(index), facts.name(wire.host)
         if wire.error:
-            yield Finding(
+            yield HostFinding(
                 code="D301",
                 hosts=(here, there),
                 received=f"{here} to {there}: {wire.error}",
@@ -352,7 +352,7 @@ def _check_network(facts: JobFacts) -> Iterator[Finding]:
         others = [w.bytes_per_s for i, w in wires if not w.error and (i, w) != (index, wire)]
         median = statistics.median(others) if others else 0.0
         if wire.bytes_per_s < _SLOW_WIRE * median:
-            yield Finding(
+            yield HostFinding(
                 code="D302",
                 hosts=(here, there),
                 received=f"{here} to {there}: {rate(wire.bytes_per_s)}",
@@ -361,7 +361,7 @@ def _check_network(facts: JobFacts) -> Iterator[Finding]:
                 f"and what else {here} and {there} send",
             )
         if wire.latency_s > _MAX_LATENCY_S:
-            yield Finding(
+            yield HostFinding(
                 code="D303",
                 hosts=(here, there),
                 received=f"{here} to {there} and back: {wire.latency_s * 1e3:.1f} ms",
@@ -371,7 +371,7 @@ def _check_network(facts: JobFacts) -> Iterator[Finding]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Returns a speed for people."""
+    """Return a speed for people."""
     if bytes_per_s >= 1e9:
         return f"{bytes_per_s / 1e9:.1f} GB/s"
     if bytes_per_s >= 1e6:
@@ -395,7 +395,7 @@ def _range(wires: list[Wire]) -> str:
 NETWORK = Topic(name="network", rules=_NETWORK_RULES, check=_check_network, seen=_seen_network)
 
 
-# Whether gRPC would send what tasks say to each other to a proxy.
+# Checks for proxies that gRPC would use between tasks.
 
 _PROXIES_RULES = (
     error(
@@ -407,7 +407,7 @@ _PROXIES_RULES = (
 )
 
 
-def _check_proxies(facts: JobFacts) -> Iterator[Finding]:
+def _check_proxies(facts: JobFacts) -> Iterator[HostFinding]:
     if len(facts.hosts) == 1 and not facts.hosts[0].ports:
         return
     names = [host.name for host in facts.hosts]
@@ -419,7 +419,7 @@ def _check_proxies(facts: JobFacts) -> Iterator[Finding]:
         if not caught:
             continue
         without = f"{proxy.excepted_by} does not name" if proxy.excepted_by else "without no_proxy:"
-        yield Finding(
+        yield HostFinding(
             code="D701",
             hosts=(here,),
             received=f"{proxy.name}={proxy.value}, {without} {', '.join(caught[:8])}",

@@ -1,4 +1,4 @@
-"""Our own variables: what a user says about a job that somebody else starts.
+"""Settings by ``TFDIST_*`` variables, for a job that another launcher starts.
 
 A scheduler knows how many tasks there are and where, and nothing of strategies and ps. These
 variables say the rest. They must have the same values in all tasks of the job.
@@ -55,8 +55,8 @@ _STARTUP_TIMEOUT_S = JobOptions().startup_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """How the tasks of a job are to be used.
+class JobSettings:
+    """Settings of a job, from its ``TFDIST_*`` variables.
 
     Attributes:
       strategy: one of `STRATEGIES`.
@@ -85,7 +85,7 @@ class Wishes:
     profile_ps: bool = False
 
     def options(self, *, attempt: int = 1) -> JobOptions:
-        """Returns the options of the job that follow from the wishes.
+        """Return the options of the job that follow from the settings.
 
         `attempt` is what a scheduler counts by itself; restarts that it leaves to us come on top.
         """
@@ -102,8 +102,8 @@ class Wishes:
         )
 
 
-def from_environ(environ: Mapping[str, str]) -> Wishes:
-    """Returns what our variables in `environ` say; `UsageError` names the one that is wrong."""
+def from_environ(environ: Mapping[str, str]) -> JobSettings:
+    """Return what our variables in `environ` say; `UsageError` names the one that is wrong."""
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
     check_strategy(strategy, where=STRATEGY)
@@ -112,7 +112,7 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
     if ports and port:
         fix, received = f"unset {PORT}", f"{shown(ports)}, and {PORT}={port}"
         raise UsageError(PORTS, received=received, expected="one of the two", fix=fix)
-    return Wishes(
+    return JobSettings(
         strategy=strategy,
         ps=integer(environ, PS, least=0),
         evaluator=_switch(environ, EVALUATOR),
@@ -130,7 +130,7 @@ def from_environ(environ: Mapping[str, str]) -> Wishes:
 
 
 def legacy_keras(environ: Mapping[str, str]) -> str:
-    """Returns a line where tf.keras is not the Keras of tfdist, else nothing."""
+    """Return a line where tf.keras is not the Keras of tfdist, else nothing."""
     value = environ.get(LEGACY_KERAS, "")
     if value not in ("1", "true", "True"):  # as TensorFlow reads it
         return ""
@@ -141,14 +141,14 @@ def legacy_keras(environ: Mapping[str, str]) -> str:
 
 
 def text(environ: Mapping[str, str], name: str) -> str:
-    """Returns the value of a variable without blanks around it; empty where it is not set."""
+    """Return the value of a variable without blanks around it; empty where it is not set."""
     return environ.get(name, "").strip()
 
 
 def integer(
     environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX
 ) -> int | None:
-    """Returns the value of a variable that is a number, None where it is not set or empty."""
+    """Return the value of a variable that is a number, None where it is not set or empty."""
     value = text(environ, name)
     if not value:
         return None
@@ -160,12 +160,12 @@ def integer(
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:
-    """Returns whether a variable is 1; not set, empty and 0 are no."""
+    """Return whether a variable is 1; not set, empty and 0 are no."""
     return bool(integer(environ, name, most=1))
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:
-    """Returns a positive number of seconds, or how long tasks wait where nobody says it."""
+    """Return a positive number of seconds, or how long tasks wait where nobody says it."""
     value = text(environ, name)
     try:
         seconds = float(value) if value else _STARTUP_TIMEOUT_S
@@ -178,7 +178,7 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 
 
 def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX) -> int:
-    """Returns the value of a variable that must be set here; `UsageError` where it is not."""
+    """Return the value of a variable that must be set here; `UsageError` where it is not."""
     value = integer(environ, name, least=least, most=most)
     if value is None:
         raise missing(name, "a number, as whoever set the variables beside it sets it too")
@@ -186,7 +186,7 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
 
 
 def missing(name: str, expected: str) -> UsageError:
-    """Returns the error for a variable that is not set."""
+    """Return the error for a variable that is not set."""
     fix = f"pass it on to the task, or set {CLUSTER}=none for a process by itself"
     return UsageError(name, received="nothing: it is not set", expected=expected, fix=fix)
 
@@ -202,7 +202,7 @@ def _groups(value: str) -> tuple[str, ...]:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Refuses a variable with a name close to ours: left alone, what it says would be lost."""
+    """Refuse a variable with a name close to ours: left alone, what it says would be lost."""
     for name in environ:
         if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
             continue
@@ -224,5 +224,5 @@ _SECRET = re.compile(
 
 
 def names_a_secret(name: str) -> bool:
-    """Returns whether a name is that of a secret, as HF_TOKEN, ``--api_key`` and PGPASSWORD are."""
+    """Return whether a name is that of a secret, as HF_TOKEN, ``--api_key`` and PGPASSWORD are."""
     return bool(_SECRET.search(name))

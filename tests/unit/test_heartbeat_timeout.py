@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tfdist.ps.workers import Silence
+from tfdist.ps.workers import HeartbeatTimeout
 
 
 def test_gone_is_who_is_silent_at_each_look_for_so_long() -> None:
     clock = iter([0.0, 2.0, 3.9, 4.0, 5.0, 6.0, 9.0])
-    silence: Silence[str] = Silence(4.0, clock=lambda: next(clock))
+    silence: HeartbeatTimeout[str] = HeartbeatTimeout(4.0, clock=lambda: next(clock))
     assert silence.too_long(["ps-0"]) == []
     assert silence.too_long(["ps-0", "ps-1"]) == []
     assert silence.too_long(["ps-0", "ps-1"]) == []

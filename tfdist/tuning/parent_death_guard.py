@@ -1,4 +1,4 @@
-"""Runs a command that is told to stop when the process that started it is gone.
+"""Parent-death guard: runs a command and stops it when its parent process is gone.
 
 Run by its path: ``python -I -S leash.py PARENT_PID command...``. A chief that is killed leaves
 no trial behind: the kernel sends the trial's launcher SIGTERM, upon which its tasks save.
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Replaces this process by the command."""
+    """Replace this process by the command."""
     parent, command = int(argv[0]), argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it was gone before the kernel was asked

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.diagnosis import SETTLE_S, Blame, is_lost_peer
+from tfdist.launch.diagnosis import SETTLE_S, RootCause, is_lost_peer
 from tfdist.launch.events import Ended, Raised
 
 W0, W1 = Task("worker", 0), Task("worker", 1)
@@ -17,7 +17,7 @@ LOST = "UnavailableError: Collective ops is aborted by: Connection reset by peer
 
 @pytest.fixture
 def blame():
-    return Blame(patience_s=10)
+    return RootCause(patience_s=10)
 
 
 def raises(blame, task, at_s, cause="ValueError: boom", exit_code=1):
@@ -46,7 +46,7 @@ def test_a_failure_of_its_own_is_named_at_once(blame):
     assert failure.cause == "ValueError: boom (exit code 1)"
 
 
-def test_who_lost_its_peer_waits_for_the_culprit(blame):
+def test_who_lost_its_peer_waits_for_the_root_cause(blame):
     raises(blame, W0, 5, LOST)
     ends(blame, W0, 5.1)
     assert blame.suspect(5.1, is_complete=False) is None

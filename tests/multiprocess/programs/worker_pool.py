@@ -7,7 +7,7 @@ import time
 import tensorflow as tf
 
 import tfdist
-from tfdist.ps.workers import crew_of
+from tfdist.ps.workers import worker_pool_of
 
 LENGTH = 10
 
@@ -16,7 +16,7 @@ def main() -> None:
     strategy = tfdist.make_strategy()
     with strategy.scope():
         total = tf.Variable(0, dtype=tf.int64)
-    crew = crew_of(strategy, patience_s=8)
+    pool = worker_pool_of(strategy, patience_s=8)
 
     @tf.function
     def work(first, last):
@@ -32,17 +32,17 @@ def main() -> None:
 
     for line in sys.stdin:
         seconds = float(line)
-        before = {i: share.pieces for i, share in crew.shares.items()}
+        before = {i: share.units for i, share in pool.shares.items()}
         waiting, asked = [], 0
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            waiting.append(crew.submit(functools.partial(piece, asked)))
+            waiting.append(pool.submit(functools.partial(piece, asked)))
             asked += LENGTH
             if len(waiting) > 4:
                 assert waiting.pop(0).result(timeout=300).value == LENGTH
         assert all(future.result(timeout=300).value == LENGTH for future in waiting)
-        done = {i: share.pieces - before[i] for i, share in crew.shares.items()}
-        losses = sum(share.losses for share in crew.shares.values())
+        done = {i: share.units - before[i] for i, share in pool.shares.items()}
+        losses = sum(share.losses for share in pool.shares.values())
         print("did", asked, int(total), losses, *done.values(), flush=True)
         total.assign(0)
 

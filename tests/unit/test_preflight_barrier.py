@@ -13,11 +13,11 @@ import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.launch.multihost.connection import MAX_FRAME_BYTES, Violation
-from tfdist.ops.doctor import door, meeting
-from tfdist.ops.doctor.door import Conversation, Door, connected
+from tfdist.ops.doctor import barrier, port_listener
+from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
 from tfdist.ops.doctor.facts import Host
-from tfdist.ops.doctor.job import Job
-from tfdist.ops.doctor.meeting import Meeting, NoMeeting, attend, join_meeting
+from tfdist.ops.doctor.job import PreflightJob
+from tfdist.ops.doctor.port_listener import Conversation, PortListener, connected
 
 SOON_S = 0.3
 LONG_S = 60.0
@@ -29,19 +29,21 @@ def held() -> Iterator[list[HeldPort]]:
         yield [stack.enter_context(port) for port in hold_ports(3)]
 
 
-def job(held: list[HeldPort], index: int, *, hosts: int = 2, token: bytes = b"secret") -> Job:
+def job(
+    held: list[HeldPort], index: int, *, hosts: int = 2, token: bytes = b"secret"
+) -> PreflightJob:
     names = ("127.0.0.1", "127.0.0.2", "127.0.0.3")[:hosts]
     listed = (Host(name=name, ports=(port.port,)) for name, port in zip(names, held, strict=False))
-    return Job(hosts=tuple(listed), index=index, token=token)
+    return PreflightJob(hosts=tuple(listed), index=index, token=token)
 
 
 @contextlib.contextmanager
-def opened(first: Job) -> Iterator[Meeting]:
-    line = door.greeting(0, first.fingerprint)
-    with Door(line, first.host.ports, token=first.token, spare=True) as entry:
-        meeting = Meeting(first, entry)
-        yield meeting
-        meeting.end(0)
+def opened(first: PreflightJob) -> Iterator[HostBarrier]:
+    line = port_listener.greeting(0, first.fingerprint)
+    with PortListener(line, first.host.ports, token=first.token, spare=True) as entry:
+        barrier = HostBarrier(first, entry)
+        yield barrier
+        barrier.end(0)
 
 
 @contextlib.contextmanager
@@ -63,54 +65,54 @@ def test_hosts_come_together_answer_and_are_let_go(held: list[HeldPort]) -> None
         talk = join_meeting(job(held, 1), within_s=LONG_S)
         codes.append(attend(talk, steps, hosts=2))
 
-    with beside(second), opened(job(held, 0)) as meeting:
-        meeting.gather(within_s=LONG_S)
-        assert (meeting.present, meeting.absent) == ([0, 1], [])
-        answers = meeting.ask("look", within_s=LONG_S, own=lambda: {"saw": "own"})
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        assert (barrier.present, barrier.absent) == ([0, 1], [])
+        answers = barrier.ask("look", within_s=LONG_S, own=lambda: {"saw": "own"})
         assert answers == {0: {"saw": "own"}, 1: {"saw": [0, 1]}}
-        clock = meeting.clocks()[1]
+        clock = barrier.clocks()[1]
         assert abs(clock.ahead_s) <= clock.error_s + 0.1
-        meeting.end(2)
+        barrier.end(2)
     assert codes == [2]
 
 
 def test_who_does_not_come_is_named(held: list[HeldPort]) -> None:
-    with opened(job(held, 0, hosts=3)) as meeting:
-        meeting.gather(within_s=SOON_S)
-        assert [(a.index, a.is_other_job) for a in meeting.absent] == [(1, False), (2, False)]
-        assert "did not come" in meeting.absent[0].why
+    with opened(job(held, 0, hosts=3)) as barrier:
+        barrier.gather(within_s=SOON_S)
+        assert [(a.index, a.is_other_job) for a in barrier.absent] == [(1, False), (2, False)]
+        assert "did not come" in barrier.absent[0].why
 
 
 def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> None:
     refused: list[str] = []
 
     def second() -> None:
-        with pytest.raises(NoMeeting) as error:
+        with pytest.raises(BarrierFailed) as error:
             join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
         refused.append(str(error.value))
 
-    with beside(second), opened(job(held, 0)) as meeting:
-        meeting.gather(within_s=LONG_S)
-    (absence,) = meeting.absent
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+    (absence,) = barrier.absent
     assert absence.is_other_job
     assert "127.0.0.3" in absence.why
     assert "another job" in refused[0]
 
 
 def test_a_host_that_finds_nobody_says_where_it_looked(held: list[HeldPort]) -> None:
-    with pytest.raises(NoMeeting, match=f"port {held[0].port}: connection refused, for 0 s"):
+    with pytest.raises(BarrierFailed, match=f"port {held[0].port}: connection refused, for 0 s"):
         join_meeting(job(held, 1), within_s=SOON_S)
 
 
 def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort]) -> None:
-    with socket.create_server(("", held[0].port)), opened(job(held, 0)) as meeting:
+    with socket.create_server(("", held[0].port)), opened(job(held, 0)) as barrier:
 
         def second() -> None:
             join_meeting(job(held, 1), within_s=LONG_S).close()
 
         with beside(second):
-            meeting.gather(within_s=LONG_S)
-        assert meeting.present == [0, 1]
+            barrier.gather(within_s=LONG_S)
+        assert barrier.present == [0, 1]
 
 
 def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[HeldPort]) -> None:
@@ -119,11 +121,11 @@ def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[He
         talk.receive(within_s=LONG_S)
         talk.close()
 
-    with beside(second), opened(job(held, 0)) as meeting:
-        meeting.gather(within_s=LONG_S)
-        assert set(meeting.ask("wire", within_s=LONG_S, own=dict)) == {0}
-        assert [(a.index, a.during) for a in meeting.absent] == [(1, "wire")]
-        assert meeting.clocks() == {}
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        assert set(barrier.ask("wire", within_s=LONG_S, own=dict)) == {0}
+        assert [(a.index, a.during) for a in barrier.absent] == [(1, "wire")]
+        assert barrier.clocks() == {}
 
 
 def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
@@ -134,15 +136,15 @@ def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
         done.wait(LONG_S)
         talk.close()
 
-    with beside(second), opened(job(held, 0)) as meeting:
-        meeting.gather(within_s=LONG_S)
-        meeting.ask("look", within_s=SOON_S, own=dict)
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        barrier.ask("look", within_s=SOON_S, own=dict)
         done.set()
-    assert [(a.index, a.why) for a in meeting.absent] == [(1, "no answer in time")]
+    assert [(a.index, a.why) for a in barrier.absent] == [(1, "no answer in time")]
 
 
 def greeted(sock: socket.socket, token: bytes = b"secret") -> Conversation:
-    """A guest that has shown that it knows the token, and said nothing yet."""
+    """A client that has shown that it knows the token, and said nothing yet."""
     sock.sendall(b"meet\n")
     talk = Conversation(sock, token=token, accepts=False)
     talk.greet(within_s=LONG_S)
@@ -153,50 +155,50 @@ def greeted(sock: socket.socket, token: bytes = b"secret") -> Conversation:
 def test_whoever_says_nothing_of_sense_is_turned_away(
     held: list[HeldPort], hello: dict[str, object]
 ) -> None:
-    with opened(job(held, 0)) as meeting, connected("127.0.0.1", held[0].port) as (sock, _):
+    with opened(job(held, 0)) as barrier, connected("127.0.0.1", held[0].port) as (sock, _):
         talk = greeted(sock)
         talk.send(hello, within_s=LONG_S)
-        came = meeting._door.guests
+        came = barrier._port_listener.clients
         came.put(came.get(timeout=LONG_S))
-        meeting.gather(within_s=SOON_S)
+        barrier.gather(within_s=SOON_S)
         assert talk.receive(within_s=LONG_S)["refused"] == "is none of the hosts of this job"
-        assert meeting.present == [0]
-        assert [(a.index, a.is_other_job) for a in meeting.absent] == [(1, False)]
+        assert barrier.present == [0]
+        assert [(a.index, a.is_other_job) for a in barrier.absent] == [(1, False)]
 
 
 def test_whoever_has_another_token_is_turned_away_and_counted(held: list[HeldPort]) -> None:
     def second() -> None:
-        with pytest.raises(NoMeeting, match="another token"):
+        with pytest.raises(BarrierFailed, match="another token"):
             join_meeting(job(held, 1, token=b"guessed"), within_s=LONG_S)
 
-    with opened(job(held, 0)) as meeting:
+    with opened(job(held, 0)) as barrier:
         with beside(second):
             pass
-        meeting.gather(within_s=SOON_S)
-        assert "and 1 came with another token" in meeting.absent[0].why
+        barrier.gather(within_s=SOON_S)
+        assert "and 1 came with another token" in barrier.absent[0].why
 
 
 def test_random_bytes_neither_end_it_nor_keep_others_out(
     held: list[HeldPort], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfdist.ops.doctor.door._HELLO_S", SOON_S)
+    monkeypatch.setattr("tfdist.ops.doctor.port_listener._HELLO_S", SOON_S)
     source = random.Random(1)
 
     def second() -> None:
         join_meeting(job(held, 1), within_s=LONG_S).close()
 
-    with opened(job(held, 0)) as meeting:
+    with opened(job(held, 0)) as barrier:
         for count in range(100):
             with connected("127.0.0.1", held[0].port) as (sock, _):
                 start = b"meet\n" if count % 2 else b""
                 sock.sendall(start + source.randbytes(source.randrange(1, 200)))
         with beside(second):
-            meeting.gather(within_s=LONG_S)
-        assert meeting.present == [0, 1]
+            barrier.gather(within_s=LONG_S)
+        assert barrier.present == [0, 1]
 
 
 class Noticed(threading.Event):
-    """What a door waits for in vain after each connection that it could not accept."""
+    """What a listener waits for in vain after each connection that it could not accept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,14 +213,14 @@ def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(
     held: list[HeldPort],
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with Door("hello", [held[0].port]) as entry, contextlib.ExitStack() as stack:
+    with PortListener("hello", [held[0].port]) as entry, contextlib.ExitStack() as stack:
         entry._is_closed = noticed = Noticed()
         early, late = (stack.enter_context(socket.socket()) for _ in range(2))
         late.settimeout(LONG_S)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        for guest in (early, late):  # accept has its descriptor before the first one comes
-            guest.connect(("127.0.0.1", held[0].port))
+        for client in (early, late):  # accept has its descriptor before the first one comes
+            client.connect(("127.0.0.1", held[0].port))
         assert noticed.is_waited_for.wait(LONG_S)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert late.recv(6) == b"hello\n"
@@ -237,14 +239,14 @@ def test_a_host_takes_no_steps_but_its_own() -> None:
     first, second = pair()
     with contextlib.closing(first), contextlib.closing(second):
         first.send({"do": "remove", "present": []}, within_s=LONG_S)
-        with pytest.raises(NoMeeting, match="the step 'remove'"):
+        with pytest.raises(BarrierFailed, match="the step 'remove'"):
             attend(second, {}, hosts=2)
 
 
 def test_a_host_waits_for_the_first_word_while_the_others_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(meeting, "SILENCE_S", 0.1)
+    monkeypatch.setattr(barrier, "STEP_TIMEOUT_S", 0.1)
     for gathering_s in (LONG_S, 0.0):
         first, second = pair()
         after_s, word = 0.5 if gathering_s else LONG_S, {"do": "end", "exit_code": 1}
@@ -254,7 +256,7 @@ def test_a_host_waits_for_the_first_word_while_the_others_are_waited_for(
             if gathering_s:
                 assert attend(second, {}, hosts=2, gathering_s=gathering_s) == 1
             else:
-                with pytest.raises(NoMeeting):
+                with pytest.raises(BarrierFailed):
                     attend(second, {}, hosts=2)
                 later.cancel()
             later.join()
@@ -279,11 +281,11 @@ def test_a_stranger_does_not_end_the_wait_and_nobody_has_anothers_place(
         with connected("127.0.0.1", held[0].port) as (sock, _):
             greeted(sock).send({"index": 99}, within_s=LONG_S)
         first = join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
-        with pytest.raises(NoMeeting, match="is there already"):
+        with pytest.raises(BarrierFailed, match="is there already"):
             join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
         join_meeting(job(held, 2, hosts=3), within_s=LONG_S).close()
         first.close()
 
-    with opened(job(held, 0, hosts=3)) as meeting, beside(others):
-        meeting.gather(within_s=LONG_S)
-        assert meeting.present == [0, 1, 2]
+    with opened(job(held, 0, hosts=3)) as barrier, beside(others):
+        barrier.gather(within_s=LONG_S)
+        assert barrier.present == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""From the flags of a command line to one text for a scheduler. Pure."""
+"""Rendering of a command line's flags as one text for a scheduler. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster.ports import parse_ports
-from tfdist.cluster.wishes import FLAGS, RUN_DIR, names_a_secret
+from tfdist.cluster.settings import FLAGS, RUN_DIR, names_a_secret
 from tfdist.errors import UsageError, near
 from tfdist.ops.submit import flags, kubernetes, slurm
 from tfdist.ops.submit.flags import Given
@@ -24,7 +24,7 @@ _NOT_A_NAME = re.compile("[^a-z0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class LauncherFlags:
     """The launcher's flags that reach a job of a scheduler, as the launcher has checked them."""
 
     strategy: str
@@ -55,8 +55,8 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
 
-def render(given: Given, *, to: str, job: Job) -> Rendered:
-    """Returns the script or the manifests of a job.
+def render(given: Given, *, to: str, job: LauncherFlags) -> Rendered:
+    """Return the script or the manifests of a job.
 
     Raises:
         UsageError: flags that are wrong, or a job that the scheduler cannot have.
@@ -77,8 +77,8 @@ def render(given: Given, *, to: str, job: Job) -> Rendered:
     return Rendered(name=request.name, text=text, notes=_notes(request, pods))
 
 
-def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
-    """Returns the job, whatever its scheduler."""
+def request_of(given: Given, *, to: str, job: LauncherFlags) -> JobRequest:
+    """Return the job, whatever its scheduler."""
     form, pattern = _FORMS[to]
     env = given.pairs("env")
     refuse_values(job.program, env=env, form=form)
@@ -112,7 +112,7 @@ def request_of(given: Given, *, to: str, job: Job) -> JobRequest:
 
 
 def kind(given: Given) -> str:
-    """Returns which kind of object the job is to be under Kubernetes."""
+    """Return which kind of object the job is to be under Kubernetes."""
     named = given.one("kind") or "job"
     if named not in kubernetes.KINDS:
         expected = "one of " + ", ".join(kubernetes.KINDS)
@@ -122,14 +122,14 @@ def kind(given: Given) -> str:
 
 
 def check_name(name: str) -> None:
-    """Refuses what is no job's name, and would be read as a flag or a pattern."""
+    """Refuse what is no job's name, and would be read as a flag or a pattern."""
     if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         fix = "give the name of the job, as in --status mnist"
         expected = "letters, digits, '.', '_' and '-'"
         raise UsageError("--status or --logs", received=repr(name), expected=expected, fix=fix)
 
 
-def _strategy(job: Job) -> str:
+def _strategy(job: LauncherFlags) -> str:
     if job.strategy != "auto":
         return job.strategy
     if job.ps is not None:
@@ -137,8 +137,8 @@ def _strategy(job: Job) -> str:
     return "multiworker" if job.workers > 1 else "auto"
 
 
-def _options(job: Job) -> Mapping[str, str]:
-    """Returns the variables that stand for the launcher's own flags."""
+def _options(job: LauncherFlags) -> Mapping[str, str]:
+    """Return the variables that stand for the launcher's own flags."""
     values = {variable: getattr(job, flag) for flag, variable in FLAGS.items()}
     values[RUN_DIR] = None  # a directory of the job's own, which has a place in the request
     return {name: _text(value) for name, value in values.items() if value not in (None, False)}
@@ -150,13 +150,13 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
-def _name_of(job: Job) -> str:
+def _name_of(job: LauncherFlags) -> str:
     stem = job.program_name.removesuffix(".py").rpartition(".")[2].lower()
     return _NOT_A_NAME.sub("-", stem).strip("-0123456789") or "tfdist"
 
 
 def _run_dir(given: Given, name: str) -> str:
-    """Returns a directory with a name of its own, by which a job that is started again goes on."""
+    """Return a directory with a name of its own, by which a job that is started again goes on."""
     writable = [volume for volume in volumes(given) if not volume.read_only]
     return f"{writable[0].mount.rstrip('/')}/{name}" if writable else f"runs/{name}"
 
@@ -191,7 +191,7 @@ _FIX = "put the value where the scheduler keeps it, and name that: --secret NAME
 
 
 def refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str) -> None:
-    """Refuses what looks like a secret's value in --env or among the program's arguments.
+    """Refuse what looks like a secret's value in --env or among the program's arguments.
 
     The message has the name of the flag or variable, and not the value.
     """
@@ -215,7 +215,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def reference(text: str, *, pattern: str, form: str) -> tuple[str, str]:
-    """Splits ``NAME=reference``; the message of the `UsageError` shows the name at most."""
+    """Split ``NAME=reference``; the message of the `UsageError` shows the name at most."""
     name, equals, where = text.partition("=")
     if equals and re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) and re.fullmatch(pattern, where):
         return name, where

@@ -1,4 +1,4 @@
-"""A runner of a sweep: runs the trials that the chief gives it, on whatever host it is.
+"""Remote runner of a sweep: runs the trials that the chief assigns to it.
 
 It runs its own program with its own environment; what comes from the chief are values of
 hyperparameters and how far to go. Who may run what, and when not, is in `tfdist.tuning.serving`.
@@ -28,7 +28,7 @@ from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.tuning import directory, guard, hosts, trial_job
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.guard import SAVE_AFTER_S
-from tfdist.tuning.hosts import ALIVE, ANY_RANK, LEASE_S, Lease, Meeting, Message
+from tfdist.tuning.hosts import ALIVE, ANY_RANK, LEASE_S, Lease, Message, SweepAddress
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner
 from tfdist.tuning.trial_job import Failed, Killed, Outcome, TrialJob
@@ -52,32 +52,32 @@ class _Held:
     outcome: Outcome | None = None
 
     def stop(self) -> None:
-        """Asks it to save and end, if it runs."""
+        """Ask it to save and end, if it runs."""
         self.is_stopped = True
         if self.running is not None:
             self.running.stop()
 
 
-class JoinedRunner:
-    """Comes to a sweep's chief, runs trials for it, and leaves when asked to; `run` once."""
+class RemoteRunner:
+    """Runner that joins a sweep's chief and runs its trials until stopped; `run` once."""
 
     def __init__(
         self,
         options: RunOptions,
         runner: LauncherRunner,
         *,
-        meeting: Meeting,
+        sweep_address: SweepAddress,
         clock: Callable[[], float] = guard.now_s,
     ) -> None:
         self._options = options
         self._runner = runner
         self._clock = clock
-        self._guarding = Guarding()
-        self._contact = Contact(
-            meeting,
+        self._lease_guard = LeaseGuardProcess()
+        self._chief = ChiefClient(
+            sweep_address,
             rank=secrets.randbelow(ANY_RANK - 1) + 1,
             sweep_dir=options.sweep_dir,
-            renew=self._guarding.renew,
+            renew=self._lease_guard.renew,
             clock=clock,
         )
         self._held: dict[Lease, _Held] = {}
@@ -86,31 +86,31 @@ class JoinedRunner:
         self._end: int | None = None
 
     def run(self) -> int:
-        """Returns the exit code: that of the sweep, or of a signal that has asked us to leave.
+        """Return the exit code: that of the sweep, or of a signal that has asked us to leave.
 
         Raises:
           UsageError: the chief has another token, directory, program or installation.
           StartupTimeout: it was not there for ``--reconnect_s``.
         """
-        with SignalPipe() as signals, self._guarding:
+        with SignalPipe() as signals, self._lease_guard:
             try:
                 while (code := self._code()) is None:
                     self._turn(signals)
                 return code
             finally:
                 self._end_all()
-                self._contact.close()
+                self._chief.close()
 
     def _code(self) -> int | None:
-        """Returns what to end with, None while there is more to do."""
+        """Return what to end with, None while there is more to do."""
         if self._asked is not None and not any(held.running for held in self._held.values()):
             is_late = self._clock() - self._asked_s > _LAST_WORDS_S
-            if not self._held or not self._contact.is_there or is_late:
+            if not self._held or not self._chief.is_there or is_late:
                 return exit_code_for(self._asked)
-        if self._contact.away_s >= self._options.reconnect_s:
+        if self._chief.away_s >= self._options.reconnect_s:
             raise StartupTimeout(
-                f"{self._contact.address}: no chief of the sweep was there for "
-                f"{self._contact.away_s:.0f} s: {self._contact.why}. Fix: start it, see that its "
+                f"{self._chief.address}: no chief of the sweep was there for "
+                f"{self._chief.away_s:.0f} s: {self._chief.why}. Fix: start it, see that its "
                 "name and port are right and that no firewall is between, or raise --reconnect_s"
             )
         return self._end
@@ -121,11 +121,11 @@ class JoinedRunner:
             self._leave(came[0])
         self.go_on([signals.fd])
         pidfds = [h.running.pidfd for h in self._held.values() if h.running and h.running.pidfd]
-        select.select([*pidfds, *self._contact.fds, signals.fd], [], [], _LOOK_S)
+        select.select([*pidfds, *self._chief.fds, signals.fd], [], [], _LOOK_S)
 
     def go_on(self, wake_fds: Sequence[int] = ()) -> None:
-        """Does what there is to do, without waiting."""
-        for message in self._contact.turn(wake_fds):
+        """Do what there is to do, without waiting."""
+        for message in self._chief.turn(wake_fds):
             try:
                 self._obey(message)
             except UsageError:  # a ValueError, too, but ours
@@ -136,10 +136,10 @@ class JoinedRunner:
             self._look(lease, held)
 
     def _leave(self, signum: int) -> None:
-        """Has all trials save and end; the chief gives them to others."""
+        """Have all trials save and end; the chief gives them to others."""
         logger.info("asked to stop: the trials are saved and given back")
         self._asked, self._asked_s = signum, self._clock()
-        self._contact.send({"leaving": True})
+        self._chief.send({"leaving": True})
         for held in self._held.values():
             held.stop()
 
@@ -159,12 +159,12 @@ class JoinedRunner:
                 self._end = code if 0 <= code < 256 else EXIT_FAILED
 
     def _present(self) -> None:
-        """Says who we are, which leases we hold, and what has ended meanwhile."""
-        logger.info("the chief at %s is there", self._contact.address)
+        """Report who we are, which leases we hold, and what has ended meanwhile."""
+        logger.info("the chief at %s is there", self._chief.address)
         holds = [list(lease) for lease, held in self._held.items() if not held.is_lost]
         places = 0 if self._asked is not None else self._options.parallel_trials
         name = f"{socket.gethostname()}:{os.getpid()}"
-        self._contact.send({"runner": {"name": name, "places": places, "holds": holds}})
+        self._chief.send({"runner": {"name": name, "places": places, "holds": holds}})
         for lease, held in self._held.items():
             self._report(lease, held)
 
@@ -175,7 +175,7 @@ class JoinedRunner:
         try:
             if self._asked is not None:
                 held.outcome = Killed(reason="its runner was asked to stop", counts=False)
-            elif self._is_stale:  # we stood still, and the trial may be another's by now
+            elif self._is_stale:  # we hung, and the trial may be another's by now
                 held.outcome = Killed(reason="its runner heard of it too late", counts=False)
             elif (outcome := self._runner.outcome(job)) is not None:
                 held.outcome = outcome
@@ -187,7 +187,7 @@ class JoinedRunner:
         self._report(lease, held)
 
     def _require_shared(self, lease: Lease, job: TrialJob) -> None:
-        """Refuses to go on with a trial of which nothing is here: it would begin anew.
+        """Refuse to go on with a trial of which nothing is here: it would begin anew.
 
         Raises UsageError, which ends us; the chief hears why, and gives the trial to another.
         """
@@ -201,12 +201,12 @@ class JoinedRunner:
             fix=f"mount {trials} from where the others have it",
         )
         self._held[lease].outcome = Killed(reason=str(error))
-        self._contact.send({"leaving": True})
+        self._chief.send({"leaving": True})
         self._report(lease, self._held[lease])
         raise error
 
     def _job(self, told: Mapping[str, Any]) -> TrialJob:
-        """Returns the trial of a message; raises ValueError for what no chief would say."""
+        """Return the trial of a message; raise ValueError for what no chief would say."""
         flags, variables = tuple(map(str, told["flags"])), dict(told["variables"])
         run, continues = str(told["run"]), told["continues"]
         if (
@@ -235,7 +235,7 @@ class JoinedRunner:
             held.running.kill()
 
     def _look(self, lease: Lease, held: _Held) -> None:
-        """Watches a trial, and takes down how it has ended."""
+        """Watch a trial, and take down how it has ended."""
         if held.running is None:
             return
         if self._is_stale:
@@ -246,7 +246,7 @@ class JoinedRunner:
         if outcome is None:
             if not held.is_watched and held.running.pid is not None:
                 held.is_watched = True
-                self._guarding.watch(held.running.pid)
+                self._lease_guard.watch(held.running.pid)
             return
         held.running = None
         if held.is_lost:
@@ -261,21 +261,21 @@ class JoinedRunner:
     @property
     def _is_stale(self) -> bool:
         """Whether the chief may soon give our trials to others."""
-        return self._contact.unrenewed_s >= SAVE_AFTER_S
+        return self._chief.unrenewed_s >= SAVE_AFTER_S
 
     def _report(self, lease: Lease, held: _Held) -> None:
-        """Says how a trial has ended; it is said again until the chief has taken it."""
-        if held.outcome is None or held.is_lost or not self._contact.is_there:
+        """Report how a trial has ended; it is said again until the chief has taken it."""
+        if held.outcome is None or held.is_lost or not self._chief.is_there:
             return
-        told = {"lease": list(lease), "outcome": hosts.told_outcome(held.outcome)}
+        told = {"lease": list(lease), "outcome": hosts.encode_outcome(held.outcome)}
         try:
-            self._contact.send({"ended": told})
+            self._chief.send({"ended": told})
         except ValueError as error:  # more than a message may hold
             held.outcome = Failed(reason=f"its metrics are {error}")
             self._report(lease, held)
 
     def _end_all(self) -> None:
-        """Ends the trials that run, with the save."""
+        """End the trials that run, with the save."""
         running = [held.running for held in self._held.values() if held.running is not None]
         for trial in running:
             trial.stop()
@@ -284,18 +284,18 @@ class JoinedRunner:
 
 
 def _is_name(run: str) -> bool:
-    """Whether it is a directory among the trials, and nothing else."""
+    """Return whether it is a directory among the trials, and nothing else."""
     return run == os.path.basename(run) and not run.startswith(".")
 
 
-# A runner's connection to its chief, which it comes back to when it is lost.
+# Runner's connection to its chief, reestablished when lost.
 
 _ALIVE_EVERY_S = 1.0
 _RETRY_S = 0.5
 
 
-class Contact:
-    """Comes to the chief and stays in touch; `turn` does what there is to do.
+class ChiefClient:
+    """Connection to the chief, kept up; `turn` does what there is to do.
 
     Args:
       renew: is told of each moment from which on the chief is known to leave us our trials. It has
@@ -305,17 +305,17 @@ class Contact:
 
     def __init__(
         self,
-        meeting: Meeting,
+        sweep_address: SweepAddress,
         *,
         rank: int,
         sweep_dir: Path,
         renew: Callable[[float], None],
         clock: Callable[[], float] = guard.now_s,
     ) -> None:
-        self.address = meeting.address
+        self.address = sweep_address.address
         self.why = ""
         self._rank = rank
-        self._meeting = meeting
+        self._sweep_address = sweep_address
         self._sweep_dir = sweep_dir
         self._renew = renew
         self._clock = clock
@@ -327,21 +327,21 @@ class Contact:
 
     @property
     def fds(self) -> list[int]:
-        """Returns what to watch."""
+        """Return what to watch."""
         return [self._member.fileno()] if self._member else []
 
     @property
     def unrenewed_s(self) -> float:
-        """Returns how long ago the last such moment was."""
+        """Return how long ago the last such moment was."""
         return self._clock() - self._renewed_s
 
     @property
     def away_s(self) -> float:
-        """Returns for how long there has been no chief."""
+        """Return for how long there has been no chief."""
         return self._clock() - self._lost_s if self._member is None else 0.0
 
     def turn(self, wake_fds: Sequence[int] = ()) -> list[Message]:
-        """Returns what the chief says; its first word is ``sweep``, when it is known to be ours.
+        """Return what the chief says; its first word is ``sweep``, when it is known to be ours.
 
         Raises:
           UsageError: it has another token, or directory, or differs from us.
@@ -364,12 +364,12 @@ class Contact:
         return heard
 
     def send(self, message: Message) -> None:
-        """Sends a message; nothing happens if the chief is gone."""
+        """Send a message; nothing happens if the chief is gone."""
         if self._member is not None:
             self._member.send(message)
 
     def close(self) -> None:
-        """Ends the connection, if there is one."""
+        """End the connection, if there is one."""
         if self._member is not None:
             self._member.close()
             self._member = None
@@ -390,9 +390,9 @@ class Contact:
             host,
             port,
             source=None,
-            token=self._meeting.token,
+            token=self._sweep_address.token,
             rank=self._rank,
-            terms=self._meeting.terms,
+            terms=self._sweep_address.terms,
             timeout_s=LEASE_S,
             clock=self._clock,
         )
@@ -421,7 +421,7 @@ class Contact:
         self._renew(at_s)
 
     def _check(self, sweep: str, *, chief: str) -> None:
-        """Makes sure that the chief has the directory that we have, and our sweep."""
+        """Make sure that the chief has the directory that we have, and our sweep."""
         found = directory.read_mark(self._sweep_dir)
         if found is None or (found.sweep, found.chief) != (sweep, chief):
             raise UsageError(
@@ -444,10 +444,10 @@ class Contact:
 # The runner's guard, as the runner sees it: see `tfdist.tuning.guard`.
 
 
-class Guarding:
+class LeaseGuardProcess:
     """The guard, from when this is entered; it goes when it is left and its trials have ended."""
 
-    def __enter__(self) -> Guarding:
+    def __enter__(self) -> LeaseGuardProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__],
             stdin=subprocess.PIPE,
@@ -468,11 +468,11 @@ class Guarding:
         self._process.wait()
 
     def renew(self, at_s: float) -> None:
-        """Says until when the chief leaves our trials to us: from this moment of its clock on."""
+        """Report until when the chief leaves our trials to us: from this moment of its clock on."""
         self._say(f"renew {at_s}")
 
     def watch(self, pid: int) -> None:
-        """Has the launcher of a trial ended in time."""
+        """Have the launcher of a trial ended in time."""
         self._say(f"watch {pid}")
 
     def _say(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""The crew of a ps job with workers that are not there: who gets which piece of work."""
+"""Worker pool of a ps job with workers that are not there: which worker gets what."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist.cluster import phases
 from tfdist.errors import PeerLost
 from tfdist.ps import workers as crew_module
-from tfdist.ps.workers import Crew
+from tfdist.ps.workers import WorkerPool
 
 DEADLINE_S = 30.0
 
@@ -50,8 +50,8 @@ def members(monkeypatch):
 
 
 @pytest.fixture
-def crew(members):
-    made = Crew(members, patience_s=DEADLINE_S)
+def pool(members):
+    made = WorkerPool(members, patience_s=DEADLINE_S)
     yield made
     made._fail(PeerLost("the test is over"))
 
@@ -62,140 +62,143 @@ class Stuck:
     def __init__(self):
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def __call__(self, place):
-        if place.worker_index == 1:
+    def __call__(self, incarnation):
+        if incarnation.worker_index == 1:
             self.begun.set()
             assert self.go_on.wait(DEADLINE_S)
         assert self.begun.wait(DEADLINE_S)  # the others do not take all of it before
-        return place.worker_index
+        return incarnation.worker_index
 
 
-def submit_until_stuck(crew, stuck):
+def submit_until_stuck(pool, stuck):
     """Returns the futures of some pieces, of which worker 1 has one."""
-    futures = [crew.submit(stuck, steps=1) for _ in range(6)]
+    futures = [pool.submit(stuck, steps=1) for _ in range(6)]
     assert stuck.begun.wait(DEADLINE_S)
     return futures
 
 
 def test_the_work_of_a_worker_that_is_gone_is_done_by_another_though_its_call_never_ends(
-    crew, members
+    pool, members
 ):
     stuck = Stuck()
-    futures = submit_until_stuck(crew, stuck)
+    futures = submit_until_stuck(pool, stuck)
     members.silent.add(1)
     done = [future.result(DEADLINE_S) for future in futures]
     assert {one.worker_index for one in done} <= {0, 2}
     assert sorted(one.times for one in done)[-2:] in ([1, 2], [2])
-    assert crew.shares[1].losses == 1
+    assert pool.shares[1].losses == 1
     assert phases.awaited() is None
 
     stuck.go_on.set()  # what the call returns after all is nobody's
     members.silent.clear()
     again = Stuck()
     again.go_on.set()
-    submit_until_stuck(crew, again)  # it takes work again
-    assert sum(share.losses for share in crew.shares.values()) == 1
+    submit_until_stuck(pool, again)  # it takes work again
+    assert sum(share.losses for share in pool.shares.values()) == 1
     assert all(future.result(0).worker_index != 1 for future in futures)
 
 
-def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(crew, members):
+def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(pool, members):
     stuck = Stuck()
-    futures = submit_until_stuck(crew, stuck)
+    futures = submit_until_stuck(pool, stuck)
     assert not threading.Event().wait(0.5)  # longer than a silent one is given
     stuck.go_on.set()
     assert 1 in {future.result(DEADLINE_S).worker_index for future in futures}
-    assert crew.shares[1].losses == 0
+    assert pool.shares[1].losses == 0
 
 
-def test_when_a_ps_is_gone_nobody_waits_for_a_call_that_never_ends(crew, members):
+def test_when_a_ps_is_gone_nobody_waits_for_a_call_that_never_ends(pool, members):
     stuck = Stuck()
-    futures = submit_until_stuck(crew, stuck)
-    crew._fail(PeerLost("ps-0 does not answer any more"))
+    futures = submit_until_stuck(pool, stuck)
+    pool._fail(PeerLost("ps-0 does not answer any more"))
     failed = [future.exception(DEADLINE_S) for future in futures]
     assert any(str(error) == "ps-0 does not answer any more" for error in failed)
     stuck.go_on.set()
 
 
 def test_a_ps_that_falls_silent_while_workers_wait_for_it_ends_the_work_with_its_name(
-    crew, members
+    pool, members
 ):
     stuck = Stuck()  # as a call that reads of a host which has lost its power
-    futures = submit_until_stuck(crew, stuck)
+    futures = submit_until_stuck(pool, stuck)
     members.gone = ["ps-1"]
     failed = [future.exception(DEADLINE_S) for future in futures]
     assert "ps-1 does not answer any more" in map(str, failed)
     stuck.go_on.set()
 
 
-def test_a_piece_is_not_blamed_for_idle_workers_that_are_gone(crew, members):
-    let_go = [threading.Event() for _ in range(3)]
-    busy = [crew.submit(lambda place: let_go[place.worker_index].wait(DEADLINE_S)) for _ in let_go]
-    while len(crew._held) < 3:
+def test_a_piece_is_not_blamed_for_idle_workers_that_are_gone(pool, members):
+    release = [threading.Event() for _ in range(3)]
+    busy = [
+        pool.submit(lambda incarnation: release[incarnation.worker_index].wait(DEADLINE_S))
+        for _ in release
+    ]
+    while len(pool._held) < 3:
         time.sleep(0.01)
-    let_go[1].set()
-    let_go[2].set()
+    release[1].set()
+    release[2].set()
     while sum(future.done() for future in busy) < 2:  # or it would be taken back from them
         time.sleep(0.01)
 
-    def work(place):
-        if place.worker_index:
+    def work(incarnation):
+        if incarnation.worker_index:
             raise tf.errors.UnavailableError(None, None, "Socket closed")
 
     members.silent.update((1, 2))
-    piece = crew.submit(work)
+    unit = pool.submit(work)
     end_s = time.monotonic() + DEADLINE_S
     while members.connected != {0}:
         assert time.monotonic() < end_s
         time.sleep(0.01)
-    let_go[0].set()
-    assert piece.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
+    release[0].set()
+    assert unit.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
     assert all(future.result(DEADLINE_S) for future in busy)
 
 
 def cannot_reach(ps, *workers):
     """Work that some workers cannot do, as they do not reach a ps that the chief does."""
 
-    def work(place):
-        if place.worker_index in workers:
+    def work(incarnation):
+        if incarnation.worker_index in workers:
             raise tf.errors.UnavailableError(None, None, f"{ps}: No route to host\nand more")
-        return place.worker_index
+        return incarnation.worker_index
 
     return work
 
 
-def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason(crew, caplog):
+def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason(pool, caplog):
     end_s = time.monotonic() + DEADLINE_S
     while "going on without it" not in caplog.text:
         assert time.monotonic() < end_s
-        assert crew.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).worker_index != 1
+        assert pool.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).worker_index != 1
     (line,) = [r.message for r in caplog.records if "going on" in r.message]
     assert line == (
-        "worker-1 answers, but none of 3 pieces of work got done: ps-0: No route to host; "
+        "worker-1 answers, but none of 3 work units got done: ps-0: No route to host; "
         "going on without it"
     )
-    losses = crew.shares[1].losses
+    losses = pool.shares[1].losses
     assert losses == 3
     for _ in range(20):
-        assert crew.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).times == 1
-    assert crew.shares[1].losses == losses
+        assert pool.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).times == 1
+    assert pool.shares[1].losses == losses
 
 
 def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(members):
     members.num_workers, members.connected = 1, frozenset({0})
-    alone = Crew(members, patience_s=DEADLINE_S)
-    with pytest.raises(PeerLost, match="worker-0 answers, but none of 3 pieces of work got done"):
+    alone = WorkerPool(members, patience_s=DEADLINE_S)
+    with pytest.raises(PeerLost, match="worker-0 answers, but none of 3 work units got done"):
         alone.submit(cannot_reach("ps-0", 0)).result(DEADLINE_S)
 
 
-def test_when_none_of_several_workers_reaches_a_ps_one_line_says_so(crew):
+def test_when_none_of_several_workers_reaches_a_ps_one_line_says_so(pool):
     """A piece that is alone is tried no more often than one that ends its workers."""
     with pytest.raises(PeerLost, match=r"worker-\d answers, .*: ps-0: No route to host$"):
-        crew.submit(cannot_reach("ps-0", 0, 1, 2)).result(DEADLINE_S)
+        pool.submit(cannot_reach("ps-0", 0, 1, 2)).result(DEADLINE_S)
 
 
-def test_a_piece_that_ends_its_workers_is_not_begun_for_ever(crew, members):
-    def end(place):
-        members.silent.add(place.worker_index)
+def test_a_piece_that_ends_its_workers_is_not_begun_for_ever(pool, members):
+    def end(incarnation):
+        members.silent.add(incarnation.worker_index)
         raise tf.errors.UnavailableError(None, None, "Socket closed")
 
     def start_again(worker):
@@ -205,4 +208,4 @@ def test_a_piece_that_ends_its_workers_is_not_begun_for_ever(crew, members):
 
     members.admit = start_again
     with pytest.raises(PeerLost, match=r"begun 5 times and never done; worker-\d is gone"):
-        crew.submit(end).result(DEADLINE_S)
+        pool.submit(end).result(DEADLINE_S)

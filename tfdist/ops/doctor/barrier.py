@@ -1,4 +1,4 @@
-"""The hosts of a job come together at the first one, which asks all of them at once."""
+"""Preflight barrier: the hosts connect to the first one, which runs each step on all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from tfdist.errors import EXIT_FAILED
 from tfdist.launch.multihost.connection import Message, Violation, WrongToken
-from tfdist.ops.doctor import door
-from tfdist.ops.doctor.door import Conversation, Door, host_of, spare_ports
+from tfdist.ops.doctor import port_listener
 from tfdist.ops.doctor.facts import Absence
-from tfdist.ops.doctor.job import Job
+from tfdist.ops.doctor.job import PreflightJob
+from tfdist.ops.doctor.port_listener import Conversation, PortListener, host_of, spare_ports
 
-SILENCE_S = 120.0
+STEP_TIMEOUT_S = 120.0
 """How long a host waits for the first one's next word; longer than any step takes."""
 
 _HELLO_S = 3.0
@@ -34,28 +34,28 @@ class Clock:
     error_s: float
 
 
-class Meeting:
-    """The first host's side: who is there, and what they answer."""
+class HostBarrier:
+    """First host's side of the barrier: hosts that are present, and their answers."""
 
-    def __init__(self, job: Job, door: Door) -> None:
+    def __init__(self, job: PreflightJob, port_listener: PortListener) -> None:
         self._job = job
-        self._door = door
+        self._port_listener = port_listener
         self._others: dict[int, Conversation] = {}
         self.absent: list[Absence] = []
 
     @property
     def present(self) -> list[int]:
-        """Returns the hosts that are there, this one among them."""
+        """Return the hosts that are there, this one among them."""
         return sorted([self._job.index, *self._others])
 
     def gather(self, *, within_s: float) -> None:
-        """Waits until all hosts have come, or the time is over; those that have not are absent."""
+        """Wait until all hosts have come, or the time is over; those that have not are absent."""
         deadline_s = time.monotonic() + within_s
         refused: dict[int, str] = {}
         while len(self._others) < len(self._job.hosts) - 1:
             try:
                 left_s = max(0.0, deadline_s - time.monotonic())
-                talk, hello = self._door.guests.get(timeout=left_s)
+                talk, hello = self._port_listener.clients.get(timeout=left_s)
             except queue.Empty:
                 break
             try:
@@ -64,16 +64,16 @@ class Meeting:
                 talk.close()
             if len(self._others) + len(refused) >= len(self._job.hosts) - 1:
                 break
-        wrong = self._door.wrong_tokens
-        strangers = f", and {wrong} came with another token" if wrong else ""
+        wrong = self._port_listener.wrong_tokens
+        unauthenticated = f", and {wrong} came with another token" if wrong else ""
         for index in range(len(self._job.hosts)):
             if index not in self.present:
-                why = refused.get(index, f"did not come within {within_s:.0f} s{strangers}")
+                why = refused.get(index, f"did not come within {within_s:.0f} s{unauthenticated}")
                 absence = Absence(index=index, why=why, is_other_job=index in refused)
                 self.absent.append(absence)
 
     def ask(self, step: str, *, within_s: float, own: Callable[[], Message]) -> dict[int, Message]:
-        """Has every host do a step, this one by `own`; returns the answers of those that gave one.
+        """Have every host do a step, this one by `own`; return the answers of those that gave one.
 
         Those that gave none are absent from then on.
         """
@@ -90,7 +90,7 @@ class Meeting:
         return answers
 
     def clocks(self) -> dict[int, Clock]:
-        """Returns how far the clock of each host is ahead of this one's."""
+        """Return how far the clock of each host is ahead of this one's."""
         found = {}
         for index in list(self._others):
             best = self._with(index, "clock", _best_round)
@@ -99,7 +99,7 @@ class Meeting:
         return found
 
     def lose(self, index: int, why: str, *, step: str) -> None:
-        """Counts a host as absent from now on."""
+        """Count a host as absent from now on."""
         if index in self._others:
             self._others.pop(index).close()
         self.absent.append(Absence(index=index, why=why, during=step))
@@ -134,7 +134,7 @@ class Meeting:
         except TimeoutError:
             self.lose(index, "no answer in time", step=step)
         except OSError as error:
-            self.lose(index, door.said(error), step=step)
+            self.lose(index, port_listener.said(error), step=step)
         except Violation as error:
             self.lose(index, f"sends {error}", step=step)
         return None
@@ -146,7 +146,7 @@ def _send(talk: Conversation, *, message: Message, within_s: float) -> Message:
 
 
 def _best_round(talk: Conversation) -> Message:
-    """Asks for the time over and over, and returns the answer that was the soonest."""
+    """Ask for the time over and over, and return the answer that was the soonest."""
     return min((_one_round(talk) for _ in range(_CLOCK_ROUNDS)), key=lambda r: r["took_s"])
 
 
@@ -160,12 +160,12 @@ def _one_round(talk: Conversation) -> Message:
     return {"took_s": took_s, "ahead_s": there - began - took_s / 2}
 
 
-class NoMeeting(Exception):
+class BarrierFailed(Exception):
     """The first host was not found; the message says what came of it."""
 
 
-def join_meeting(job: Job, *, within_s: float) -> Conversation:
-    """Comes to the first host, again and again until the time is over.
+def join_meeting(job: PreflightJob, *, within_s: float) -> Conversation:
+    """Come to the first host, again and again until the time is over.
 
     Raises:
         NoMeeting: it was not found, or does not let this one in.
@@ -180,15 +180,15 @@ def join_meeting(job: Job, *, within_s: float) -> Conversation:
             try:
                 return _come(job, port)
             except (OSError, Violation) as error:
-                whys[port] = door.said(error) if isinstance(error, OSError) else str(error)
+                whys[port] = port_listener.said(error) if isinstance(error, OSError) else str(error)
         if time.monotonic() > deadline_s:
             told = "; ".join(f"port {port}: {whys[port]}" for port in first.ports[:4])
-            raise NoMeeting(f"{told}, for {within_s:.0f} s")
+            raise BarrierFailed(f"{told}, for {within_s:.0f} s")
         time.sleep(_AGAIN_S)
 
 
-def _come(job: Job, port: int) -> Conversation:
-    with door.connected(job.hosts[0].name, port) as (sock, line):
+def _come(job: PreflightJob, port: int) -> Conversation:
+    with port_listener.connected(job.hosts[0].name, port) as (sock, line):
         if host_of(line, job.fingerprint) not in (0, -1):
             raise Violation(f"{job.hosts[host_of(line, job.fingerprint)].name} answers")
         if not line.startswith("tfdist doctor 1 0 "):
@@ -203,16 +203,16 @@ def _come(job: Job, port: int) -> Conversation:
     return talk
 
 
-def _greet(job: Job, talk: Conversation) -> None:
+def _greet(job: PreflightJob, talk: Conversation) -> None:
     try:
         talk.greet(within_s=_HELLO_S)
     except WrongToken:
-        raise NoMeeting("it has another token (TFDIST_RENDEZVOUS_TOKEN)") from None
+        raise BarrierFailed("it has another token (TFDIST_RENDEZVOUS_TOKEN)") from None
     hosts = ",".join(f"{host.name}:{host.ports[0]}" for host in job.hosts)[:200]
     hello = {"index": job.index, "job": job.fingerprint, "hosts": hosts}
     talk.send(hello, within_s=_HELLO_S)
-    if why := talk.receive(within_s=SILENCE_S).get("refused"):
-        raise NoMeeting(f"this host {why}")
+    if why := talk.receive(within_s=STEP_TIMEOUT_S).get("refused"):
+        raise BarrierFailed(f"this host {why}")
 
 
 def attend(
@@ -222,7 +222,7 @@ def attend(
     hosts: int,
     gathering_s: float = 0.0,
 ) -> int:
-    """Does what the first host asks for until it ends the meeting; returns the exit code.
+    """Do what the first host asks for until it ends the meeting; return the exit code.
 
     Before it asks for anything it may wait for the other hosts, `gathering_s` at the most.
 
@@ -231,7 +231,7 @@ def attend(
     """
     while True:
         with _losing():
-            asked = talk.receive(within_s=SILENCE_S + gathering_s)
+            asked = talk.receive(within_s=STEP_TIMEOUT_S + gathering_s)
         gathering_s = 0.0
         step, told = asked.get("do"), asked.get("present")
         present = told if isinstance(told, list) else []
@@ -243,19 +243,19 @@ def attend(
         elif isinstance(step, str) and step in steps:
             answer = steps[step]([index for index in range(hosts) if index in present])
         else:
-            raise NoMeeting(f"it asks for the step {step!r}")
+            raise BarrierFailed(f"it asks for the step {step!r}")
         with _losing():
-            talk.send(answer, within_s=SILENCE_S)
+            talk.send(answer, within_s=STEP_TIMEOUT_S)
 
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Says what becomes of the connection to the first host."""
+    """Report what becomes of the connection to the first host."""
     try:
         yield
     except TimeoutError:
-        raise NoMeeting("no word in time") from None
+        raise BarrierFailed("no word in time") from None
     except OSError as error:
-        raise NoMeeting(door.said(error)) from None
+        raise BarrierFailed(port_listener.said(error)) from None
     except Violation as error:
-        raise NoMeeting(f"it sends {error}") from None
+        raise BarrierFailed(f"it sends {error}") from None

@@ -1,4 +1,4 @@
-"""Conducting a sweep from its directory to its end, whoever has described it."""
+"""Run of a sweep, from its directory to its end."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError
-from tfdist.launch.fork_server import WarmServer
+from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import directory
-from tfdist.tuning.board import HParamsBoard
-from tfdist.tuning.chief import Chief, Plan
-from tfdist.tuning.hosts import Meeting, listener_of
+from tfdist.tuning.chief import Chief, SweepPlan
+from tfdist.tuning.hosts import SweepAddress, listener_of
+from tfdist.tuning.hparams_export import HParamsBoard
 from tfdist.tuning.journal import Journal, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.screen import SweepScreen, leaderboard
-from tfdist.tuning.serving import Reception, ServingRunner
+from tfdist.tuning.serving import RunnerServer, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Outcome, Runner, TrialJob
 
 if TYPE_CHECKING:  # it loads TensorFlow, which a runner of the sweep does not need
@@ -47,18 +47,18 @@ class Sweep:
     in which the trials' imports are done as well. Raises UsageError for one that cannot be."""
     search_of: Callable[[Mapping[str, Any]], Search]
     """Returns who chooses, from what the journal begins with, where every trial is yet to come."""
-    plan_of: Callable[[Mapping[str, Any]], Plan]
+    plan_of: Callable[[Mapping[str, Any]], SweepPlan]
     best_of: Callable[[Trial, Mapping[str, Any]], TrialJob]
     """Returns the job that trains a trial's values anew, in full."""
     runner: LauncherRunner
     first_seed: int | None = None
     """Of a sweep that begins and whose description has none; None to draw one."""
-    meeting: Meeting | None = None
+    sweep_address: SweepAddress | None = None
     """Where runners on other hosts come; None: they cannot."""
 
 
-def conduct(sweep: Sweep) -> tuple[int, SweepState]:
-    """Runs a sweep, or goes on with it; returns the exit code, and what has become of it.
+def run_sweep(sweep: Sweep) -> tuple[int, SweepState]:
+    """Run a sweep, or go on with it; return the exit code, and what has become of it.
 
     Raises:
       UsageError: before anything is started.
@@ -89,7 +89,7 @@ def conduct(sweep: Sweep) -> tuple[int, SweepState]:
 
 
 def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
-    """Runs the trials that are left."""
+    """Run the trials that are left."""
     sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
     if state.is_complete:
         logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
@@ -120,19 +120,19 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
 
 
 def _serving(sweep: Sweep) -> ServingRunner | None:
-    """Listens for runners, and says in the directory where; None where none may come."""
-    meeting = sweep.meeting
-    if meeting is None:
+    """Listen for runners, and report in the directory where; None where none may come."""
+    sweep_address = sweep.sweep_address
+    if sweep_address is None:
         return None
-    listener = listener_of(meeting.address)
-    left = directory.leave_mark(sweep.options.sweep_dir, address=meeting.address)
-    line = Reception(listener, token=meeting.token, terms=meeting.terms)
-    logger.info("runners may come to %s", meeting.address)
+    listener = listener_of(sweep_address.address)
+    left = directory.leave_mark(sweep.options.sweep_dir, address=sweep_address.address)
+    line = RunnerServer(listener, token=sweep_address.token, terms=sweep_address.terms)
+    logger.info("runners may come to %s", sweep_address.address)
     return ServingRunner(sweep.runner, line, mark=left)
 
 
 def _may_have_trials(sweep: Sweep) -> bool:
-    """Whether there is anything to run, as far as it can be told before the sweep is described."""
+    """Return False if the journal already shows the sweep finished."""
     options = sweep.options
     return options.overwrite or not fold(read(options.sweep_dir / directory.JOURNAL)).is_complete
 
@@ -149,22 +149,22 @@ def begin(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
         journal.add("extended", max_trials=now["max_trials"])
 
 
-def warm_server(
+def fork_template(
     options: RunOptions,
     *,
     machine: Machine,
     environ: Mapping[str, str],
     modules: Sequence[str],
     more: Sequence[str] = (),
-) -> WarmServer | None:
-    """Returns what imports once for all trials; None where a GPU may be, which no fork survives."""
+) -> ForkTemplate | None:
+    """Return what imports once for all trials; None where a GPU may be, which no fork survives."""
     if machine.gpus or machine.has_gpu_driver:
         return None
     log = directory.FORK_LOG
     if options.join is not None:
         log = log.replace(".", f"-{socket.gethostname()}.", 1)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
-    return WarmServer(
+    return ForkTemplate(
         ("tensorflow", "keras", *modules),
         more=more,
         environ={**quiet, **environ},
@@ -174,7 +174,7 @@ def warm_server(
 
 @contextmanager
 def _told_to_stop(asked: Chief | Retraining) -> Iterator[None]:
-    """Has signals ask for a stop, and gives them back."""
+    """Have signals ask for a stop, and give them back."""
     before = {
         signum: signal.signal(signum, lambda received, _: asked.stop(received))
         for signum in _STOP_SIGNALS
@@ -187,7 +187,7 @@ def _told_to_stop(asked: Chief | Retraining) -> Iterator[None]:
 
 
 def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
-    """Returns the launcher's flags of every trial; warns where there are more tasks than CPUs."""
+    """Return the launcher's flags of every trial; warn where there are more tasks than CPUs."""
     tasks = max(1, options.parallel_trials) * options.tasks_per_trial
     if tasks > cpus:
         logger.warning(
@@ -203,7 +203,7 @@ def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
     return [*flags, "--threads_per_task", str(max(1, cpus // tasks))]
 
 
-# Training the best hyperparameters of a sweep anew, for the full length, and keeping the model.
+# Retraining with a sweep's best hyperparameters at full length; keeps the model.
 
 RETRAINED = "best"
 """The directory of the run, in that of the sweep."""
@@ -213,7 +213,7 @@ _KILLS_AT_MOST = 3
 
 
 def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
-    """Writes down whose values are trained; what was trained of another is moved aside.
+    """Write down whose values are trained; what was trained of another is moved aside.
 
     A sweep that goes on may find a better trial than the one that was the best.
 
@@ -239,11 +239,11 @@ class Retraining:
         self._stop_signal = 0
 
     def stop(self, signum: int) -> None:
-        """Asks for an end that the same command goes on from; a signal handler calls it."""
+        """Ask for an end that the same command goes on from; a signal handler calls it."""
         self._stop_signal = signum
 
     def run(self) -> int:
-        """Returns the exit code; says how it went."""
+        """Return the exit code; report how it went."""
         outcome: Outcome | None = self._runner.outcome(self._job)
         kills = 0
         while not isinstance(outcome, Completed | Failed):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.training.loop import Pace
+from tfdist.training.loop import BlockLengthPolicy
 
 
 def ranges(step_s: float, *, first_s: float = 0.0, count: int = 12) -> list[int]:
     """The ranges of a program whose step takes `step_s`, and whose first one takes more."""
-    pace, sizes = Pace(), []
+    pace, sizes = BlockLengthPolicy(), []
     for _ in range(count):
         sizes.append(pace.steps())
         pace.note(sizes[-1], elapsed_s=sizes[-1] * step_s + (0 if len(sizes) > 1 else first_s))
@@ -26,7 +26,7 @@ def test_a_fast_program_comes_to_ranges_of_a_second_in_a_few() -> None:
 
 
 def test_ranges_that_are_not_whole_count_together() -> None:
-    pace = Pace()
+    pace = BlockLengthPolicy()
     pace.note(8, elapsed_s=1.0)
     pace.note(0, elapsed_s=1.5, is_whole=False)
     assert pace.steps() == 8
@@ -37,7 +37,7 @@ def test_ranges_that_are_not_whole_count_together() -> None:
 
 
 def test_the_speed_is_known_once_ranges_do_not_grow() -> None:
-    pace = Pace()
+    pace = BlockLengthPolicy()
     assert not pace.is_known
     pace.note(1, elapsed_s=0.01)
     assert not pace.is_known  # 100 steps a second, ranges of 8

@@ -41,7 +41,7 @@ class Conversation:
         self._messages: deque[Message] = deque()
 
     def greet(self, *, within_s: float) -> None:
-        """Has both sides show that they know the token; each calls it before anything else."""
+        """Have both sides show that they know the token; each calls it before anything else."""
         deadline_s = time.monotonic() + within_s
         try:
             while not self._link.is_open:
@@ -54,19 +54,19 @@ class Conversation:
         self._flush(deadline_s)
 
     def send(self, message: Message, *, within_s: float) -> None:
-        """Sends a message; TimeoutError when the other side does not take it."""
+        """Send a message; TimeoutError when the other side does not take it."""
         self._link.send(message)
         self._flush(time.monotonic() + within_s)
 
     def receive(self, *, within_s: float) -> Message:
-        """Returns the next message; TimeoutError when it does not come."""
+        """Return the next message; TimeoutError when it does not come."""
         deadline_s = time.monotonic() + within_s
         while not self._messages:
             self._read(deadline_s)
         return self._messages.popleft()
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._socket.close()
 
     def _read(self, deadline_s: float) -> None:
@@ -84,7 +84,7 @@ class Conversation:
 
 
 def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.monotonic) -> bytes:
-    """Returns exactly `count` bytes; ConnectionError at an early end, TimeoutError when late."""
+    """Return exactly `count` bytes; ConnectionError at an early end, TimeoutError when late."""
     timeout_s = sock.gettimeout()
     deadline_s = None if timeout_s is None else clock() + timeout_s
     data = bytearray()
@@ -98,7 +98,7 @@ def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.m
     return bytes(data)
 
 
-# What answers at the ports of this host's tasks while the hosts are looked at.
+# Preflight listener: answers on the ports of this host's tasks during the preflight.
 #
 # It listens on every interface, as TensorFlow's servers will: what is free, or reached, for one is
 # so for the other. It says whose port this is, and takes small questions; nothing it is sent is
@@ -108,7 +108,7 @@ MAX_PIECE_BYTES = 64 << 20
 PING_BYTES = 8
 
 _BACKLOG = 256
-_MAX_GUESTS = 256
+_MAX_CLIENTS = 256
 _PATIENCE_S = 10.0
 _HELLO_S = 3.0
 _ASKED_BYTES = 5  # of each request: "meet\n", "echo\n" or "sink\n"
@@ -116,8 +116,8 @@ _SPARE_PORTS = 3
 _AGAIN_S = 0.2
 
 
-class Door:
-    """Answers at ports until it is closed; who asks to meet is in `guests`, with its first message.
+class PortListener:
+    """Listener on ports; who asks to meet is in `clients`, with its first message.
 
     Args:
       greeting: the line that whoever connects gets first.
@@ -134,15 +134,15 @@ class Door:
         self.wrong_tokens = 0
         self._listeners: list[socket.socket] = []
         self._is_closed = threading.Event()
-        self._room = threading.BoundedSemaphore(_MAX_GUESTS)
-        self.guests: queue.SimpleQueue[tuple[Conversation, Message]] = queue.SimpleQueue()
+        self._room = threading.BoundedSemaphore(_MAX_CLIENTS)
+        self.clients: queue.SimpleQueue[tuple[Conversation, Message]] = queue.SimpleQueue()
         self.ports = tuple(self._open(port) for port in ports)
         if spare and not self._listeners:
             for port in spare_ports(ports):
                 if not self._open(port).error:
                     break
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> PortListener:
         return self
 
     def __exit__(
@@ -154,7 +154,7 @@ class Door:
         self.close()
 
     def close(self) -> None:
-        """Frees the ports; what has been accepted goes on."""
+        """Free the ports; what has been accepted goes on."""
         self._is_closed.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
@@ -182,32 +182,32 @@ class Door:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                guest, _ = listener.accept()
+                client, _ = listener.accept()
             except OSError:  # closed; else who came is gone, or has to wait for a free descriptor
                 if self._is_closed.wait(_AGAIN_S):
                     return
                 continue
             if not self._room.acquire(blocking=False):
-                guest.close()
+                client.close()
                 continue
-            threading.Thread(target=self._serve, args=(guest,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
-    def _serve(self, guest: socket.socket) -> None:
+    def _serve(self, client: socket.socket) -> None:
         is_kept = False
         try:
-            guest.settimeout(_PATIENCE_S)
-            guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            guest.sendall(self._greeting)
-            asked = take(guest, _ASKED_BYTES)
+            client.settimeout(_PATIENCE_S)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.sendall(self._greeting)
+            asked = take(client, _ASKED_BYTES)
             if asked == b"meet\n":
-                talk = Conversation(guest, token=self._token, accepts=True)
+                talk = Conversation(client, token=self._token, accepts=True)
                 talk.greet(within_s=_HELLO_S)
-                self.guests.put((talk, talk.receive(within_s=_HELLO_S)))
+                self.clients.put((talk, talk.receive(within_s=_HELLO_S)))
                 is_kept = True
             elif asked == b"echo\n":
-                _echo(guest)
+                _echo(client)
             elif asked == b"sink\n":
-                _sink(guest)
+                _sink(client)
         except WrongToken:
             self.wrong_tokens += 1
         except (OSError, ValueError, Violation):
@@ -215,17 +215,17 @@ class Door:
         finally:
             self._room.release()
             if not is_kept:
-                guest.close()
+                client.close()
 
 
 def spare_ports(ports: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ports after those of a host's tasks: where to meet if these are taken."""
+    """Return the ports after those of a host's tasks: where to meet if these are taken."""
     last = max(ports, default=0)
     return tuple(port for port in range(last + 1, last + 1 + _SPARE_PORTS) if port <= 65_535)
 
 
 def holder_of(port: int) -> tuple[str, bool]:
-    """Returns who listens at a port, and whether on all interfaces, as far as can be told."""
+    """Return who listens at a port, and whether on all interfaces, as far as can be told."""
     holder, everywhere = "", False
     with contextlib.suppress(OSError, psutil.Error):
         for connection in psutil.net_connections("tcp"):
@@ -242,39 +242,39 @@ def _listen(port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
 
 
-def _echo(guest: socket.socket) -> None:
+def _echo(client: socket.socket) -> None:
     while True:
-        guest.sendall(take(guest, PING_BYTES))
+        client.sendall(take(client, PING_BYTES))
 
 
-def _sink(guest: socket.socket) -> None:
-    """Takes pieces of announced sizes, and confirms each once all of it is here."""
+def _sink(client: socket.socket) -> None:
+    """Take pieces of announced sizes, and confirm each once all of it is here."""
     while True:
-        size = int.from_bytes(take(guest, 8), "big")
+        size = int.from_bytes(take(client, 8), "big")
         if size > MAX_PIECE_BYTES:
             raise ValueError(f"a piece of {size} bytes")
         buffer = bytearray(min(size, 1 << 20) or 1)
         left = size
         while left:
-            count = guest.recv_into(buffer, min(left, len(buffer)))
+            count = client.recv_into(buffer, min(left, len(buffer)))
             if not count:
                 return
             left -= count
-        guest.sendall(size.to_bytes(8, "big"))
+        client.sendall(size.to_bytes(8, "big"))
 
 
 def greeting(index: int, fingerprint: str) -> str:
-    """Returns the line by which a host of a job is known."""
+    """Return the line by which a host of a job is known."""
     return f"tfdist doctor 1 {index} {fingerprint}"
 
 
 def host_of(line: str, fingerprint: str) -> int:
-    """Returns which host of the job said a line; -1 where none of it did."""
+    """Return which host of the job said a line; -1 where none of it did."""
     said = re.fullmatch(r"tfdist doctor 1 (\d{1,6}) (\w+)", line)
     return int(said[1]) if said and said[2] == fingerprint else -1
 
 
-# What comes of connecting to the other hosts: who answers, how soon, and how much goes through.
+# Connection probes to the other hosts: reachability, latency, throughput.
 
 _CONNECT_S = 2.0
 _TALK_S = 5.0
@@ -290,7 +290,7 @@ _MEASURE_S = 1.0
 def reach(
     hosts: Sequence[Host], *, present: Sequence[int], index: int, fingerprint: str
 ) -> tuple[Reach, ...]:
-    """Returns who answers at each port of each other host that is there.
+    """Return who answers at each port of each other host that is there.
 
     Many ports at which nobody answers take long; those that are not tried in time are left out.
     """
@@ -313,7 +313,7 @@ def reach(
 
 
 def measure(address: str, port: int, *, host: int) -> Wire:
-    """Returns how fast a plain connection to a host is, which has answered before."""
+    """Return how fast a plain connection to a host is, which has answered before."""
     try:
         latency_s = _latency_s(address, port)
     except OSError as error:
@@ -336,14 +336,14 @@ def connected(address: str, port: int) -> Iterator[tuple[socket.socket, str]]:
 
 
 def said(error: OSError) -> str:
-    """Returns what an error says, without its number."""
+    """Return what an error says, without its number."""
     if isinstance(error, TimeoutError):
         return "timed out"
     return (error.strerror or str(error)).lower()
 
 
 def _line(sock: socket.socket) -> str:
-    """Returns the first line that comes, or what came of it in time: others need not greet."""
+    """Return the first line that comes, or what came of it in time: others need not greet."""
     data = b""
     with contextlib.suppress(OSError):
         while not data.endswith(b"\n") and len(data) < _MAX_GREETING_BYTES:
@@ -355,7 +355,7 @@ def _line(sock: socket.socket) -> str:
 
 
 def _latency_s(address: str, port: int) -> float:
-    """Returns the shortest time that a few bytes took there and back."""
+    """Return the shortest time that a few bytes took there and back."""
     best_s = float("inf")
     deadline_s = time.monotonic() + _MEASURE_S
     with connected(address, port) as (sock, _):
@@ -372,7 +372,7 @@ def _latency_s(address: str, port: int) -> float:
 
 
 def _bytes_per_s(address: str, port: int) -> float:
-    """Returns the better speed of two pieces that take long enough to tell.
+    """Return the better speed of two pieces that take long enough to tell.
 
     Smaller ones come first, until it is known how large these are. What they say is left out: the
     first of them may go through a limit that has been idle as if there were none.
@@ -391,7 +391,7 @@ def _bytes_per_s(address: str, port: int) -> float:
 
 
 def _send_piece(sock: socket.socket, size: int) -> float:
-    """Returns how long it took until the other side had all of it."""
+    """Return how long it took until the other side had all of it."""
     data = bytes(size)
     start = time.perf_counter()
     sock.sendall(size.to_bytes(8, "big"))

@@ -1,4 +1,4 @@
-"""TensorBoard's HParams: ``tensorboard --logdir SWEEP_DIR/tensorboard``.
+"""HParams export for TensorBoard: ``tensorboard --logdir SWEEP_DIR/tensorboard``.
 
 A directory for each trial that has ended, with its values, its end, and the objective at each
 virtual epoch. Written with what TensorBoard ships, so no operation of TensorFlow's is run.
@@ -26,13 +26,13 @@ class HParamsBoard:
         self._path = sweep_dir / NAME
 
     def load(self) -> None:
-        """Loads what `update` writes with, which takes a moment the first time."""
+        """Load what `update` writes with, which takes a moment the first time."""
         import tensorboard.plugins.hparams.api
         import tensorboard.plugins.scalar.summary_v2
         import tensorboard.summary.writer.event_file_writer  # noqa: F401
 
     def update(self, state: SweepState) -> None:
-        """Brings the directory up to date. Raises TfdistError where it cannot be written."""
+        """Bring the directory up to date. Raises TfdistError where it cannot be written."""
         ended = [trial for trial in state.trials.values() if trial.is_over]
         missing = [trial for trial in ended if not (self._path / trial.id).exists()]
         if not missing:
@@ -48,7 +48,7 @@ class HParamsBoard:
             raise TfdistError(f"{self._path}: {error.strerror or error}") from error
 
     def _write(self, name: str, summaries: Iterable[tuple[int, Any]], *, at: float) -> None:
-        """Writes an event file in a directory that appears whole."""
+        """Write an event file in a directory that appears whole."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -94,6 +94,6 @@ def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values as HParams takes them."""
+    """Return the values as HParams takes them."""
     kinds = (bool, int, float, str)
     return {name: v if isinstance(v, kinds) else str(v) for name, v in values.items()}
