@@ -46,8 +46,8 @@ class InTask:
     def watch_writes(self, places: dict[str, Path]) -> None:
         """Counts the operations on files below each place from now on, and acts on them.
 
-        A new directory there begins a save. Python itself tells of everything but fsync, in
-        whatever thread it happens.
+        A new checkpoint directory or model file there begins a save. Python itself tells of
+        everything but fsync, in whatever thread it happens.
         """
         watches = {
             name: _Watch(self, name=name, place=os.path.abspath(place))
@@ -124,7 +124,7 @@ class _Watch:
             return
         if event == "open" and not _writes(args):
             return
-        if event == "os.mkdir" and _begins_save(path, below=self._below):
+        if path.startswith(self._below) and _begins_save(event, os.path.basename(path)):
             of = self._name if self._save else f"{self._name} before the first"
             self._owner.count(of, self._number)
             self._save += 1
@@ -138,10 +138,9 @@ class _Watch:
         self._owner.at_write(self._number, event=event, **where)
 
 
-def _begins_save(path: str, *, below: str) -> bool:
-    """Whether this directory is made for a checkpoint or model file, and not to try the disk."""
-    name = os.path.basename(path)
-    return path.startswith(below) and ("step-" in name or ".keras" in name)
+def _begins_save(event: str, name: str) -> bool:
+    """Whether a checkpoint's directory is made or a model file opened to be written."""
+    return (event == "os.mkdir" and "step-" in name) or (event == "open" and ".keras" in name)
 
 
 def _writes(args: tuple[Any, ...]) -> bool:

@@ -98,6 +98,13 @@ def test_the_docs_name_nothing_that_tfdist_does_not_have() -> None:
             assert name in known, f"{name_of(page)}: tfdist.{name}"
 
 
+def test_the_reading_list_is_an_afternoons() -> None:
+    text = (DOCS / "architecture.md").read_text().split("## The reading list")[1]
+    files = [ROOT / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`$", text, re.MULTILINE)]
+    assert 0 < len(files) <= 13
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 4000
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "index.md").read_text()
     pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.name != "index.md"]
