@@ -132,7 +132,9 @@ def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine,
     monkeypatch.setattr(pool, "drop", lambda: (drop(), go_on.set()))
     made, work = program(engine, lambda step: go_on.wait(DEADLINE_S))
     engine._under_way = [
-        engine_module.HandedOut(made, work, step, step + 1, engine._dispatch(work, step, step + 1))
+        engine_module.DispatchedBlock(
+            made, work, step, step + 1, engine._dispatch(work, step, step + 1)
+        )
         for step in range(9)
     ]
     end_s = time.monotonic() + DEADLINE_S

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.ps.closure import UnitGraph, Work, told
+from tfdist.ps.closure import UnitGraph, Work, encode_result
 
 X = np.arange(24, dtype="float32").reshape(8, 3)
 
@@ -92,7 +92,7 @@ def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
     graph = object.__new__(UnitGraph)
     graph.log_shapes = {}
     returned = {"table": tf.ones([2, 2]), "each": tf.constant([5, 6, 7]), "loss": tf.constant(0.5)}
-    numbers = told([tf.constant([8.0, 9.0])], graph._logs(returned), tf.constant([3, 0]))
+    numbers = encode_result([tf.constant([8.0, 9.0])], graph._logs(returned), tf.constant([3, 0]))
     work = ready(log_shapes=graph.log_shapes, num_totals=2)
     assert work.take(numbers.numpy()).tolist() == [3, 0]
     assert work.totals.tolist() == [8.0, 9.0]

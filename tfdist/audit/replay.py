@@ -96,7 +96,7 @@ def replay(
     directory = RunDirectory(run_dir)
     store = CheckpointStore(directory.checkpoints)
     _require_step(step, recipe.plan_of(config).total_steps, directory.read_summary() or {})
-    place = place_of(directory, store, config, step=step, kind=kind, replicas=replicas)
+    place = step_environment_of(directory, store, config, step=step, kind=kind, replicas=replicas)
     make_strategy(
         "single" if place.replicas == 1 else "mirrored",
         devices_per_worker=place.replicas,
@@ -304,7 +304,7 @@ class StepEnvironment:
     threads: int = 0
 
 
-def place_of(
+def step_environment_of(
     directory: RunDirectory,
     store: CheckpointStore,
     config: Any,
