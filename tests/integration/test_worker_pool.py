@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.cluster import phases
 from tfdist.errors import PeerLost
-from tfdist.ps import workers as crew_module
+from tfdist.ps import workers as workers_module
 from tfdist.ps.workers import WorkerPool
 
 DEADLINE_S = 30.0
@@ -44,8 +44,8 @@ class Members:
 
 @pytest.fixture
 def members(monkeypatch):
-    monkeypatch.setattr(crew_module, "_PROBE_EVERY_S", 0.02)
-    monkeypatch.setattr(crew_module, "_GONE_S", 0.2)
+    monkeypatch.setattr(workers_module, "_PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(workers_module, "_GONE_S", 0.2)
     return Members()
 
 

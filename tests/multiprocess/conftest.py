@@ -15,7 +15,7 @@ from tests.multiprocess.jobs import LAUNCH, ROOT, Job, default_signals, take_ter
 
 LONGEST_FIRST = (
     *("test_training", "test_tune_hosts", "test_ps_job", "test_tune", "test_deadlocks"),
-    *("test_crew", "test_tune_python", "test_evaluator", "test_placement", "test_hangs"),
+    *("test_worker_pool", "test_tune_python", "test_evaluator", "test_placement", "test_hangs"),
     *("test_preemption", "test_ledger_jobs", "test_train_program", "test_ring", "test_resized"),
 )
 """Files whose tests take long, so that of two files at once none is left for the end."""

@@ -17,7 +17,7 @@ from tests import forked_python
 from tests.multiprocess.warm import forked
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "crew.py"
+PROGRAM = pathlib.Path(__file__).parent / "programs" / "worker_pool.py"
 DEADLINE_S = 500
 
 
