@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -41,10 +42,16 @@ def fresh_keras():
     keras.config.set_dtype_policy("float32")
 
 
+@functools.cache
+def _strategies():
+    """Made once a process: collectives of a second one on the same devices would have the same keys."""
+    return {1: tf.distribute.OneDeviceStrategy("/CPU:0"), 2: mirrored(2), 3: mirrored(3)}
+
+
 @pytest.fixture(scope="session")
 def strategies():
-    """The strategies of one process, by the number of replicas."""
-    return {1: tf.distribute.OneDeviceStrategy("/CPU:0"), 2: mirrored(2), 3: mirrored(3)}
+    """The strategies of one process, by the number of replicas; tests/field has this fixture too."""
+    return _strategies()
 
 
 def mirrored(replicas):
