@@ -6,7 +6,10 @@ A user's mistake is one line, ``where: received X; expected Y. Fix: Z``, and no 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -25,7 +28,9 @@ class TfdistError(Exception):
 class UsageError(TfdistError, ValueError):
     """A mistake in what the user wrote; found before anything is started or overwritten.
 
-    `code` is the rule of `tfdist.ops.lint` that it breaks; empty where it is no rule's.
+    `code` names the cause and stays when the wording changes: the rule of `tfdist.ops.lint` that is
+    broken (``"TFC016"``), else a few words in lower case (``"unknown-value"``). `where` and `code`
+    are what tests and programs compare; the line is for the reader.
     """
 
     exit_code = EXIT_USAGE
@@ -87,7 +92,96 @@ def near(name: str, choices: Iterable[str]) -> str:
 
 def given_twice(flag: str) -> UsageError:
     """Return the error for a flag given twice, of which the last would silently be taken."""
-    return UsageError(flag, received="it twice", expected="one value", fix="give it once")
+    return UsageError(
+        flag, received="it twice", expected="one value", fix="give it once", code="given-twice"
+    )
+
+
+def require(
+    condition: object, where: str, *, received: object, expected: str, fix: str, code: str
+) -> None:
+    """Raise the error unless `condition` holds; for texts that cost nothing to build."""
+    if not condition:
+        raise UsageError(where, received=received, expected=expected, fix=fix, code=code)
+
+
+def require_int(
+    where: str, value: object, *, least: int | None = None, fix: str = "", code: str = "not-an-int"
+) -> int:
+    """Return `value` as an int: Python's or NumPy's, no bool, and of at least `least`."""
+    if not isinstance(value, bool) and hasattr(value, "__index__"):
+        number = operator.index(value)
+        if least is None or number >= least:
+            return number
+    bound = "" if least is None else f" of at least {least}"
+    raise UsageError(
+        where,
+        received=repr(value),
+        expected=f"a whole number{bound}",
+        fix=fix or f"pass an int, such as {1 if least is None else max(least, 1)}",
+        code=code,
+    )
+
+
+def require_number(
+    where: str,
+    value: object,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    unit: str = "",
+    fix: str = "",
+    code: str = "not-a-number",
+) -> float:
+    """Return `value` as a finite float that is more than `above` and at least `least`."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        number = float(value)
+        within = (above is None or number > above) and (least is None or number >= least)
+        if math.isfinite(number) and within:
+            return number
+    bounds = [f"above {above:g}"] if above is not None else []
+    bounds += [f"of at least {least:g}"] if least is not None else []
+    raise UsageError(
+        where,
+        received=repr(value),
+        expected=" ".join(["a number", *([f"of {unit}"] if unit else []), *bounds]),
+        fix=fix or "pass such a number",
+        code=code,
+    )
+
+
+def require_one_of(
+    where: str, value: object, choices: Iterable[str], *, fix: str = "", code: str = "unknown-value"
+) -> str:
+    """Return `value` if it is one of `choices`; the error names the one that is nearest."""
+    names = list(choices)
+    if isinstance(value, str) and value in names:
+        return value
+    raise UsageError(
+        where,
+        received=f"{value!r}{near(str(value), names)}",
+        expected=f"one of {', '.join(names)}",
+        fix=fix or "name one of them",
+        code=code,
+    )
+
+
+def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
+    """Raise an error if more than one of `given` is set; None, False and "" are not.
+
+    Args:
+        given: The values by the names that the user wrote, such as ``{"--join": options.join}``.
+        fix: What to do instead; by default to leave out all but one.
+    """
+    names = [name for name, value in given.items() if value not in (None, False, "")]
+    if len(names) > 1:
+        raise UsageError(
+            names[0],
+            received=f"it with {' and '.join(names[1:])}",
+            expected="one of them",
+            fix=fix or "leave out all but one",
+            code="exclusive",
+        )
 
 
 def _usage_error(where: str, received: object, expected: str, fix: str, code: str) -> UsageError:
