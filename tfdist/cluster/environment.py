@@ -220,7 +220,7 @@ def _check_agreement(told: TaskConfig, environ: Mapping[str, str]) -> None:
 
 def _check_listed(found: TaskConfig, value: str) -> None:
     """Refuses a list of hosts beside another source that has other tasks, or has them elsewhere."""
-    from tfdist.cluster import hostlist, placement
+    from tfdist.cluster import placement
     from tfdist.cluster.address import shown, split_address
 
     cluster = found.cluster
@@ -239,7 +239,7 @@ def _check_listed(found: TaskConfig, value: str) -> None:
         raise UsageError(
             "TFDIST_HOSTS",
             received=f"{shown(value)}, {len(listed)} tasks, in a job of {len(here) + unseen} tasks "
-            f"on {shown(hostlist.compress(dict.fromkeys(here)))}",
+            f"on {shown(','.join(dict.fromkeys(here)))}",
             expected="the two to agree",
             fix="unset TFDIST_HOSTS, or set TFDIST_CLUSTER=hosts to have it alone read",
             code="ENV006",
