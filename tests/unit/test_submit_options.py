@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tfdist.cluster.environment import read_environment
+from tfdist.cluster import read_environment
 from tfdist.cluster.job import JobOptions
 from tfdist.submit import main
 

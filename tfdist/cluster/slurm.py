@@ -29,7 +29,7 @@ def num_tasks(environ: Mapping[str, str]) -> int:
     return settings.integer(environ, "SLURM_STEP_NUM_TASKS", least=1) or 1
 
 
-def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
+def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this task's part of the job step, or None outside a step of several tasks.
 
     Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
@@ -42,7 +42,6 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     count = num_tasks(environ)
     if count == 1:
         return None
-    job_settings = settings.from_environ(environ)
     nodes = step_nodes(environ, count=count)
     where = node_of_each_rank(environ, nodes)
     rank = needed(environ, "SLURM_PROCID", most=count - 1)
@@ -54,14 +53,7 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     )
     components = settings.integer(environ, "SLURM_HET_SIZE") or 1
     types = _types([nodes[index].group for index in where], job_settings, components=components)
-    return placement.placed(
-        at, types, rank=rank, job_settings=job_settings, attempt=attempt(environ)
-    )
-
-
-def attempt(environ: Mapping[str, str]) -> int:
-    """Return which attempt at its job a process is: Slurm counts those that came before."""
-    return 1 + (settings.integer(environ, "SLURM_RESTART_COUNT") or 0)
+    return placement.placed(at, types, rank=rank, job_settings=job_settings)
 
 
 def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
