@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task, read_environment
-from tfdist.cluster.hosts import node_plan, parse_hosts, ranks_of
+from tfdist.cluster.hostlist import parse_hosts, ranks_of
+from tfdist.cluster.hosts import node_plan
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError
 

@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from tfdist.cluster import hosts, kubernetes, mpi, settings, slurm, tf_config
 from tfdist.cluster.address import shown, split_address
+from tfdist.cluster.hostlist import parse_hosts, ranks_of
 from tfdist.cluster.job import JobOptions
 from tfdist.cluster.placement import is_name, same_host
 from tfdist.cluster.settings import CLUSTER, EVALUATOR, HOSTS, PS, STRATEGY, JobSettings, text
@@ -140,7 +141,7 @@ def _check_size(told: TaskConfig, environ: Mapping[str, str]) -> None:
     count = max(1, len(told.cluster.training_tasks()))
     sizes = dict([mpi.counted(environ), ("SLURM_STEP_NUM_TASKS", slurm.num_tasks(environ))])
     if text(environ, HOSTS):
-        sizes[HOSTS] = len(hosts.ranks_of(hosts.parse_hosts(environ[HOSTS], where=HOSTS)))
+        sizes[HOSTS] = len(ranks_of(parse_hosts(environ[HOSTS], where=HOSTS)))
     source, other = next(((name, size) for name, size in sizes.items() if size > 1), ("", count))
     if other != count:
         raise _disagreement(
@@ -173,7 +174,7 @@ def _check_listed(found: TaskConfig, value: str) -> None:
     cluster = found.cluster
     unseen = int(found.options.evaluator and not cluster.evaluator)  # by those that train
     here = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
-    listed = hosts.ranks_of(hosts.parse_hosts(value, where=HOSTS))
+    listed = ranks_of(parse_hosts(value, where=HOSTS))
     known = set(here)
     strange = [
         host

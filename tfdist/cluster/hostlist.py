@@ -1,5 +1,6 @@
-"""Parser of schedulers' node lists: ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
+"""Parsers of lists of hosts: schedulers' node lists, and ours with slots, ``a:2,n[1-4]:8``.
 
+A node list is like ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
 What Slurm expands, `expand` expands to the same names in the same order; text after a bracket,
 as in ``n[1-2]-ib``, which Slurm refuses and Intel MPI and DNS names have, is taken too.
 """
@@ -9,14 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from tfdist.cluster.address import shown
+from tfdist.cluster.address import check_address, shown
 from tfdist.errors import UsageError
 
 MAX_HOSTS = 1 << 20
 """More names than this are taken for a mistake, before any memory goes to them."""
 
+_MAX_SLOTS = 1024  # more is a port that was written in its place
 _ELEMENT = re.compile(r"(?:[^,\[\]]++|\[[^\[\]]*+\])++")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
@@ -74,6 +76,49 @@ def expand_counts(text: str, *, where: str) -> list[int]:
             )
         counts += [int(match[1])] * times
     return counts
+
+
+def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
+    """Return the hosts and slots of ``host:slots,host,n[1-3]:slots``; one slot if not said.
+
+    Hosts in brackets are a node list (`expand`), IPv6 addresses stay in theirs. A host
+    may be repeated: its slots come at both places.
+    """
+    made: list[tuple[str, int]] = []
+    for part in split(value.strip(), where=where):
+        names, slots = _slots(part, where)
+        is_ipv6 = names.startswith("[") and ":" in names
+        hosts = [names] if is_ipv6 else expand(names, where=where)
+        for host in hosts:
+            check_address(f"{host}:1", where=where)
+        made += [(host, slots) for host in hosts]
+    return made
+
+
+def ranks_of(listed: Sequence[tuple[str, int]]) -> list[str]:
+    """Return the host of each rank: host after host, as many ranks as it has slots."""
+    return [host for host, slots in listed for _ in range(slots)]
+
+
+def _slots(part: str, where: str) -> tuple[str, int]:
+    """Split ``names:slots``, where an IPv6 address in its brackets has colons of its own."""
+    names, colon, number = part.strip().rpartition(":")
+    if not colon or number.endswith("]"):
+        names, number = part.strip(), "1"
+    if ":" in names and not names.startswith("["):
+        fix = "write host:slots, and an IPv6 address in brackets, as in [fd00::1]:2"
+        expected = "host or host:slots, separated by commas"
+        raise _bad_hosts(part, where, expected, fix)
+    count = int(number) if re.fullmatch("[0-9]{1,6}", number) else 0
+    if not names or not 1 <= count <= _MAX_SLOTS:
+        fix = "give the number of the host's tasks there; ports are not part of the list"
+        expected = f"a host with 1 to {_MAX_SLOTS} slots, as in host:2"
+        raise _bad_hosts(part, where, expected, fix)
+    return names, count
+
+
+def _bad_hosts(part: str, where: str, expected: str, fix: str) -> UsageError:
+    return UsageError(where, received=shown(part), expected=expected, fix=fix, code="bad-hosts")
 
 
 def _names(element: str, where: str) -> list[str]:

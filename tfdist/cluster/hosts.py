@@ -1,18 +1,15 @@
-"""Cluster resolver of plain hosts: a list ``host:slots,...`` is all there is.
+"""Cluster resolver of plain hosts, without a scheduler: a list ``host:slots,...`` is all there is.
 
-Without a scheduler, for pods, and for MPI on several hosts: as flags of the launcher, or in the
-variable TFDIST_HOSTS.
+The list is in TFDIST_HOSTS, or a flag of a program; the host is told its place in it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import hostlist
-from tfdist.cluster.address import check_address, shown
-from tfdist.cluster.placement import place
+from tfdist.cluster.hostlist import parse_hosts, ranks_of
+from tfdist.cluster.placement import one_of, place
 from tfdist.cluster.settings import (
     HOSTS,
     LOCAL_RANK,
@@ -27,8 +24,6 @@ from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.errors import UsageError
 
-_MAX_SLOTS = 1024  # more is a port that was written in its place
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlan:
@@ -36,28 +31,6 @@ class NodePlan:
 
     cluster: ClusterSpec
     tasks: tuple[Task, ...]
-
-
-def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
-    """Return the hosts and slots of ``host:slots,host,n[1-3]:slots``; one slot if not said.
-
-    Hosts in brackets are a node list (`hostlist.expand`), IPv6 addresses stay in theirs. A host
-    may be repeated: its slots come at both places.
-    """
-    made: list[tuple[str, int]] = []
-    for part in hostlist.split(value.strip(), where=where):
-        names, slots = _slots(part, where)
-        is_ipv6 = names.startswith("[") and ":" in names
-        hosts = [names] if is_ipv6 else hostlist.expand(names, where=where)
-        for host in hosts:
-            check_address(f"{host}:1", where=where)
-        made += [(host, slots) for host in hosts]
-    return made
-
-
-def ranks_of(listed: Sequence[tuple[str, int]]) -> list[str]:
-    """Return the host of each rank: host after host, as many ranks as it has slots."""
-    return [host for host, slots in listed for _ in range(slots)]
 
 
 def node_plan(
@@ -98,38 +71,6 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
         raise missing(LOCAL_RANK, expected)
     rank = sum(count for _, count in listed[:node_rank]) + (local or 0)
     return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
-
-
-def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
-    """Return what the task of `rank` is told, or None in a job of one task that asks nothing."""
-    if (
-        len(hosts) == 1
-        and not job_settings.ps
-        and job_settings.strategy not in ("multiworker", "ps")
-    ):
-        return None
-    return place(hosts, rank=rank, job_settings=job_settings)
-
-
-def _slots(part: str, where: str) -> tuple[str, int]:
-    """Split ``names:slots``, where an IPv6 address in its brackets has colons of its own."""
-    names, colon, number = part.strip().rpartition(":")
-    if not colon or number.endswith("]"):
-        names, number = part.strip(), "1"
-    if ":" in names and not names.startswith("["):
-        fix = "write host:slots, and an IPv6 address in brackets, as in [fd00::1]:2"
-        expected = "host or host:slots, separated by commas"
-        raise _mistake(part, where, expected, fix)
-    count = int(number) if re.fullmatch("[0-9]{1,6}", number) else 0
-    if not names or not 1 <= count <= _MAX_SLOTS:
-        fix = "give the number of the host's tasks there; ports are not part of the list"
-        expected = f"a host with 1 to {_MAX_SLOTS} slots, as in host:2"
-        raise _mistake(part, where, expected, fix)
-    return names, count
-
-
-def _mistake(part: str, where: str, expected: str, fix: str) -> UsageError:
-    return UsageError(where, received=shown(part), expected=expected, fix=fix, code="bad-hosts")
 
 
 def _check_node_rank(node_rank: int, listed: Sequence[tuple[str, int]], *, where: str) -> None:

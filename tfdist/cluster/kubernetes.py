@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import hosts, placement
+from tfdist.cluster import placement
 from tfdist.cluster.address import shown
+from tfdist.cluster.hostlist import parse_hosts
 from tfdist.cluster.settings import HOSTS, NODE_RANK, JobSettings, integer, missing, text
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.errors import UsageError
@@ -31,15 +32,15 @@ INDEX = "JOB_COMPLETION_INDEX"
 def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this pod's part of the job, or None outside a pod that has TFDIST_HOSTS.
 
+    A pod that says its place itself, by TFDIST_NODE_RANK, is a host like any other.
+
     Raises:
         UsageError: the pod is not in the list, or is where its index does not say.
     """
     is_pod = "KUBERNETES_SERVICE_HOST" in environ or INDEX in environ
-    if not is_pod or not text(environ, HOSTS):
+    if not is_pod or not text(environ, HOSTS) or text(environ, NODE_RANK):
         return None
-    if text(environ, NODE_RANK):
-        return hosts.from_environ(environ, job_settings)
-    listed = hosts.parse_hosts(text(environ, HOSTS), where=HOSTS)
+    listed = parse_hosts(text(environ, HOSTS), where=HOSTS)
     if any(slots > 1 for _, slots in listed):
         raise UsageError(
             HOSTS,
@@ -49,7 +50,7 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
             code="ENV007",
         )
     pods = [host for host, _ in listed]
-    return hosts.one_of(pods, rank=_rank(environ, pods), job_settings=job_settings)
+    return placement.one_of(pods, rank=_rank(environ, pods), job_settings=job_settings)
 
 
 def _rank(environ: Mapping[str, str], pods: Sequence[str]) -> int:

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import hostlist, placement
+from tfdist.cluster import placement
 from tfdist.cluster.address import shown
-from tfdist.cluster.hosts import parse_hosts, ranks_of
+from tfdist.cluster.hostlist import expand, parse_hosts, ranks_of
 from tfdist.cluster.settings import HOSTS, JobSettings, integer, missing, needed, text
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.errors import UsageError
@@ -159,7 +159,7 @@ def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
     if world.local_size == world.size:
         return world.local_names[0], [_LOCAL_HOST] * world.size
     listed = text(environ, "SLURM_JOB_NODELIST")
-    nodes = hostlist.expand(listed, where="SLURM_JOB_NODELIST") if listed else []
+    nodes = expand(listed, where="SLURM_JOB_NODELIST") if listed else []
     if not nodes or world.size % len(nodes):
         expected = f"the hosts of the {world.size} ranks, which are on several"
         raise missing(HOSTS, f"{expected}; pass it on with mpirun -x {HOSTS}")

@@ -41,6 +41,17 @@ def place(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> Task
     return placed(at, types, rank=rank, job_settings=job_settings)
 
 
+def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
+    """Return what the task of `rank` is told, or None in a job of one task that asks nothing."""
+    if (
+        len(hosts) == 1
+        and not job_settings.ps
+        and job_settings.strategy not in ("multiworker", "ps")
+    ):
+        return None
+    return place(hosts, rank=rank, job_settings=job_settings)
+
+
 def placed(
     at: Sequence[str], types: Sequence[str], *, rank: int, job_settings: JobSettings
 ) -> TaskConfig:

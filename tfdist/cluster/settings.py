@@ -81,7 +81,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     """Return what our variables in `environ` say; `UsageError` names the one that is wrong."""
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
-    check_strategy(strategy, where=STRATEGY)
+    check_strategy(strategy, where=STRATEGY, code="ENV001")
     groups, ports = text(environ, GROUPS), text(environ, PORTS)
     port = integer(environ, PORT, least=1, most=65_535)
     if ports and port:

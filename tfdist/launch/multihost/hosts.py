@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, settings, slurm
-from tfdist.cluster.hosts import parse_hosts
+from tfdist.cluster.hostlist import parse_hosts
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from tfdist.cluster import ClusterSpec, Task, read_environment, settings
 from tfdist.cluster.address import split_address
-from tfdist.cluster.hosts import node_plan, parse_hosts
+from tfdist.cluster.hostlist import parse_hosts
+from tfdist.cluster.hosts import node_plan
 from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.hosts import rank_of

@@ -8,7 +8,7 @@ from functools import partial
 
 from tfdist.cluster import environment, placement, read_environment, settings
 from tfdist.cluster.address import check_address, shown_json, split_address
-from tfdist.cluster.hosts import parse_hosts
+from tfdist.cluster.hostlist import parse_hosts
 from tfdist.cluster.job import JobOptions
 from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task

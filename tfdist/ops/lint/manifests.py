@@ -13,7 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster import placement, settings
-from tfdist.cluster.hosts import parse_hosts, ranks_of
+from tfdist.cluster.hostlist import parse_hosts, ranks_of
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
