@@ -21,7 +21,7 @@ from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.launch import options
 from tfdist.ops.doctor import command_line as doctor
-from tfdist.ops.submit.flags import FLAGS as SUBMIT_FLAGS
+from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 
 _COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "ops": {"errors"},
     "ops.lint": {"errors", "argument_parser", "cluster", "configs", "launch", "ops"},
     "ops.doctor": {"errors", "argument_parser", "cluster", "launch", "ops"},
-    "ops.submit": {"errors", "argument_parser", "cluster"},
+    "ops.submit": {"errors", "argument_parser", "cluster", "launch"},
     "tuning": {
         *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
         *("training", "argument_parser"),

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfdist.cluster.placement import DEFAULT_PORT
-from tfdist.errors import EXIT_PEER_MISSING, UsageError, near
-from tfdist.ops.submit.flags import Given
-from tfdist.ops.submit.request import JobRequest, Volume
+from tfdist.errors import EXIT_PEER_MISSING
+from tfdist.ops.submit.command import LABEL, Command, wrong
+from tfdist.ops.submit.request import JobRequest
 
 Manifest = dict[str, Any]
 
@@ -32,20 +32,20 @@ a pod that is done it would not be there then. The job ends with its chief."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Volume:
+    """A claim, or a directory of the node where `source` begins with a slash, seen at `mount`."""
+
+    source: str
+    mount: str
+    read_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class User:
     """Whom tasks run as; claims are given the group, where there is one."""
 
     uid: int
     gid: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Toleration:
-    """A taint that keeps other pods from a node; None is any value, and any effect."""
-
-    key: str
-    value: str | None = None
-    effect: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class PodOptions:
     volumes: tuple[Volume, ...] = ()
     service_account: str | None = None
     image_pull_secret: str | None = None
-    tolerations: tuple[Toleration, ...] = ()
+    tolerations: tuple[Manifest, ...] = ()
     priority_class: str | None = None
     user: User | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -107,8 +107,9 @@ def admission(request: JobRequest, options: PodOptions) -> Manifest:
     """Return the NetworkPolicy by which the job's pods hear each other, and nobody else."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
     ingress: Manifest = {"from": [{"podSelector": selector}]}
-    if request.ports is not None and not request.resources.gpus:  # NCCL has ports of its own choice
-        first, last = request.ports[0], request.ports[-1]
+    ports = request.launch.port_range
+    if ports is not None and not request.resources.gpus:  # NCCL has ports of its own choice
+        first, last = ports[0], ports[-1]
         ingress["ports"] = [{"protocol": "TCP", "port": first, "endPort": last}]
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -167,15 +168,8 @@ def _scheduling(options: PodOptions) -> Manifest:
     if options.node_selector:
         made["nodeSelector"] = dict(options.node_selector)
     if options.tolerations:
-        made["tolerations"] = [_toleration(toleration) for toleration in options.tolerations]
+        made["tolerations"] = list(options.tolerations)
     return made
-
-
-def _toleration(toleration: Toleration) -> Manifest:
-    made = {"key": toleration.key, "operator": "Exists"}
-    if toleration.value is not None:
-        made |= {"operator": "Equal", "value": toleration.value}
-    return made | ({"effect": toleration.effect} if toleration.effect else {})
 
 
 def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
@@ -204,7 +198,8 @@ def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest
         ],
     }
     if request.has_several_tasks:
-        port = request.ports[0] if request.ports is not None else DEFAULT_PORT
+        ports = request.launch.port_range
+        port = DEFAULT_PORT if ports is None else ports[0]
         made["ports"] = [{"name": role.port, "containerPort": port}]
     if amounts := _amounts(request, role):
         made["resources"] = {"requests": amounts, "limits": amounts}
@@ -314,102 +309,67 @@ def literal(text: str) -> str:
 
 # The flags that only pods have: from their texts to `PodOptions`.
 
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _MAX_ID = 2**31 - 1
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
-_SOURCE = re.compile(r"/[^\0:]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_KEY = r"[A-Za-z0-9](?:[A-Za-z0-9_./-]*[A-Za-z0-9])?"
-_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_TAINT = re.compile(rf"({_KEY})(?:=({_VALUE})?)?(?::(\w+))?")
-_USER = re.compile("([0-9]{1,10})(?::([0-9]{1,10}))?")
 
 
-def pod_options(given: Given) -> PodOptions:
+def pod_options(command: Command) -> PodOptions:
     """Return what the flags of pods say.
 
     Raises:
         UsageError: there is no image, or a value that Kubernetes would not take.
     """
+    image = command.one("image")
+    if image is None:
+        expected = "the image of the pods, with tfdist in it"
+        raise wrong("image", "nothing", expected, "write --image registry/name:tag", "no-value")
     return PodOptions(
-        image=_read_image(given.one("image")),
-        namespace=_read_name(given, "namespace"),
-        node_selector=_read_labels(given, "node_selector", example="disk=ssd"),
-        volumes=volumes(given),
-        service_account=_read_name(given, "service_account"),
-        image_pull_secret=_read_name(given, "image_pull_secret"),
-        tolerations=tuple(_read_toleration(text) for text in given.all("toleration")),
-        priority_class=_read_name(given, "priority_class"),
-        user=_read_user(given.one("run_as_user")),
-        labels=_read_labels(given, "label", example="team=vision", without=OWN_LABELS),
+        image=image,
+        namespace=command.one("namespace"),
+        node_selector=_read_labels(command, "node_selector", example="disk=ssd"),
+        volumes=tuple(_read_volume(text) for text in command.all("volume")),
+        service_account=command.one("service_account"),
+        image_pull_secret=command.one("image_pull_secret"),
+        tolerations=tuple(_read_toleration(text) for text in command.all("toleration")),
+        priority_class=command.one("priority_class"),
+        user=_read_user(command.one("run_as_user")),
+        labels=_read_labels(command, "label", example="team=vision", without=OWN_LABELS),
     )
 
 
-def volumes(given: Given) -> tuple[Volume, ...]:
-    """Return every --volume."""
-    return tuple(_read_volume(text) for text in given.all("volume"))
-
-
-def _read_image(image: str | None) -> str:
-    if not image or not _IMAGE.fullmatch(image):
-        fix = "write --image registry/name:tag"
-        expected = "the image of the pods, with tfdist in it"
-        received = repr(image) if image else "nothing"
-        raise UsageError("--image", received=received, expected=expected, fix=fix)
-    return image
-
-
-def _read_name(given: Given, flag: str) -> str | None:
-    name = given.one(flag)
-    if name is not None and not _NAME.fullmatch(name):
-        fix, expected = "correct it", "the name of an object of Kubernetes"
-        raise UsageError(f"--{flag}", received=repr(name), expected=expected, fix=fix)
-    return name
-
-
 def _read_labels(
-    given: Given, flag: str, *, example: str, without: tuple[str, ...] = ()
+    command: Command, flag: str, *, example: str, without: tuple[str, ...] = ()
 ) -> Mapping[str, str]:
-    labels = given.pairs(flag)
+    labels = command.pairs(flag)
     for key, value in labels.items():
-        if re.fullmatch(_KEY, key) and re.fullmatch(f"({_VALUE})?", value) and key not in without:
-            continue
-        others = f", none of {', '.join(without)}" if without else ""
-        fix, expected = f"write --{flag} {example}", f"a label and its value{others}"
-        raise UsageError(f"--{flag}", received=repr(f"{key}={value}"), expected=expected, fix=fix)
+        text = f"{key}={value}"
+        if not re.fullmatch(LABEL, text) or key in without:
+            others = f", none of {', '.join(without)}" if without else ""
+            expected = f"a label and its value{others}"
+            raise wrong(flag, repr(text), expected, f"write --{flag} {example}")
     return labels
 
 
-def _read_toleration(text: str) -> Toleration:
+def _read_toleration(text: str) -> Manifest:
     """Return the taint that ``kubectl taint`` writes so, or its key alone."""
-    taint = _TAINT.fullmatch(text)
-    if taint is None or taint[3] not in (None, *_EFFECTS):
-        effect = text.rpartition(":")[2]
-        fix = f"write --toleration gpu=yes:NoSchedule{near(effect, _EFFECTS)}"
-        expected = f"KEY, KEY:EFFECT or KEY=VALUE:EFFECT, EFFECT being {' or '.join(_EFFECTS)}"
-        raise UsageError("--toleration", received=repr(text), expected=expected, fix=fix)
-    value = (taint[2] or "") if "=" in text else None
-    return Toleration(key=taint[1], value=value, effect=taint[3])
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    made = {"key": key, "operator": "Exists"}
+    if equals:
+        made |= {"operator": "Equal", "value": value}
+    return made | ({"effect": effect} if effect else {})
 
 
 def _read_user(text: str | None) -> User | None:
     if text is None:
         return None
-    ids = _USER.fullmatch(text)
-    uid, gid = (int(ids[1]), int(ids[2] or 0)) if ids else (-1, -1)
-    if not (0 <= uid <= _MAX_ID and 0 <= gid <= _MAX_ID):
+    uid, colon, gid = text.partition(":")
+    if int(uid) > _MAX_ID or int(gid or 0) > _MAX_ID:
         fix = "write --run_as_user 1000, or 1000:1000"
-        expected = f"the number of a user, or of a user and a group, up to {_MAX_ID}"
-        raise UsageError("--run_as_user", received=repr(text), expected=expected, fix=fix)
-    return User(uid=uid, gid=gid if ":" in text else None)
+        raise wrong("run_as_user", repr(text), f"numbers up to {_MAX_ID}", fix)
+    return User(uid=int(uid), gid=int(gid) if colon else None)
 
 
 def _read_volume(text: str) -> Volume:
     source, _, rest = text.partition("=")
     mount, _, mode = rest.partition(":")
-    is_right = _SOURCE.fullmatch(source) and re.fullmatch("/[^:]+", mount)
-    if not is_right or mode not in ("", "ro"):
-        fix = "write --volume data=/data, or --volume data=/data:ro"
-        expected = "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only"
-        raise UsageError("--volume", received=repr(text), expected=expected, fix=fix)
     return Volume(source=source, mount=mount, read_only=mode == "ro")
