@@ -332,7 +332,7 @@ def test_the_exit_code_is_the_worst_finding(
         (["nowhere.yaml"], "No such file"),
         (["--jsn", "x"], "did you mean '--json'?"),
         (["--kind=manifests", "x"], "expected one of tf_config, config, manifest, environ"),
-        (["--replicas", "0", "x"], "a number from 1 on"),
+        (["--replicas", "0", "x"], "--replicas: received 0; expected a whole number of at least 1"),
         (["--kind"], "no value"),
         (["--replicas=\uff12", "x"], "expected an integer"),
         (["--replicas=2", "x", "--replicas", "3"], "--replicas: received it twice"),

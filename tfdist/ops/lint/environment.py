@@ -14,8 +14,7 @@ from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode, parse_object
 from tfdist.errors import UsageError
-from tfdist.ops.lint.findings import Finding, Location, of_error
-from tfdist.ops.lint.rules import RULES
+from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 from tfdist.ops.rules import Severity
 
 PlaceOf = Callable[[str], Location]

@@ -17,7 +17,7 @@ from tfdist.cluster.hostlist import parse_hosts, ranks_of
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.ops.lint.findings import Finding, Location
+from tfdist.ops.lint.rules import Finding, Location
 
 _DEFAULT_GRACE_S = 30
 _MAX_PODS = 1 << 16
