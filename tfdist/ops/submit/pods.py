@@ -41,16 +41,8 @@ class Volume:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class User:
-    """Whom tasks run as; claims are given the group, where there is one."""
-
-    uid: int
-    gid: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PodOptions:
-    """What only pods have. `user` is None for the image's own, who must not be root then."""
+    """What only pods have."""
 
     image: str
     namespace: str | None = None
@@ -60,14 +52,17 @@ class PodOptions:
     image_pull_secret: str | None = None
     tolerations: tuple[Manifest, ...] = ()
     priority_class: str | None = None
-    user: User | None = None
+    uid: int | None = None
+    """Whom tasks run as; None for the image's own user, who must not be root then."""
+    gid: int | None = None
+    """The group of the tasks, which is given the claims too."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Of all objects and pods, besides those by which they are found."""
 
     @property
     def is_root(self) -> bool:
         """Return whether tasks run as root, which has to be asked for."""
-        return self.user is not None and self.user.uid == 0
+        return self.uid == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +92,15 @@ def all_labels(request: JobRequest, options: PodOptions) -> dict[str, str]:
     return {**labels(request), **options.labels}
 
 
+def given(manifest: Manifest) -> Manifest:
+    """Return a manifest without the fields that nobody has set."""
+    return {name: value for name, value in manifest.items() if value not in (None, [], {})}
+
+
 def metadata(request: JobRequest, options: PodOptions) -> Manifest:
     """Return the metadata of an object of the job."""
-    namespace = {"namespace": options.namespace} if options.namespace else {}
-    return {"name": request.name, **namespace, "labels": all_labels(request, options)}
+    labels_ = all_labels(request, options)
+    return given({"name": request.name, "namespace": options.namespace, "labels": labels_})
 
 
 def admission(request: JobRequest, options: PodOptions) -> Manifest:
@@ -125,136 +125,111 @@ def admission(request: JobRequest, options: PodOptions) -> Manifest:
 
 def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
     """Return the template of the pods of a role."""
-    spec: Manifest = {"restartPolicy": "Never"}
-    if role.subdomain:
-        spec["subdomain"] = role.subdomain
-    spec |= {
+    secret = options.image_pull_secret
+    storage = _storage(options, role)
+    spec = {
+        "restartPolicy": "Never",
+        "subdomain": role.subdomain,
         "terminationGracePeriodSeconds": request.grace_s,
         "automountServiceAccountToken": options.service_account is not None,
         "enableServiceLinks": False,
         "securityContext": _security_of_pod(options),
-        **_scheduling(options),
+        "priorityClassName": options.priority_class,
+        "nodeSelector": dict(options.node_selector),
+        "tolerations": list(options.tolerations),
+        "serviceAccountName": options.service_account,
+        "imagePullSecrets": [{"name": secret}] if secret else [],
+        "containers": [_container(request, options, role)],
+        "volumes": [volume for volume, _ in storage],
     }
-    if options.service_account:
-        spec["serviceAccountName"] = options.service_account
-    if options.image_pull_secret:
-        spec["imagePullSecrets"] = [{"name": options.image_pull_secret}]
-    spec["containers"] = [_container(request, options, role)]
-    volumes = [_volume(i, volume) for i, volume in enumerate(options.volumes)]
-    if _needs_shm(options, role):
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-    if volumes:
-        spec["volumes"] = volumes
-    return {"metadata": {"labels": all_labels(request, options)}, "spec": spec}
+    return {"metadata": {"labels": all_labels(request, options)}, "spec": given(spec)}
 
 
 def _security_of_pod(options: PodOptions) -> Manifest:
     """Return what the "restricted" profile of Pod Security asks for, unless it is to be root."""
-    made: Manifest = {} if options.is_root else {"runAsNonRoot": True}
-    if options.user is not None:
-        made["runAsUser"] = options.user.uid
-        if options.user.gid is not None:
+    has_group = options.gid is not None
+    return given(
+        {
+            "runAsNonRoot": None if options.is_root else True,
+            "runAsUser": options.uid,
+            "runAsGroup": options.gid,
+            "fsGroup": options.gid,
             # A claim with this group already is not gone through again at each start.
-            group = {"fsGroup": options.user.gid, "fsGroupChangePolicy": "OnRootMismatch"}
-            made |= {"runAsGroup": options.user.gid, **group}
-    return {**made, "seccompProfile": {"type": "RuntimeDefault"}}
-
-
-def _scheduling(options: PodOptions) -> Manifest:
-    """Return on which nodes a pod may be, and before whom."""
-    made: Manifest = {}
-    if options.priority_class:
-        made["priorityClassName"] = options.priority_class
-    if options.node_selector:
-        made["nodeSelector"] = dict(options.node_selector)
-    if options.tolerations:
-        made["tolerations"] = list(options.tolerations)
-    return made
+            "fsGroupChangePolicy": "OnRootMismatch" if has_group else None,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    )
 
 
 def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
-    text = script(
-        image=options.image,
-        python=request.python,
-        codes=role.codes,
-        from_index=role.codes_from_index,
-    )
-    made: Manifest = {
-        "name": role.container,
-        "image": options.image,
-        "command": ["/bin/sh", "-c", literal(text), "tfdist"],
-        "args": [literal(word) for word in (request.python, *request.program)],
-        "env": [
-            *(
-                {"name": name, "value": literal(value)}
-                for name, value in {**request.variables(), **role.variables}.items()
-            ),
-            *(
-                _annotation(name, key)
-                for name, key in role.annotations.items()
-                if name not in request.env
-            ),
-            *(_secret(name, where) for name, where in request.secrets.items()),
-        ],
-    }
-    if request.has_several_tasks:
-        ports = request.launch.port_range
-        port = DEFAULT_PORT if ports is None else ports[0]
-        made["ports"] = [{"name": role.port, "containerPort": port}]
-    if amounts := _amounts(request, role):
-        made["resources"] = {"requests": amounts, "limits": amounts}
-    made["securityContext"] = {"allowPrivilegeEscalation": False}
-    if not options.is_root:  # who without them does not get at other people's files
-        made["securityContext"]["capabilities"] = {"drop": ["ALL"]}
-    mounts: list[Manifest] = [
+    ports = request.launch.port_range
+    port = {"name": role.port, "containerPort": DEFAULT_PORT if ports is None else ports[0]}
+    amounts = _amounts(request, role)
+    # Who has none of the capabilities does not get at other people's files.
+    capabilities = {} if options.is_root else {"drop": ["ALL"]}
+    return given(
         {
-            "name": f"volume-{i}",
-            "mountPath": volume.mount,
-            **({"readOnly": True} if volume.read_only else {}),
+            "name": role.container,
+            "image": options.image,
+            "command": ["/bin/sh", "-c", literal(_script(request, options, role)), "tfdist"],
+            "args": [literal(word) for word in (request.python, *request.program)],
+            "env": _env(request, role),
+            "ports": [port] if request.has_several_tasks else [],
+            "resources": {"requests": amounts, "limits": amounts} if amounts else {},
+            "securityContext": given(
+                {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+            ),
+            "volumeMounts": [mount for _, mount in _storage(options, role)],
         }
-        for i, volume in enumerate(options.volumes)
+    )
+
+
+def _env(request: JobRequest, role: Role) -> list[Manifest]:
+    """Return the variables of a container; of an annotation that a pod has not, an empty one."""
+    made: list[Manifest] = [
+        {"name": name, "value": literal(value)}
+        for name, value in {**request.variables(), **role.variables}.items()
     ]
-    if _needs_shm(options, role):
-        mounts.append({"name": "shm", "mountPath": _SHM})
-    if mounts:
-        made["volumeMounts"] = mounts
+    for name, key in role.annotations.items():
+        if name not in request.env:
+            path = {"fieldPath": f"metadata.annotations['{key}']"}
+            made.append({"name": name, "valueFrom": {"fieldRef": path}})
+    for name, where in request.secrets.items():
+        secret, _, key = where.partition("/")
+        made.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     return made
 
 
-def _needs_shm(options: PodOptions, role: Role) -> bool:
-    """Return whether a pod is given shared memory: NCCL wants more than a container's 64 MB."""
-    return bool(role.gpus) and all(v.mount.rstrip("/") != _SHM for v in options.volumes)
-
-
-def _annotation(name: str, key: str) -> Manifest:
-    """Return a variable that is empty where the pod has no such annotation."""
-    path = {"fieldPath": f"metadata.annotations['{key}']"}
-    return {"name": name, "valueFrom": {"fieldRef": path}}
-
-
-def _secret(name: str, where: str) -> Manifest:
-    secret, _, key = where.partition("/")
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-
-
-def _amounts(request: JobRequest, role: Role) -> dict[str, str]:
+def _amounts(request: JobRequest, role: Role) -> Manifest:
     has = request.resources
-    made = {}
-    if has.cpus:
-        made["cpu"] = f"{has.cpus}"
-    if has.memory_mib:
-        whole = has.memory_mib % 1024 == 0
-        made["memory"] = f"{has.memory_mib // 1024}Gi" if whole else f"{has.memory_mib}Mi"
-    if role.gpus:
-        made[GPU] = f"{role.gpus}"
+    mib = has.memory_mib or 0
+    return given(
+        {
+            "cpu": f"{has.cpus}" if has.cpus else None,
+            "memory": (f"{mib}Mi" if mib % 1024 else f"{mib // 1024}Gi") if mib else None,
+            GPU: f"{role.gpus}" if role.gpus else None,
+        }
+    )
+
+
+def _storage(options: PodOptions, role: Role) -> list[tuple[Manifest, Manifest]]:
+    """Return the volumes of a pod, each with its mount.
+
+    A pod with GPUs has shared memory: NCCL wants more than a container's 64 MB.
+    """
+    made: list[tuple[Manifest, Manifest]] = []
+    for number, volume in enumerate(options.volumes):
+        name, read_only = {"name": f"volume-{number}"}, volume.read_only or None
+        source: Manifest = {"hostPath": {"path": volume.source}}
+        if not volume.source.startswith("/"):
+            claim = given({"claimName": volume.source, "readOnly": read_only})
+            source = {"persistentVolumeClaim": claim}
+        mount = given({"mountPath": volume.mount, "readOnly": read_only})
+        made.append(({**name, **source}, {**name, **mount}))
+    if role.gpus and all(volume.mount.rstrip("/") != _SHM for volume in options.volumes):
+        memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+        made.append((memory, {"name": "shm", "mountPath": _SHM}))
     return made
-
-
-def _volume(number: int, volume: Volume) -> Manifest:
-    if volume.source.startswith("/"):
-        return {"name": f"volume-{number}", "hostPath": {"path": volume.source}}
-    claim = {"claimName": volume.source, **({"readOnly": True} if volume.read_only else {})}
-    return {"name": f"volume-{number}", "persistentVolumeClaim": claim}
 
 
 # What the shell of a pod runs around a task.
@@ -287,18 +262,15 @@ done
 """
 
 
-def script(*, image: str, python: str, codes: Mapping[int, int], from_index: int | None) -> str:
-    """Return what the pod's shell runs, with the program and its arguments as ``$@``.
-
-    A task that ends with a code in `codes` ends its pod with the other one; `from_index` as in
-    `Role.codes_from_index`.
-    """
+def _script(request: JobRequest, options: PodOptions, role: Role) -> str:
+    """Return what the pod's shell runs, with the program and its arguments as ``$@``."""
     message = shlex.quote(
-        f"image {image}: received no tfdist for {python}; expected it installed. "
+        f"image {options.image}: received no tfdist for {request.python}; expected it installed. "
         "Fix: build it into the image, or name the Python that has it with --python"
     )
-    when = f'[ "$JOB_COMPLETION_INDEX" -ge {from_index} ] && ' if from_index is not None else ""
-    changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in codes.items()]
+    first = role.codes_from_index
+    when = "" if first is None else f'[ "$JOB_COMPLETION_INDEX" -ge {first} ] && '
+    changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in role.codes.items()]
     return "".join([_TFDIST.format(message=message), _TASK, *changes, 'exit "$code"\n'])
 
 
@@ -322,6 +294,7 @@ def pod_options(command: Command) -> PodOptions:
     if image is None:
         expected = "the image of the pods, with tfdist in it"
         raise wrong("image", "nothing", expected, "write --image registry/name:tag", "no-value")
+    uid, gid = _read_user(command.one("run_as_user"))
     return PodOptions(
         image=image,
         namespace=command.one("namespace"),
@@ -331,7 +304,8 @@ def pod_options(command: Command) -> PodOptions:
         image_pull_secret=command.one("image_pull_secret"),
         tolerations=tuple(_read_toleration(text) for text in command.all("toleration")),
         priority_class=command.one("priority_class"),
-        user=_read_user(command.one("run_as_user")),
+        uid=uid,
+        gid=gid,
         labels=_read_labels(command, "label", example="team=vision", without=OWN_LABELS),
     )
 
@@ -359,14 +333,14 @@ def _read_toleration(text: str) -> Manifest:
     return made | ({"effect": effect} if effect else {})
 
 
-def _read_user(text: str | None) -> User | None:
+def _read_user(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
-        return None
+        return None, None
     uid, colon, gid = text.partition(":")
     if int(uid) > _MAX_ID or int(gid or 0) > _MAX_ID:
         fix = "write --run_as_user 1000, or 1000:1000"
         raise wrong("run_as_user", repr(text), f"numbers up to {_MAX_ID}", fix)
-    return User(uid=int(uid), gid=int(gid) if colon else None)
+    return int(uid), int(gid) if colon else None
 
 
 def _read_volume(text: str) -> Volume:
