@@ -85,7 +85,7 @@ def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
     may be repeated: its slots come at both places.
     """
     made: list[tuple[str, int]] = []
-    for part in split(value.strip(), where=where):
+    for part in list(split(value.strip(), where=where)):
         names, slots = _slots(part, where)
         is_ipv6 = names.startswith("[") and ":" in names
         hosts = [names] if is_ipv6 else expand(names, where=where)
