@@ -15,6 +15,7 @@ from tfdist.cluster.settings import (
     LOCAL_RANK,
     NODE_RANK,
     JobSettings,
+    contradiction,
     integer,
     missing,
     needed,
@@ -22,7 +23,6 @@ from tfdist.cluster.settings import (
 )
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +75,9 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
 
 def _check_node_rank(node_rank: int, listed: Sequence[tuple[str, int]], *, where: str) -> None:
     if not 0 <= node_rank < len(listed):
-        raise UsageError(
+        raise contradiction(
             where,
-            received=str(node_rank),
-            expected=f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
-            fix="give each host its position in the list, from 0 on",
-            code="ENV007",
+            str(node_rank),
+            f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
+            "give each host its position in the list, from 0 on",
         )

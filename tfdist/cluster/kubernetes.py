@@ -22,9 +22,16 @@ from collections.abc import Mapping, Sequence
 from tfdist.cluster import placement
 from tfdist.cluster.address import shown
 from tfdist.cluster.hostlist import parse_hosts
-from tfdist.cluster.settings import HOSTS, NODE_RANK, JobSettings, integer, missing, text
+from tfdist.cluster.settings import (
+    HOSTS,
+    NODE_RANK,
+    JobSettings,
+    contradiction,
+    integer,
+    missing,
+    text,
+)
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.errors import UsageError
 
 INDEX = "JOB_COMPLETION_INDEX"
 
@@ -42,12 +49,8 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
         return None
     listed = parse_hosts(text(environ, HOSTS), where=HOSTS)
     if any(slots > 1 for _, slots in listed):
-        raise UsageError(
-            HOSTS,
-            received=shown(text(environ, HOSTS)),
-            expected="one task a pod",
-            fix="write a pod for each task",
-            code="ENV007",
+        raise contradiction(
+            HOSTS, shown(text(environ, HOSTS)), "one task a pod", "write a pod for each task"
         )
     pods = [host for host, _ in listed]
     return placement.one_of(pods, rank=_rank(environ, pods), job_settings=job_settings)
@@ -60,20 +63,18 @@ def _rank(environ: Mapping[str, str], pods: Sequence[str]) -> int:
         raise missing("HOSTNAME", "the pod's name, which containers have there")
     ranks = [rank for rank, pod in enumerate(pods) if placement.same_host(pod, name)]
     if len(ranks) != 1:
-        raise UsageError(
+        raise contradiction(
             "HOSTNAME",
-            received=f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
-            expected=f"one of {shown(environ[HOSTS])}, each once",
-            fix=f"write the names of the job's pods into {HOSTS}, with the Service's name",
-            code="ENV007",
+            f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
+            f"one of {shown(environ[HOSTS])}, each once",
+            f"write the names of the job's pods into {HOSTS}, with the Service's name",
         )
     index = integer(environ, INDEX)
     if index is not None and name.split(".")[0].rpartition("-")[2] != str(index):
-        raise UsageError(
+        raise contradiction(
             INDEX,
-            received=f"{index} in the pod {shown(name)}",
-            expected="the number at the end of the pod's name",
-            fix=f"leave {INDEX} and HOSTNAME as Kubernetes sets them",
-            code="ENV007",
+            f"{index} in the pod {shown(name)}",
+            "the number at the end of the pod's name",
+            f"leave {INDEX} and HOSTNAME as Kubernetes sets them",
         )
     return ranks[0]

@@ -20,9 +20,16 @@ from dataclasses import dataclass
 from tfdist.cluster import placement
 from tfdist.cluster.address import shown
 from tfdist.cluster.hostlist import expand, parse_hosts, ranks_of
-from tfdist.cluster.settings import HOSTS, JobSettings, integer, missing, needed, text
+from tfdist.cluster.settings import (
+    HOSTS,
+    JobSettings,
+    contradiction,
+    integer,
+    missing,
+    needed,
+    text,
+)
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.errors import UsageError
 
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 _OMPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -114,13 +121,12 @@ def _is_of_slurm(environ: Mapping[str, str]) -> bool:
         return False
     for name in (_PMI[1] if of_pmi else _PMIX_RANK,):
         if text(environ, name) not in ("", text(environ, "SLURM_PROCID")):
-            raise UsageError(
+            raise contradiction(
                 name,
-                received=f"{shown(text(environ, name))}, and SLURM_PROCID="
+                f"{shown(text(environ, name))}, and SLURM_PROCID="
                 f"{text(environ, 'SLURM_PROCID') or 'unset'}",
-                expected="the two to agree, as Slurm sets both",
-                fix="pass Slurm's variables on to the task as they are",
-                code="ENV007",
+                "the two to agree, as Slurm sets both",
+                "pass Slurm's variables on to the task as they are",
             )
     return True
 
@@ -148,12 +154,11 @@ def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
     if value:
         ranks = ranks_of(parse_hosts(value, where=HOSTS))
         if len(ranks) < world.size:
-            raise UsageError(
+            raise contradiction(
                 HOSTS,
-                received=f"{shown(value)}: {len(ranks)} slots",
-                expected=f"a slot for each of the {world.size} ranks of {world.names[0]}",
-                fix="give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
-                code="ENV007",
+                f"{shown(value)}: {len(ranks)} slots",
+                f"a slot for each of the {world.size} ranks of {world.names[0]}",
+                "give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
             )
         return HOSTS, ranks[: world.size]
     if world.local_size == world.size:
@@ -179,19 +184,17 @@ def _check_self(
         (world.local_names[1], world.local_rank, local),
     ):
         if told not in (None, follows):
-            raise UsageError(
+            raise contradiction(
                 name,
-                received=f"{told} for rank {world.rank}",
-                expected=f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
-                fix=f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
-                code="ENV007",
+                f"{told} for rank {world.rank}",
+                f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
+                f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
             )
     told_host = text(environ, "PMIX_HOSTNAME")
     if told_host and placement.is_name(host) and not placement.same_host(host, told_host):
-        raise UsageError(
+        raise contradiction(
             "PMIX_HOSTNAME",
-            received=f"{shown(told_host)} for rank {world.rank}",
-            expected=f"{host}, where {where} puts it",
-            fix=f"write the hosts into {HOSTS} in mpirun's order, by their own names",
-            code="ENV007",
+            f"{shown(told_host)} for rank {world.rank}",
+            f"{host}, where {where} puts it",
+            f"write the hosts into {HOSTS} in mpirun's order, by their own names",
         )

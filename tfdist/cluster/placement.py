@@ -85,21 +85,19 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     ps = _ps_count(job_settings)
     if not ps:
         if job_settings.strategy in ("single", "mirrored") and count > 1:
-            raise UsageError(
+            raise _unfit(
                 settings.STRATEGY,
-                received=f"{job_settings.strategy} in a job of {count} tasks",
-                expected="one task",
-                fix=f"start one task, or set {settings.CLUSTER}=none for {count} lone processes",
-                code="ENV004",
+                f"{job_settings.strategy} in a job of {count} tasks",
+                "one task",
+                f"start one task, or set {settings.CLUSTER}=none for {count} lone processes",
             )
         return ["worker"] * count
     if count < ps + 2:
-        raise UsageError(
+        raise _unfit(
             settings.PS,
-            received=f"{ps} ps in a job of {count} tasks",
-            expected=f"{ps + 2} tasks or more: the chief, a worker and {ps} ps",
-            fix="start more tasks, or fewer ps",
-            code="ENV004",
+            f"{ps} ps in a job of {count} tasks",
+            f"{ps + 2} tasks or more: the chief, a worker and {ps} ps",
+            "start more tasks, or fewer ps",
         )
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
 
@@ -108,13 +106,11 @@ def _with_evaluator(count: int, job_settings: JobSettings) -> list[str]:
     """Return the types of all but the last rank, which is the evaluator's."""
     if count > 1 and job_settings.strategy not in ("single", "mirrored"):
         return task_types(count - 1, job_settings=replace(job_settings, evaluator=False))
-    raise UsageError(
+    raise _unfit(
         settings.EVALUATOR,
-        received=f"it in a job of {count} task{'s' * (count > 1)} "
-        f"with strategy {job_settings.strategy}",
-        expected="a multiworker or ps job, and a task more",
-        fix=f"start one more task, or unset {settings.EVALUATOR}",
-        code="ENV004",
+        f"it in a job of {count} task{'s' * (count > 1)} with strategy {job_settings.strategy}",
+        "a multiworker or ps job, and a task more",
+        f"start one more task, or unset {settings.EVALUATOR}",
     )
 
 
@@ -213,19 +209,21 @@ def _ps_count(job_settings: JobSettings) -> int:
     if job_settings.ps is None:
         return int(job_settings.strategy == "ps")
     if job_settings.strategy not in ("auto", "ps") and job_settings.ps:
-        raise UsageError(
+        raise _unfit(
             settings.PS,
-            received=f"{job_settings.ps} with {settings.STRATEGY}={job_settings.strategy}",
-            expected="0, or strategy ps",
-            fix=f"unset {settings.PS}, or set {settings.STRATEGY}=ps",
-            code="ENV004",
+            f"{job_settings.ps} with {settings.STRATEGY}={job_settings.strategy}",
+            "0, or strategy ps",
+            f"unset {settings.PS}, or set {settings.STRATEGY}=ps",
         )
     if job_settings.strategy == "ps" and not job_settings.ps:
-        raise UsageError(
+        raise _unfit(
             settings.PS,
-            received=f"0 with {settings.STRATEGY}=ps",
-            expected="1 or more",
-            fix=f"set {settings.PS}=1, or another strategy",
-            code="ENV004",
+            f"0 with {settings.STRATEGY}=ps",
+            "1 or more",
+            f"set {settings.PS}=1, or another strategy",
         )
     return job_settings.ps
+
+
+def _unfit(where: str, received: str, expected: str, fix: str) -> UsageError:
+    return UsageError(where, received=received, expected=expected, fix=fix, code="ENV004")

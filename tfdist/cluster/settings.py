@@ -134,8 +134,7 @@ def integer(
     expected = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
     if name in NAMES:
         raise _wrong(name, value, expected, "correct it, or unset it")
-    fix = f"see who sets {name} in this job"
-    raise UsageError(name, received=shown(value), expected=expected, fix=fix, code="ENV007")
+    raise contradiction(name, shown(value), expected, f"see who sets {name} in this job")
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:
@@ -167,8 +166,12 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
 def missing(name: str, expected: str) -> UsageError:
     """Return the error for a variable that is not set."""
     fix = f"pass it on to the task, or set {CLUSTER}=none for a process by itself"
-    received = "nothing: it is not set"
-    return UsageError(name, received=received, expected=expected, fix=fix, code="ENV007")
+    return contradiction(name, "nothing: it is not set", expected, fix)
+
+
+def contradiction(where: str, received: str, expected: str, fix: str) -> UsageError:
+    """Return the error for variables of a scheduler that do not go together."""
+    return UsageError(where, received=received, expected=expected, fix=fix, code="ENV007")
 
 
 def _wrong(name: str, value: str, expected: str, fix: str) -> UsageError:

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from tfdist.cluster import hostlist, placement, settings
 from tfdist.cluster.address import shown
-from tfdist.cluster.settings import JobSettings, missing, needed, text
+from tfdist.cluster.settings import JobSettings, contradiction, missing, needed, text
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.errors import UsageError
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
 _GROUPS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  # today's, older
@@ -84,7 +83,7 @@ def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
     if step is None:
         return None
     if any(node.tasks != 1 for node in step.nodes):
-        raise _contradiction(
+        raise contradiction(
             "SLURM_STEP_TASKS_PER_NODE",
             shown(text(environ, "SLURM_STEP_TASKS_PER_NODE")),
             "1 for each node: a launcher starts the tasks of its node itself",
@@ -110,7 +109,7 @@ def _types(groups: Sequence[int], job_settings: JobSettings, *, components: int)
         return placement.task_types(len(groups), job_settings=job_settings)
     listed = ",".join(asked)
     if len(asked) != components:
-        raise _contradiction(
+        raise contradiction(
             settings.GROUPS,
             f"{listed} in a job of {components} component(s)",
             "a type for each component of the job, from component 0 on",
@@ -119,18 +118,18 @@ def _types(groups: Sequence[int], job_settings: JobSettings, *, components: int)
     if job_settings.evaluator and "evaluator" not in asked:
         fix = f"unset {settings.EVALUATOR}, or add the component"
         received, expected = f"it with {listed}", "a component of that type"
-        raise _contradiction(settings.EVALUATOR, received, expected, fix)
+        raise contradiction(settings.EVALUATOR, received, expected, fix)
     types = [asked[group] for group in groups]
     ps = types.count("ps")
     if job_settings.ps not in (None, ps):
         fix = f"unset {settings.PS}: the components say it"
         expected = f"{ps}, the tasks of the ps components"
-        raise _contradiction(settings.PS, f"{job_settings.ps}", expected, fix)
+        raise contradiction(settings.PS, f"{job_settings.ps}", expected, fix)
     if ps and "chief" not in types and "worker" in types:
         types[types.index("worker")] = "chief"
     if types.count("chief") > 1 or (ps and "worker" not in types) or ps == len(types):
         counts = ", ".join(f"{types.count(type_)} {type_}" for type_ in ("chief", "worker", "ps"))
-        raise _contradiction(
+        raise contradiction(
             settings.GROUPS,
             f"{listed}, which makes {counts}",
             "one chief at most, and a worker besides the chief where there are ps",
@@ -160,11 +159,12 @@ def _nodes(environ: Mapping[str, str], *, count: int) -> list[_Node]:
         raise missing(variable, "how many tasks each node has, as in 2(x3),1")
     tasks = hostlist.expand_counts(value, where=variable)
     if len(tasks) != len(names) or sum(tasks) != count:
-        raise _contradiction(
+        raise contradiction(
             variable,
             f"{shown(value)}: {sum(tasks)} tasks on {len(tasks)} nodes",
             f"SLURM_STEP_NUM_TASKS={count} tasks on the {len(names)} nodes of "
             f"SLURM_STEP_NODELIST={shown(environ['SLURM_STEP_NODELIST'])}",
+            _PASS_ON,
         )
     groups = _group_of_each(environ, names)
     nodes = [_Node(name, n, groups[name]) for name, n in zip(names, tasks, strict=True)]
@@ -185,7 +185,7 @@ def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str
         listed = _expanded(environ, f"{variable}{group}")
         twice = next((name for name in listed if name in groups), None)
         if twice is not None:
-            raise _contradiction(
+            raise contradiction(
                 f"{variable}{group}",
                 f"the node {shown(twice)}, which component {groups[twice]} has too",
                 "nodes of its own for each component",
@@ -195,7 +195,7 @@ def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str
     if len(groups) < len(wanted):
         odd = next(name for name in names if name not in groups)
         expected = f"a node of {_GROUPS[0]}0 to {size - 1}"
-        raise _contradiction("SLURM_STEP_NODELIST", shown(odd), expected)
+        raise contradiction("SLURM_STEP_NODELIST", shown(odd), expected, _PASS_ON)
     return groups
 
 
@@ -211,7 +211,7 @@ def _node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[_Node]) -> li
     asked = text(environ, "SLURM_DISTRIBUTION").lower()
     kind = re.split("[:,]", asked)[0]
     if kind == "arbitrary":
-        raise _contradiction(
+        raise contradiction(
             "SLURM_DISTRIBUTION",
             shown(asked),
             "block, cyclic or plane: no task is told where an arbitrary one puts the rest",
@@ -243,17 +243,17 @@ def _check_self(environ: Mapping[str, str], step: _Step) -> None:
     if name and name not in {node.name for node in step.nodes}:
         listed = shown(text(environ, "SLURM_STEP_NODELIST"))
         expected = f"a node of SLURM_STEP_NODELIST={listed}"
-        raise _contradiction("SLURMD_NODENAME", shown(name), expected)
+        raise contradiction("SLURMD_NODENAME", shown(name), expected, _PASS_ON)
     if name and node.name != name:
         expected = f"{node.name} for SLURM_PROCID={step.rank}"
-        raise _contradiction("SLURMD_NODENAME", shown(name), expected, fix)
+        raise contradiction("SLURMD_NODENAME", shown(name), expected, fix)
     told = text(environ, "SLURM_GTIDS")
     here = ",".join(
         str(rank) for rank, index in enumerate(step.where) if index == step.where[step.rank]
     )
     if told and told != here:
         expected = f"{shown(here)}, which are the tasks of {node.name}"
-        raise _contradiction("SLURM_GTIDS", shown(told), expected, fix)
+        raise contradiction("SLURM_GTIDS", shown(told), expected, fix)
 
 
 def _hosts_of_ranks(environ: Mapping[str, str], step: _Step) -> list[str]:
@@ -272,9 +272,5 @@ def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:
         raise missing(variable, "a node list, as in n[1-4]")
     names = hostlist.expand(value, where=variable)
     if len(set(names)) < len(names):
-        raise _contradiction(variable, shown(value), "each node once")
+        raise contradiction(variable, shown(value), "each node once", _PASS_ON)
     return names
-
-
-def _contradiction(where: str, received: str, expected: str, fix: str = _PASS_ON) -> UsageError:
-    return UsageError(where, received=received, expected=expected, fix=fix, code="ENV007")
