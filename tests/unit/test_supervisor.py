@@ -15,12 +15,13 @@ from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.state import EVALUATOR, JobRules, JobState
 from tfdist.launch.supervisor import (
     RESTART_GRACE_S,
     SERVER_GRACE_S,
     STACKS_S,
     STRAGGLER_GRACES,
-    RestartPolicy,
     Supervisor,
 )
 from tfdist.launch.watchdog import Hang
@@ -90,23 +91,21 @@ class History:
             ),
         )
 
-    def hangs(self, at_s, task, *stuck):
+    def hangs(self, at_s, task, *stuck, since_s=0.0):
         """Has the watchdog find a task that hangs, at `at_s`."""
-        self.hang = (at_s, Hang(task=task, cause="hangs: silent", stuck=stuck))
+        hang = Hang(task=task, cause="hangs: silent", stuck=stuck, since_s=since_s)
+        self.hang = (at_s, hang)
 
     def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
-        supervisor = Supervisor(
-            [spec(task) for task in tasks],
-            chief=tasks[0],
-            is_ps=is_ps,
-            grace_s=grace_s,
-            min_workers=min_workers,
+        rules = JobRules(chief=tasks[0], is_ps=is_ps, grace_s=grace_s, min_workers=min_workers)
+        state = JobState.of(
+            map(spec, tasks),
+            rules,
             policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
             watchdog=self,
-            processes=self,
-            screen=self,
-            clock=lambda: self.now_s,
+            now_s=self.now_s,
         )
+        supervisor = Supervisor(state, processes=self, screen=self, clock=lambda: self.now_s)
         return supervisor.run()
 
     def sent(self, task):
@@ -871,7 +870,6 @@ def test_workers_return_while_they_may_and_are_done_without_after_that(history):
 # an evaluator
 
 
-EVALUATOR = Task("evaluator", 0)
 WITH_EVALUATOR = (*PS_JOB, EVALUATOR)
 
 
@@ -965,7 +963,7 @@ def test_a_task_that_hangs_is_a_failure_after_the_stacks_were_asked_for(history)
     history.deaf[W1] = {signal.SIGTERM}
     history.beats(W0, 19, step=7)
     history.beats(W1, 3, step=7)
-    history.hangs(20, W1, W0)
+    history.hangs(20, W1, W0, since_s=3)
     attempt = history.run([W0, W1])
     assert history.stacks_asked == [(20, W0)]
     failure = attempt.first_failure
@@ -976,14 +974,6 @@ def test_a_task_that_hangs_is_a_failure_after_the_stacks_were_asked_for(history)
     assert history.sent(W0) == [(20 + STACKS_S, signal.SIGTERM)]
     assert history.sent(W1)[-1] == (20 + STACKS_S + GRACE_S, signal.SIGKILL)
     assert attempt.exit_code == 1
-
-
-def test_a_task_that_speaks_but_does_not_get_on_is_dated_by_its_last_progress(history):
-    history.beats(W1, 19, step=7)
-    history.hangs(20, W1)
-    failure = history.run([W0, W1]).first_failure
-    assert failure.at_s == 18.75
-    assert failure.stacks == ()
 
 
 def test_a_hang_is_worth_another_attempt(history):

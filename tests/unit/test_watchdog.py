@@ -122,6 +122,7 @@ def test_a_stopped_task_is_named_and_not_asked_for_its_stacks():
     assert "last heard in a step after 10 steps" in hang.cause
     assert hang.cause.endswith("; worker-0, worker-2 wait for it")
     assert hang.stuck == (W0, W2)
+    assert hang.since_s == 1003.0  # its last word
 
 
 def test_the_silent_one_is_blamed_by_a_waiting_one_whose_time_is_up_first():
@@ -172,6 +173,7 @@ def test_one_in_a_callback_is_blamed_not_those_who_wait_for_it():
     hang = job.run(HANG_S + 2)
     assert (hang.task, hang.stuck) == (W1, (W1, W0, W2))
     assert hang.cause.startswith("hangs: in a callback after 120 steps for 20 s; worker-0, ")
+    assert hang.since_s == 1000.0  # when it last got on, though it speaks
 
 
 def test_the_task_with_the_fewest_steps_is_blamed():

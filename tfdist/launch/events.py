@@ -1,4 +1,4 @@
-"""Events of a running job that the supervisor acts on."""
+"""Events of a running job, and the actions that the supervisor decides on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfdist.cluster import Task
+from tfdist.launch.plan import ProcessSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """The attempt begins: a task is to be started."""
+
+    task: Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +89,70 @@ class StopRequest:
 
 
 Event = Started | Raised | Beat | Ended | StopRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Awakening:
+    """What has happened since the supervisor was last awake; a history is a list of these."""
+
+    at_s: float
+    events: tuple[Event | Begin, ...] = ()
+    unreachable: frozenset[Task] = frozenset()
+    """Tasks that cannot be started now: their host is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a task. If it cannot be, that is its `Ended`."""
+
+    spec: ProcessSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to a task's whole process group: the job is about to end."""
+
+    task: Task
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillOne:
+    """End one task, and what it has left behind, while the job goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class AskForStacks:
+    """Have a task print its Python stacks; it goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLines:
+    """Keep the last lines of a task, as they are now, for the report."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Show lines of the launcher's own."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowFailure:
+    """Show what failed first and its last lines; from now on nothing of other tasks."""
+
+    task: Task
+    cause: str
+
+
+Action = Start | Signal | KillOne | AskForStacks | KeepLines | Say | ShowFailure
 
 
 _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")

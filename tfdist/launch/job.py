@@ -46,10 +46,12 @@ from tfdist.launch.report import (
     signal_name,
     write_report,
 )
+from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt, not_writable
 from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.supervisor import RestartPolicy, Screen, Supervisor
+from tfdist.launch.state import JobRules, JobState
+from tfdist.launch.supervisor import Screen, Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
@@ -481,6 +483,9 @@ class JobRun:
         options, chief = self._job.options, specs[0].task
         is_ps = self._job.strategy == "ps"
         processes, screen = self._processes(specs, logs=logs)
+        rules = JobRules(
+            chief=chief, is_ps=is_ps, grace_s=options.grace_s, min_workers=options.min_workers
+        )
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
@@ -490,18 +495,10 @@ class JobRun:
             can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
-        supervisor = Supervisor(
-            specs,
-            chief=chief,
-            is_ps=is_ps,
-            grace_s=options.grace_s,
-            min_workers=options.min_workers,
-            policy=self._policy,
-            watchdog=watchdog,
-            processes=processes,
-            screen=screen,
-            clock=time.monotonic,
+        state = JobState.of(
+            specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
         )
+        supervisor = Supervisor(state, processes=processes, screen=screen, clock=time.monotonic)
         try:
             return supervisor.run()
         finally:
