@@ -101,7 +101,9 @@ class Parser(argparse.ArgumentParser):
             received, expected = match[1], "one of " + match[2].replace("'", "")
             code = "unknown-value"
         elif message == "expected one argument":
-            received, expected, fix = "no value", "a value", f"write {where}=VALUE"
+            action = self._option_string_actions.get(where)
+            shown = (action and action.metavar) or "VALUE"
+            received, expected, fix = "no value", "a value", f"write {where}={shown}"
             code = "no-value"
         elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
             received, expected = f"no {match[1]}", " ".join(self.format_usage().split()[1:])

@@ -73,7 +73,9 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     options, group = decided_group(with_variables(options, environ), environ)
     job = _job(options, group, environ=environment_of_tasks(environ), search=search)
     hosts = 0 if group is None else len(group.hosts)
-    open_files = raise_file_limit(job.num_ports * _FILES_PER_TASK + hosts + _OTHER_FILES)
+    open_files = raise_file_limit(
+        len(job.tasks_with_address) * _FILES_PER_TASK + hosts + _OTHER_FILES
+    )
     if group is None:
         return _run_here(job, open_files=open_files)
     if options.dry_run:
@@ -191,8 +193,12 @@ def _run_here(job: JobDescription, *, open_files: tuple[int, int]) -> int:
     if job.options.isolate and not job.options.dry_run:
         isolate()
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(port) for port in hold_ports(job.num_ports, among=job.ports)]
-        specs = job.specs(ports, attempt=next_attempt(job.run_dir))
+        ports = [
+            stack.enter_context(port)
+            for port in hold_ports(len(job.tasks_with_address), among=job.ports)
+        ]
+        addresses = [port.address for port in ports]
+        specs = job.specs(addresses, attempt=next_attempt(job.run_dir))
         if job.options.dry_run:
             return _show(job, specs, about="")
         run_dir = stack.enter_context(RunDir(job.run_dir))
@@ -507,7 +513,7 @@ class JobRun:
     def _specs(self) -> tuple[ProcessSpec, ...]:
         attempt = self._run_dir.attempt
         if self._team is None:
-            return self._job.specs(self._ports, attempt=attempt)
+            return self._job.specs([port.address for port in self._ports], attempt=attempt)
         return self._team.specs(
             partial(self._job.specs_here, attempt=attempt),
             ports=self._ports,

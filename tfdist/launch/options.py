@@ -95,9 +95,8 @@ class LaunchOptions:
     program: Program = Program()
 
     def __post_init__(self) -> None:
-        fix = "use one of these"
-        require_one_of("--strategy", self.strategy, STRATEGIES, fix=fix)
-        require_one_of("--start", self.start, STARTS, fix=fix)
+        _check_name("strategy", self.strategy, STRATEGIES)
+        _check_name("start", self.start, STARTS)
         _check_counts(self)
         _check_times(self)
         if self.run_dir is not None and not self.run_dir.strip():
@@ -117,6 +116,12 @@ class LaunchOptions:
     def num_ps(self) -> int:
         """Return how many ps a ps job has: one unless more were asked for."""
         return self.ps or 1
+
+
+def _check_name(flag: str, value: str, choices: Sequence[str]) -> None:
+    is_in_capitals = value.lower() in choices
+    fix = f"use --{flag} {value.lower()}" if is_in_capitals else "use one of these"
+    require_one_of(f"--{flag}", value, choices, fix=fix)
 
 
 def _check_counts(options: LaunchOptions) -> None:
@@ -362,7 +367,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
 def _parser() -> Parser:
     parser = Parser(prog="the launcher", add_help=False, argument_default=argparse.SUPPRESS)
     for flag in FLAGS:
-        parser.add_argument(f"--{flag.name}", type=flag.read or switch)
+        parser.add_argument(f"--{flag.name}", type=flag.read or switch, metavar=flag.shown)
     return parser
 
 
