@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -297,3 +298,15 @@ def test_why_the_kernel_killed_a_task_is_told_with_its_end(world, processes):
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     *_, ended = processes.wait(1)
     assert ended == Ended(task=W0, status=-signal.SIGKILL, at_s=5, cause="out of memory")
+
+
+def test_a_bound_command_ends_with_the_process_that_started_it():
+    code = (
+        "import subprocess, sys, time; from tfdist.launch.guardian import bound_command;"
+        "own = [sys.executable, '-c', 'print(1, flush=True); import time; time.sleep(600)'];"
+        "subprocess.Popen(bound_command(own)).wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout.readline() == b"1\n"
+        owner.kill()
+        assert owner.stdout.read() == b""  # both have let go of it

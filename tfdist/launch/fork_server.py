@@ -6,8 +6,7 @@ devices are made on first use, and do not live through a fork. So there is one t
 forks, given that the libraries below NumPy are told to make none (`ONE_THREAD`).
 
 `ForkStarter` is the launcher's side. Who runs many jobs one after the other, such as a sweep, keeps
-a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it,
-and
+a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it and
 needs no import: ``tfdist.launch --fork_server FD``. The tasks are forked from that one as from any
 fork server, and end with it; what a job has allocated is gone with its processes.
 """
@@ -37,8 +36,9 @@ from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.launch import heartbeat
 from tfdist.launch.events import Ended, Started
+from tfdist.launch.guardian import die_with
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.process import bootstrap_command, die_with, spawn
+from tfdist.launch.process import Starter, bootstrap_command, spawn
 from tfdist.launch.task import note_to, run_program, set_title
 
 MAX_MESSAGE_BYTES = 1 << 17
@@ -345,7 +345,7 @@ IMPORTS = ("tensorflow", "keras")
 """What the server imports before it forks: what every program needs that takes long."""
 
 
-class ForkStarter:
+class ForkStarter(Starter):
     """Starts each task as a fork of one process that has TensorFlow imported.
 
     The process serves all attempts of a job: it never imports the job's own program, and each

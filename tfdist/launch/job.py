@@ -18,7 +18,6 @@ from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
-from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.connection import own_address
 from tfdist.launch.multihost.follower import Node
@@ -35,7 +34,7 @@ from tfdist.launch.plan import (
     start_method,
     tasks_with_address,
 )
-from tfdist.launch.process import raise_file_limit
+from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
     AttemptReport,
