@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist.cluster import (
@@ -60,6 +61,10 @@ class JobDescription:
     """Whether what the tasks print is shown on a terminal."""
     ports: Sequence[int] | None = None
     """Those that its tasks may have; None for any."""
+    open_files: tuple[int, int] = field(
+        default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    """The limits of open files that its tasks get: the launcher raises its own."""
 
     @property
     def num_ps(self) -> int:

@@ -66,6 +66,7 @@ class RunDir:
                 received=f"{path}, where a job runs",
                 expected="a directory of its own",
                 fix="wait until that job has ended, or give this one another --run_dir",
+                code="run-dir-in-use",
             ) from None
         self.attempt = next_attempt(path)
 
@@ -106,4 +107,5 @@ def not_writable(path: Path, error: OSError) -> UsageError:
         received=f"{path} ({error.strerror})",
         expected="a directory that can be written to",
         fix="give another one with --run_dir",
+        code="not-writable",
     )
