@@ -12,7 +12,6 @@ from tfdist.launch.events import (
     Beat,
     Begin,
     Ended,
-    KeepLines,
     KillOne,
     Raised,
     Say,
@@ -193,8 +192,7 @@ def test_a_worker_that_hangs_has_its_stacks_printed_and_ends_the_job():
     assert decided[4] == (
         7.0,
         [
-            *(KeepLines(task) for task in (W1, W0, W2)),
-            ShowFailure(W1, cause),
+            ShowFailure(W1, cause, stacks=(W1, W0, W2)),
             *(Signal(task, TERM) for task in MULTIWORKER_JOB),
         ],
     )

@@ -12,13 +12,12 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_PEER_MISSING
-from tfdist.launch.events import Beat, Ended, Raised
+from tfdist.launch.events import Ended, Raised
 from tfdist.launch.report import Failure, exit_code_of, signal_name
-from tfdist.launch.watchdog import Hang
+from tfdist.launch.watchdog import Watchdog
 
 SETTLE_S = 0.5
 """How long a failure that looks secondary waits for its root cause before it counts itself."""
@@ -146,19 +145,7 @@ def _cause(raised: Raised | None, ended: Ended | None) -> str:
     return f"{raised.cause} ({end})" if raised and raised.cause != end else end
 
 
-class Watcher(Protocol):
-    """Interface of what detects hanging tasks; implemented by `Watchdog`."""
-
-    def started(self, task: Task, *, at_s: float) -> None: ...
-    def ended(self, task: Task) -> None: ...
-    def beat(self, beat: Beat) -> None: ...
-    def next_check_s(self) -> float: ...
-    def verdict(self, now_s: float) -> Hang | None: ...
-    def stopped(self) -> Task | None: ...
-    def absent(self, now_s: float) -> tuple[Task, str] | None: ...
-
-
-def root_of(failure: Failure, watchdog: Watcher) -> Failure:
+def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
     """Return the failure of another task where `failure` is of one that has lost or missed a peer.
 
     TensorFlow gives up a peer that is stopped and does not answer, and the tasks wait for one

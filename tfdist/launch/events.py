@@ -131,13 +131,6 @@ class AskForStacks:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLines:
-    """Keep the last lines of a task, as they are now, for the report."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
 class Say:
     """Show lines of the launcher's own."""
 
@@ -150,9 +143,11 @@ class ShowFailure:
 
     task: Task
     cause: str
+    stacks: tuple[Task, ...] = ()
+    """Tasks that have just printed their stacks: their last lines are kept for the report."""
 
 
-Action = Start | Signal | KillOne | AskForStacks | KeepLines | Say | ShowFailure
+Action = Start | Signal | KillOne | AskForStacks | Say | ShowFailure
 
 
 _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")

@@ -13,12 +13,13 @@ from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
-from tfdist.launch.diagnosis import RootCause, Watcher
+from tfdist.launch.diagnosis import RootCause
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import Failure, TaskRecord
 from tfdist.launch.restart_policy import RestartDecision, RestartPolicy
 from tfdist.launch.rundir import restart_log
 from tfdist.launch.signals import exit_code_for
+from tfdist.launch.watchdog import Watchdog
 
 EVALUATOR = Task("evaluator", 0)
 
@@ -88,7 +89,7 @@ class JobState:
     tasks: dict[Task, TaskState]
     policy: RestartPolicy
     """Of the job: it counts the restarts of earlier attempts too."""
-    watchdog: Watcher
+    watchdog: Watchdog
     root_cause: RootCause
     started_s: float
     now_s: float
@@ -112,8 +113,6 @@ class JobState:
 
     failure: Failure | None = None
     """The root cause of the attempt's failure."""
-    stacks_of: tuple[Task, ...] = ()
-    """Tasks whose last lines were kept when `failure` was a hang."""
     verdict: RestartDecision = field(default_factory=RestartDecision)
     stop_signal: int | None = None
     """By which the launcher was asked to stop."""
@@ -131,7 +130,7 @@ class JobState:
         rules: JobRules,
         *,
         policy: RestartPolicy,
-        watchdog: Watcher,
+        watchdog: Watchdog,
         now_s: float,
     ) -> JobState:
         """Return the state of an attempt of which no task has been started."""

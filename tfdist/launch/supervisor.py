@@ -23,7 +23,6 @@ from tfdist.launch.events import (
     Begin,
     Ended,
     Event,
-    KeepLines,
     KillOne,
     Raised,
     Say,
@@ -264,19 +263,18 @@ class _Decision:
         if state.hang is None or state.is_ending:
             return
         hang, state.hang = state.hang, None
-        for task in hang.stuck:
-            self._do(KeepLines(task))
         if not self._go_on(hang.failure):
-            state.stacks_of = hang.stuck
-            self._fail(hang.failure)
+            self._fail(hang.failure, stacks=hang.stuck)
 
-    def _fail(self, failure: Failure, *, but: Container[Task] = ()) -> None:
+    def _fail(
+        self, failure: Failure, *, but: Container[Task] = (), stacks: tuple[Task, ...] = ()
+    ) -> None:
         state = self._state
         state.verdict = self._verdict_on(failure)
         state.failure = first = self._first(failure)
         if first is not failure:
             self._say(f"{failure.task} failed: {failure.cause}; no worker is left")
-        self._do(ShowFailure(first.task, first.cause))
+        self._do(ShowFailure(first.task, first.cause, stacks))
         within_s = state.rules.grace_s
         if state.verdict.restart:
             within_s = min(within_s, RESTART_GRACE_S)
@@ -349,7 +347,6 @@ class _Decision:
     def _lose(self, failure: Failure) -> None:
         """Go on without the failed task."""
         state, task, verdict = self._state, failure.task, self._verdict_on(failure)
-        self._do(KeepLines(task))
         state.lost.append(failure)
         workers = state.other_workers({task})
         others = "without it" if task == EVALUATOR else f"with {named(workers)}"
@@ -443,7 +440,7 @@ class Supervisor:
         self._processes = processes
         self._screen = screen
         self._clock = clock
-        self._kept: dict[Task, tuple[str, ...]] = {}
+        self._stacks: tuple[tuple[Task, tuple[str, ...]], ...] = ()
 
     def run(self) -> AttemptReport:
         """Start every task and return when the last one has ended."""
@@ -484,11 +481,10 @@ class Supervisor:
                 self._processes.kill_one(task)
             case AskForStacks(task=task):
                 self._processes.ask_for_stacks(task)
-            case KeepLines(task=task):
-                self._kept[task] = self._screen.last_lines(task)
             case Say(text=text):
                 self._screen.say(text)
-            case ShowFailure(task=task, cause=cause):
+            case ShowFailure(task=task, cause=cause, stacks=stuck):
+                self._stacks = tuple((one, self._screen.last_lines(one)) for one in stuck)
                 self._screen.show_failure(task, cause)
         return None
 
@@ -501,20 +497,18 @@ class Supervisor:
         return None
 
     def _report(self) -> AttemptReport:
-        state, kept, failure = self._state, self._kept, self._state.failure
+        state, last_lines = self._state, self._screen.last_lines
+        failure = state.failure
         if failure is not None:
-            failure = replace(
-                failure,
-                last_lines=self._screen.last_lines(failure.task),
-                stacks=tuple((task, kept[task]) for task in state.stacks_of),
-            )
+            lines = last_lines(failure.task)
+            failure = replace(failure, last_lines=lines, stacks=self._stacks)
         is_worth_it = state.verdict.restart and state.stop_signal is None and not state.running
         return AttemptReport(
             exit_code=state.exit_code,
             tasks=tuple(record for task in state.tasks.values() for record in task.records),
             first_failure=failure,
             restarts=tuple(state.restarts),
-            lost=tuple(replace(lost, last_lines=kept[lost.task]) for lost in state.lost),
+            lost=tuple(replace(lost, last_lines=last_lines(lost.task)) for lost in state.lost),
             restart=state.verdict.reason if is_worth_it else "",
             started_at_s=state.started_s,
             first_step_at_s=state.first_step_s,
