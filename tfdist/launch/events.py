@@ -103,7 +103,7 @@ class Awakening:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a task. If it cannot be, that is its `Ended`."""
+    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
 
     spec: ProcessSpec
 

@@ -54,19 +54,12 @@ _MAX_NAMES = 8
 
 
 class Processes(Protocol):
-    """The processes of a job, as far as the supervisor deals with them."""
+    """The processes of a job: what carries out the actions of the same names."""
 
-    def start(self, spec: ProcessSpec) -> None:
-        """Start a task; its `Started` comes as an event. Raises OSError if it cannot."""
-
-    def signal(self, task: Task, signum: int) -> None:
-        """Send a signal to a task's whole process group: the job is about to end."""
-
-    def ask_for_stacks(self, task: Task) -> None:
-        """Have a task print its Python stacks; it goes on."""
-
-    def kill_one(self, task: Task) -> None:
-        """End one task, and what it has left behind, while the job goes on."""
+    def start(self, spec: ProcessSpec) -> None: ...
+    def signal(self, task: Task, signum: int) -> None: ...
+    def kill_one(self, task: Task) -> None: ...
+    def ask_for_stacks(self, task: Task) -> None: ...
 
     def can_start(self, task: Task) -> bool:
         """Return whether a task can be started now: its host is there."""
@@ -76,13 +69,10 @@ class Processes(Protocol):
 
 
 class Screen(Protocol):
-    """What a person sees of the job."""
+    """What a person sees of the job; it shows what the actions of the same names say."""
 
-    def say(self, text: str) -> None:
-        """Show lines of the launcher's own."""
-
-    def show_failure(self, task: Task, cause: str) -> None:
-        """Show what failed first and its last lines; from now on nothing of other tasks."""
+    def say(self, text: str) -> None: ...
+    def show_failure(self, task: Task, cause: str) -> None: ...
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Return the last lines of a task's output."""
