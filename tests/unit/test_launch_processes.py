@@ -64,6 +64,8 @@ class World:
 
     # the guardian
 
+    mark = "mark"
+
     def add(self, session):
         self.session = session
 
@@ -120,7 +122,6 @@ def processes(world, tmp_path):
     screen = JobScreen(out=console, err=console)
     made = JobProcesses(
         chief=W0,
-        mark="mark",
         starter=world,
         guard=world,
         evidence=Evidence(world),

@@ -16,9 +16,8 @@ from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.launch.state import EVALUATOR, JobRules, JobState
+from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobRules, JobState
 from tfdist.launch.supervisor import (
-    RESTART_GRACE_S,
     SERVER_GRACE_S,
     STACKS_S,
     STRAGGLER_GRACES,

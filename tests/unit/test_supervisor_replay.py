@@ -6,26 +6,22 @@ import signal
 from pathlib import Path
 
 from tfdist.cluster import Task
-from tfdist.launch.events import (
+from tfdist.launch.events import Awakening, Beat, Begin, Ended, Raised, Started, StopRequest
+from tfdist.launch.options import Program
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.state import (
+    RESTART_GRACE_S,
     AskForStacks,
-    Awakening,
-    Beat,
-    Begin,
-    Ended,
+    JobRules,
+    JobState,
     KillOne,
-    Raised,
     Say,
     ShowFailure,
     Signal,
     Start,
-    Started,
-    StopRequest,
 )
-from tfdist.launch.options import Program
-from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.launch.state import JobRules, JobState
-from tfdist.launch.supervisor import RESTART_GRACE_S, STACKS_S, decide
+from tfdist.launch.supervisor import STACKS_S, decide
 from tfdist.launch.watchdog import Watchdog
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)

@@ -1,4 +1,4 @@
-"""Events of a running job, and the actions that the supervisor decides on."""
+"""Events of a running job that the supervisor acts on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfdist.cluster import Task
-from tfdist.launch.plan import ProcessSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,55 +98,6 @@ class Awakening:
     events: tuple[Event | Begin, ...] = ()
     unreachable: frozenset[Task] = frozenset()
     """Tasks that cannot be started now: their host is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
-
-    spec: ProcessSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """Send a signal to a task's whole process group: the job is about to end."""
-
-    task: Task
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class KillOne:
-    """End one task, and what it has left behind, while the job goes on."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class AskForStacks:
-    """Have a task print its Python stacks; it goes on."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Show lines of the launcher's own."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShowFailure:
-    """Show what failed first and its last lines; from now on nothing of other tasks."""
-
-    task: Task
-    cause: str
-    stacks: tuple[Task, ...] = ()
-    """Tasks that have just printed their stacks: their last lines are kept for the report."""
-
-
-Action = Start | Signal | KillOne | AskForStacks | Say | ShowFailure
 
 
 _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")

@@ -54,7 +54,7 @@ class GuardianClient:
     """
 
     def __init__(self, mark: str, *, environ: Mapping[str, str], say: Callable[[str], None]):
-        self._mark = mark
+        self.mark = mark
         self._environ = environ
         self._say = say
         self._sessions: set[int] = set()
@@ -91,7 +91,7 @@ class GuardianClient:
 
         What is in a session of `keep` stays for the next attempt.
         """
-        return end_all(self._mark, self._sessions, keep=keep)
+        return end_all(self.mark, self._sessions, keep=keep)
 
     def end_session(self, session: int) -> None:
         """Kill one task and what it has left in its session, while the others go on."""
@@ -118,7 +118,7 @@ class GuardianClient:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self._mark],
+            [sys.executable, "-I", "-S", __file__, self.mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

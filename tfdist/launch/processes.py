@@ -39,7 +39,6 @@ class JobProcesses:
         self,
         *,
         chief: Task,
-        mark: str,
         starter: Starter,
         guard: GuardianClient,
         evidence: KillEvidence,
@@ -48,7 +47,6 @@ class JobProcesses:
         clock: Callable[[], float],
     ) -> None:
         self._chief = chief
-        self._mark = mark
         self._starter = starter
         self._guard = guard
         self._evidence = evidence
@@ -79,7 +77,7 @@ class JobProcesses:
         self._pipes[read_fd] = (spec.task, output)
         if not self._is_paused:
             self._watch(read_fd, self._read, read_fd)
-        env = {**spec.env, MARK: self._mark}
+        env = {**spec.env, MARK: self._guard.mark}
         self._running[spec.task] = None
         try:
             started = self._starter.start(
@@ -337,7 +335,6 @@ class TaskFactory:
         """
         return JobProcesses(
             chief=chief,
-            mark=self._mark,
             starter=self._ready_starter(specs, fork_log=fork_log),
             guard=self._guard,
             evidence=self._evidence,

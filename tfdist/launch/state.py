@@ -1,6 +1,7 @@
-"""State of one attempt of a job: its tasks, what was seen of them, and what was decided.
+"""State of one attempt of a job, and the actions that can be decided on.
 
-Only `decide` in `supervisor.py` changes it. It holds no process, screen or clock.
+The state is its tasks, what was seen of them, and what was decided. Only `decide` in
+`supervisor.py` changes it; it holds no process, screen or clock.
 """
 
 from __future__ import annotations
@@ -22,6 +23,58 @@ from tfdist.launch.signals import exit_code_for
 from tfdist.launch.watchdog import Watchdog
 
 EVALUATOR = Task("evaluator", 0)
+
+RESTART_GRACE_S = 1.0
+"""How long the others may take before a restart: without a peer they wait, deaf, in TensorFlow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
+
+    spec: ProcessSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to a task's whole process group: the job is about to end."""
+
+    task: Task
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillOne:
+    """End one task, and what it has left behind, while the job goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class AskForStacks:
+    """Have a task print its Python stacks; it goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Show lines of the launcher's own."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowFailure:
+    """Show what failed first and its last lines; from now on nothing of other tasks."""
+
+    task: Task
+    cause: str
+    stacks: tuple[Task, ...] = ()
+    """Tasks that have just printed their stacks: their last lines are kept for the report."""
+
+
+Action = Start | Signal | KillOne | AskForStacks | Say | ShowFailure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

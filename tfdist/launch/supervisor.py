@@ -15,33 +15,26 @@ from typing import Protocol
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
 from tfdist.launch.diagnosis import root_of
-from tfdist.launch.events import (
+from tfdist.launch.events import Awakening, Beat, Begin, Ended, Event, Raised, Started, StopRequest
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.report import AttemptReport, Failure, signal_name
+from tfdist.launch.restart_policy import RestartDecision
+from tfdist.launch.state import (
+    EVALUATOR,
+    RESTART_GRACE_S,
     Action,
     AskForStacks,
-    Awakening,
-    Beat,
-    Begin,
-    Ended,
-    Event,
+    JobState,
     KillOne,
-    Raised,
+    PendingHang,
     Say,
     ShowFailure,
     Signal,
     Start,
-    Started,
-    StopRequest,
 )
-from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import AttemptReport, Failure, signal_name
-from tfdist.launch.restart_policy import RestartDecision
-from tfdist.launch.state import EVALUATOR, JobState, PendingHang
 
 SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
-
-RESTART_GRACE_S = 1.0
-"""How long the others may take before a restart: without a peer they wait, deaf, in TensorFlow."""
 
 STRAGGLER_GRACES = 6
 """How many times the grace the other workers may go on after the chief of theirs is done."""
