@@ -374,8 +374,9 @@ def test_each_start_in_a_run_directory_is_another_attempt(tmp_path):
 
 
 def test_two_jobs_do_not_share_a_run_directory(tmp_path):
-    with RunDir(tmp_path), pytest.raises(UsageError, match="where a job runs"):
+    with RunDir(tmp_path), pytest.raises(UsageError) as caught:
         RunDir(tmp_path)
+    assert caught.value.code == "run-dir-in-use"
     RunDir(tmp_path).close()
 
 

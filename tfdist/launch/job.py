@@ -202,11 +202,9 @@ def _run_here(job: JobDescription) -> int:
         run_dir = stack.enter_context(RunDir(job.run_dir))
         screen = standard_screen(job.environ)
         screen.announce(f"run directory {job.run_dir}")
-        with (
-            SignalPipe() as signals,
-            JobRun(job, ports=ports, run_dir=run_dir, screen=screen, signals=signals) as run,
-        ):
-            outcome = run.run()
+        with SignalPipe() as signals:
+            job_run = JobRun(job, ports=ports, run_dir=run_dir, screen=screen, signals=signals)
+            outcome = job_run.run()
         screen.last_words(is_hurried=outcome.was_requested)
     return outcome.exit_code
 
@@ -340,19 +338,17 @@ class _Part:
         )
 
     def _run(self, team: Team) -> int:
-        with (
-            RunDir(self.job.run_dir) as run_dir,
-            JobRun(
+        with RunDir(self.job.run_dir) as run_dir:
+            self.screen.announce(f"run directory {self.job.run_dir}")
+            job_run = JobRun(
                 self.job,
                 ports=self.ports,
                 run_dir=run_dir,
                 screen=self.screen,
                 signals=self.signals,
                 team=team,
-            ) as run,
-        ):
-            self.screen.announce(f"run directory {self.job.run_dir}")
-            return run.run().exit_code
+            )
+            return job_run.run().exit_code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,7 +360,7 @@ class Outcome:
 
 
 class JobRun:
-    """Runs a job as often as it is worth it; a context manager that leaves no process behind.
+    """Runs a job as often as it is worth it.
 
     The guardian, the fork server and the ports live from the first attempt to the last.
     """
@@ -396,30 +392,25 @@ class JobRun:
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
         )
 
-    def __enter__(self) -> JobRun:
-        self._stack.enter_context(self._task_factory)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
     def run(self) -> Outcome:
-        """Run the attempts; the report is written after each.
+        """Run the attempts; the report is written after each, and no process left behind.
 
         Raises:
             UsageError: the run directory cannot be written to; nothing has been started.
         """
-        logs = self._run_dir.start_attempt()
-        try:
-            self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
-            write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
-        except OSError as error:
-            raise not_writable(self._job.run_dir, error) from None
-        try:
-            return self._run_from(logs)
-        except (OSError, TfdistError) as error:  # of the launcher's own
-            self._write(getattr(error, "exit_code", EXIT_FAILED))
-            raise
+        with self._stack:
+            self._stack.enter_context(self._task_factory)
+            logs = self._run_dir.start_attempt()
+            try:
+                self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
+                write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+            except OSError as error:
+                raise not_writable(self._job.run_dir, error) from None
+            try:
+                return self._run_from(logs)
+            except (OSError, TfdistError) as error:  # of the launcher's own
+                self._write(getattr(error, "exit_code", EXIT_FAILED))
+                raise
 
     def _run_from(self, logs: Path) -> Outcome:
         before: AttemptReport | None = None
