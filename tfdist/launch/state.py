@@ -202,6 +202,11 @@ class JobState:
         """Return the tasks that have not ended."""
         return [task for task, state in self.tasks.items() if state.is_running]
 
+    @property
+    def has_running(self) -> bool:
+        """Return whether any task has not ended."""
+        return any(state.is_running for state in self.tasks.values())
+
     def is_running(self, task: Task) -> bool:
         """Return whether a task has been started and has not ended."""
         known = self.tasks.get(task)
@@ -211,7 +216,7 @@ class JobState:
     def is_over(self) -> bool:
         """Return whether all tasks have ended, or not even SIGKILL ends them."""
         is_given_up = self.is_killed and self.now_s >= self.deadline_s
-        return is_given_up or not self.running
+        return is_given_up or not self.has_running
 
     @property
     def exit_code(self) -> int:

@@ -103,7 +103,7 @@ class _Decision:
             self._see(event)
         self._judge()
         self._end_servers()
-        if not self._state.running:  # the last ones could not even print their stacks
+        if not self._state.has_running:  # the last ones could not even print their stacks
             self._end_hang()
         self._keep_deadlines()
         return self._actions
@@ -188,12 +188,12 @@ class _Decision:
         if state.verdict.restart:
             self._say(f"{name}: not started again")
             return
-        running, grace_s = state.running, state.rules.grace_s
+        running, grace_s, chief = state.running, state.rules.grace_s, state.rules.chief
         tasks = f"{len(running)} tasks" if len(running) > 1 else "the task"
         self._say(f"{name}: ending {tasks} within {grace_s:g} s (a second signal kills at once)")
         # The servers of a ps job go on until the chief has saved; its end ends them then.
-        is_saving = state.rules.is_ps and state.rules.chief in running
-        servers = set(running) - {state.rules.chief} if is_saving else set()
+        is_saving = state.rules.is_ps and state.is_running(chief)
+        servers = set(running) - {chief} if is_saving else set()
         as_term = is_closed or signum == signal.SIGHUP  # which no program saves at
         self._stop(signal.SIGTERM if as_term else signum, within_s=grace_s, but=servers)
 
@@ -203,7 +203,8 @@ class _Decision:
         """Find what failed first once anything has ended badly, and stop the rest."""
         state = self._state
         while not state.is_ending and state.hang is None:
-            is_complete = not (set(state.running) - state.root_cause.tasks)
+            failed = state.root_cause.tasks
+            is_complete = bool(failed) and failed.issuperset(state.running)
             failure = state.root_cause.suspect(self._now_s, is_complete=is_complete)
             if failure is None:
                 self._find_hang()
@@ -342,7 +343,7 @@ class _Decision:
     def _end_servers(self) -> None:
         """Tell workers and ps to end, once, when the chief is done and its evaluator too."""
         state = self._state
-        is_evaluated = state.is_ending or EVALUATOR not in state.running
+        is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
         if state.rules.is_ps and state.is_done and is_evaluated and not state.are_servers_told:
             self._end_served()
 
@@ -353,7 +354,7 @@ class _Decision:
 
     def _keep_deadlines(self) -> None:
         state, now_s = self._state, self._now_s
-        if not state.running:
+        if not state.has_running:
             return
         if state.is_ending:
             if now_s >= state.deadline_s and not state.is_killed:
@@ -367,7 +368,7 @@ class _Decision:
     def _kill_overdue(self) -> None:
         state = self._state
         # The servers of a ps job that is done may be kept from hearing by TensorFlow.
-        is_served_out = state.rules.is_ps and state.rules.chief not in state.running
+        is_served_out = state.rules.is_ps and not state.is_running(state.rules.chief)
         if not is_served_out and not state.verdict.restart:
             self._say(f"killed, as still running: {named(state.running)}")
         self._kill()
@@ -429,10 +430,12 @@ class Supervisor:
         """Start every task and return when the last one has ended."""
         state = self._state
         for task in state.tasks:
-            self._awake([Begin(task=task)])
+            self._awake(Awakening(at_s=self._clock(), events=(Begin(task=task),)))
         while not state.is_over:
-            self._awake(self._processes.wait(self._timeout_s()))
-        if state.running:
+            events = tuple(self._processes.wait(self._timeout_s()))
+            gone = (task for task in state.tasks if not self._processes.can_start(task))
+            self._awake(Awakening(at_s=self._clock(), events=events, unreachable=frozenset(gone)))
+        if state.has_running:
             self._screen.say(f"cannot be killed: {named(state.running)}")
         if not state.exit_code and state.lost:
             self._screen.say(f"done without {named(lost.task for lost in state.lost)}")
@@ -442,16 +445,10 @@ class Supervisor:
         next_s = self._state.next_s
         return None if math.isinf(next_s) else max(0.0, next_s - self._clock())
 
-    def _awake(self, events: Sequence[Event | Begin]) -> None:
-        while True:
-            gone = (task for task in self._state.tasks if not self._processes.can_start(task))
-            awakening = Awakening(
-                at_s=self._clock(), events=tuple(events), unreachable=frozenset(gone)
-            )
-            done = [self._perform(action) for action in decide(self._state, awakening)]
-            events = [ended for ended in done if ended is not None]
-            if not events:
-                return
+    def _awake(self, awakening: Awakening) -> None:
+        done = [self._perform(action) for action in decide(self._state, awakening)]
+        if failed := tuple(ended for ended in done if ended is not None):
+            self._awake(replace(awakening, at_s=self._clock(), events=failed))
 
     def _perform(self, action: Action) -> Ended | None:
         """Do as decided; return the end of a task that cannot be started."""
@@ -485,7 +482,7 @@ class Supervisor:
         if failure is not None:
             lines = last_lines(failure.task)
             failure = replace(failure, last_lines=lines, stacks=self._stacks)
-        is_worth_it = state.verdict.restart and state.stop_signal is None and not state.running
+        is_worth_it = state.verdict.restart and state.stop_signal is None and not state.has_running
         return AttemptReport(
             exit_code=state.exit_code,
             tasks=tuple(record for task in state.tasks.values() for record in task.records),
