@@ -30,7 +30,7 @@ from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import signal_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.supervisor import RESTART_GRACE_S
+from tfdist.launch.state import RESTART_GRACE_S
 
 LOOK_EVERY_S = 0.5
 
