@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import resource
 import select
@@ -211,7 +212,7 @@ def test_a_host_0_that_is_not_there_is_named_with_its_port() -> None:
     )
     with pytest.raises(StartupTimeout, match=rf"^127\.0\.0\.1:{port}: .*Connection refused"):
         joining.join(within_s=0.1, is_over=lambda: False)
-    joining._host = "no-such-host.invalid"
+    joining = dataclasses.replace(joining, host="no-such-host.invalid")
     with pytest.raises(StartupTimeout, match=rf"^no-such-host\.invalid:{port}: .*not known"):
         joining.join(within_s=0.1, is_over=lambda: False)
     assert joining.join(within_s=100, is_over=lambda: True) is None
@@ -340,7 +341,8 @@ def test_a_thousand_hosts_meet_in_less_than_five_seconds() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * count)), hard))
     # The time of this process alone, which is all hosts at once, however busy the machine is.
     clock = Clock(time.process_time)
-    hub = Rendezvous(tuple(["127.0.0.1", *["127.0.0.2"] * count]), clock).hub
+    meeting = Rendezvous(tuple(["127.0.0.1", *["127.0.0.2"] * count]), clock)
+    hub = meeting.hub
     cluster = {"worker": [f"10.0.{n // 250}.{n % 250}:65000" for n in range(count)]}
     peers: dict[int, Peer] = {}
     ready = 0
@@ -349,7 +351,7 @@ def test_a_thousand_hosts_meet_in_less_than_five_seconds() -> None:
         selector.register(hub.fileno(), selectors.EVENT_READ)
         while not (peers and all(peer.is_told for peer in peers.values())):
             for rank in range(len(peers) + 1, min(len(peers) + 50, count) + 1):
-                peer = Peer(rank, hub._listener.getsockname())
+                peer = Peer(rank, (HOSTS[0], meeting.port))
                 peers[selector.register(peer.channel, selectors.EVENT_READ).fd] = peer
             for key, _ in selector.select(1):
                 hub.turn() if key.fd == hub.fileno() else peers[key.fd].read()

@@ -27,7 +27,6 @@ from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
 
 _TELL_S = 5.0  # before it is said who is being waited for
-_GOODBYE_S = 2.0
 _MAX_NAMES = 8
 
 
@@ -157,14 +156,8 @@ class Team:
         self._ports.pop(rank, None)
 
     def end(self, exit_code: int, *, why: str = "") -> None:
-        """Tells all hosts that the job is over, and waits a moment for them to hang up."""
-        for rank in self._hub.present:
-            self._hub.send(rank, {"end": exit_code, "why": why})
-        deadline_s = self._clock() + _GOODBYE_S
-        while self._hub.present and self._clock() < deadline_s:
-            select.select([self._hub], [], [], 0.1)
-            self._hub.turn()
-        self._hub.close()
+        """Tell all hosts that the job is over, and close the connections."""
+        self._hub.end({"end": exit_code, "why": why})
 
     def _wait(self) -> int | None:
         """Wait for news; return a signal to stop, wherever it came from."""

@@ -79,14 +79,9 @@ def follow(
     start = time.monotonic()
     with PreflightPeer(job, environ=environ, shared_dir=wanted.shared_dir) as peer:
         try:
-            talk = join_meeting(job, within_s=wanted.startup_timeout_s)
-            with contextlib.closing(talk):
-                return attend(
-                    talk,
-                    peer.steps,
-                    hosts=len(job.hosts),
-                    gathering_s=wanted.startup_timeout_s,
-                )
+            member = join_meeting(job, within_s=wanted.startup_timeout_s)
+            with contextlib.closing(member):
+                return attend(member, peer.steps, hosts=len(job.hosts))
         except BarrierFailed as error:
             alone = {"index": job.index, **peer.steps["look"]([job.index])}
             facts = JobFacts(
@@ -188,7 +183,6 @@ class PreflightPeer:
             PortListener(
                 port_listener.greeting(job.index, job.fingerprint),
                 [*job.host.ports, *(port.port for port in self._held[:1])],
-                token=job.token,
                 spare=job.index == 0 and len(job.hosts) > 1,
             )
         )

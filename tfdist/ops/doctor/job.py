@@ -45,6 +45,12 @@ class PreflightJob:
         return self.hosts[self.index]
 
     @property
+    def terms(self) -> dict[str, str]:
+        """Return what is the same on all hosts that were told of the same job, to be shown."""
+        hosts = ",".join(f"{host.name}:{host.ports[0]}" for host in self.hosts if host.ports)
+        return {"hosts": hosts, "fingerprint": self.fingerprint}
+
+    @property
     def fingerprint(self) -> str:
         """Return what is the same on all hosts that were told of the same job."""
         told = json.dumps([[host.name, host.ports] for host in self.hosts])

@@ -9,7 +9,6 @@ import re
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -17,70 +16,7 @@ from types import TracebackType
 import psutil
 
 from tfdist.cluster.ports import ephemeral_ports
-from tfdist.launch.multihost.connection import Link, Message, Violation, WrongToken
 from tfdist.ops.doctor.facts import Host, PortFacts, Reach, Wire
-
-# Messages between two hosts, sealed as the launchers' are, each within a deadline.
-
-_READ_BYTES = 1 << 16
-_LEAST_S = 0.001
-
-
-class Conversation:
-    """One end of a connection. Errors of the network are OSError, what nobody sends `Violation`.
-
-    Args:
-      sock: waits no longer than the deadline of each call.
-      token: what both sides must know; empty where the user gave none.
-      accepts: whether this side was connected to.
-    """
-
-    def __init__(self, sock: socket.socket, *, token: bytes, accepts: bool) -> None:
-        self._socket = sock
-        self._link = Link(token, accepts=accepts)
-        self._messages: deque[Message] = deque()
-
-    def greet(self, *, within_s: float) -> None:
-        """Have both sides show that they know the token; each calls it before anything else."""
-        deadline_s = time.monotonic() + within_s
-        try:
-            while not self._link.is_open:
-                self._flush(deadline_s)
-                self._read(deadline_s)
-        except WrongToken:
-            with contextlib.suppress(OSError):
-                self._flush(deadline_s)  # the other side is told so
-            raise
-        self._flush(deadline_s)
-
-    def send(self, message: Message, *, within_s: float) -> None:
-        """Send a message; TimeoutError when the other side does not take it."""
-        self._link.send(message)
-        self._flush(time.monotonic() + within_s)
-
-    def receive(self, *, within_s: float) -> Message:
-        """Return the next message; TimeoutError when it does not come."""
-        deadline_s = time.monotonic() + within_s
-        while not self._messages:
-            self._read(deadline_s)
-        return self._messages.popleft()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-    def _read(self, deadline_s: float) -> None:
-        self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
-        data = self._socket.recv(_READ_BYTES)
-        if not data:
-            raise ConnectionError("the connection was closed")
-        self._messages.extend(self._link.receive(data))
-
-    def _flush(self, deadline_s: float) -> None:
-        if self._link.outgoing:
-            self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
-            self._socket.sendall(self._link.outgoing)
-            self._link.outgoing.clear()
 
 
 def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.monotonic) -> bytes:
@@ -107,35 +43,31 @@ def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.m
 MAX_PIECE_BYTES = 64 << 20
 PING_BYTES = 8
 
+MEET, _ECHO, _SINK = b"meet\n", b"echo\n", b"sink\n"
+"""What a client may ask for, all of one length; after `MEET` it is the launchers' protocol."""
+
 _BACKLOG = 256
 _MAX_CLIENTS = 256
 _PATIENCE_S = 10.0
-_HELLO_S = 3.0
-_ASKED_BYTES = 5  # of each request: "meet\n", "echo\n" or "sink\n"
 _SPARE_PORTS = 3
 _AGAIN_S = 0.2
 
 
 class PortListener:
-    """Listener on ports; who asks to meet is in `clients`, with its first message.
+    """Listener on ports; who asks to meet is in `clients`, with its address.
 
     Args:
       greeting: the line that whoever connects gets first.
       ports: of this host's tasks.
-      token: what who asks to meet must know; `wrong_tokens` counts those that do not.
       spare: whether to listen at one of the ports after the last if none of them is free.
     """
 
-    def __init__(
-        self, greeting: str, ports: Sequence[int], *, token: bytes = b"", spare: bool = False
-    ) -> None:
+    def __init__(self, greeting: str, ports: Sequence[int], *, spare: bool = False) -> None:
         self._greeting = greeting.encode() + b"\n"
-        self._token = token
-        self.wrong_tokens = 0
         self._listeners: list[socket.socket] = []
         self._is_closed = threading.Event()
         self._room = threading.BoundedSemaphore(_MAX_CLIENTS)
-        self.clients: queue.SimpleQueue[tuple[Conversation, Message]] = queue.SimpleQueue()
+        self.clients: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
         self.ports = tuple(self._open(port) for port in ports)
         if spare and not self._listeners:
             for port in spare_ports(ports):
@@ -182,7 +114,7 @@ class PortListener:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                client, _ = listener.accept()
+                client, address = listener.accept()
             except OSError:  # closed; else who came is gone, or has to wait for a free descriptor
                 if self._is_closed.wait(_AGAIN_S):
                     return
@@ -190,27 +122,24 @@ class PortListener:
             if not self._room.acquire(blocking=False):
                 client.close()
                 continue
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+            known = (client, str(address[0]).removeprefix("::ffff:"))  # IPv4 at an IPv6 socket
+            threading.Thread(target=self._serve, args=known, daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve(self, client: socket.socket, address: str) -> None:
         is_kept = False
         try:
             client.settimeout(_PATIENCE_S)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.sendall(self._greeting)
-            asked = take(client, _ASKED_BYTES)
-            if asked == b"meet\n":
-                talk = Conversation(client, token=self._token, accepts=True)
-                talk.greet(within_s=_HELLO_S)
-                self.clients.put((talk, talk.receive(within_s=_HELLO_S)))
+            asked = take(client, len(MEET))
+            if asked == MEET:
+                self.clients.put((client, address))
                 is_kept = True
-            elif asked == b"echo\n":
+            elif asked == _ECHO:
                 _echo(client)
-            elif asked == b"sink\n":
+            elif asked == _SINK:
                 _sink(client)
-        except WrongToken:
-            self.wrong_tokens += 1
-        except (OSError, ValueError, Violation):
+        except (OSError, ValueError):
             pass  # whoever asked is gone, or is none of ours
         finally:
             self._room.release()
@@ -360,7 +289,7 @@ def _latency_s(address: str, port: int) -> float:
     deadline_s = time.monotonic() + _MEASURE_S
     with connected(address, port) as (sock, _):
         sock.settimeout(_TALK_S)
-        sock.sendall(b"echo\n")
+        sock.sendall(_ECHO)
         for _ in range(_PINGS):
             start = time.perf_counter()
             sock.sendall(bytes(PING_BYTES))
@@ -381,7 +310,7 @@ def _bytes_per_s(address: str, port: int) -> float:
     deadline_s = time.monotonic() + _MEASURE_S
     with connected(address, port) as (sock, _):
         sock.settimeout(_TALK_S)
-        sock.sendall(b"sink\n")
+        sock.sendall(_SINK)
         while True:
             took_s = _send_piece(sock, size)
             is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
