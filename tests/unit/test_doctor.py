@@ -16,6 +16,7 @@ import pytest
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
+from tfdist.launch.multihost.messages import decode, encode
 from tfdist.ops.doctor import machine, port_listener, report
 from tfdist.ops.doctor.checks import RULES, TOPICS, check
 from tfdist.ops.doctor.checks.network import excepted
@@ -34,8 +35,6 @@ from tfdist.ops.doctor.facts import (
     Reach,
     ReverseFacts,
     Wire,
-    as_json,
-    read,
 )
 from tfdist.ops.doctor.job import job_of
 from tfdist.ops.doctor.port_listener import PortListener
@@ -373,7 +372,7 @@ def test_the_proxy_is_the_one_that_grpc_takes(environ: dict[str, str], expected:
 
 def test_facts_come_through_as_they_were() -> None:
     for facts in (GOOD, *(facts for _, facts in CASES)):
-        assert read(JobFacts, json.loads(json.dumps(as_json(facts)))) == facts
+        assert decode(JobFacts, json.loads(json.dumps(encode(facts)))) == facts
 
 
 @pytest.mark.parametrize(
@@ -391,9 +390,9 @@ def test_facts_come_through_as_they_were() -> None:
     ],
 )
 def test_what_is_no_fact_is_refused(changes: dict[str, object]) -> None:
-    good: Any = json.loads(json.dumps(as_json(host(1))))
+    good: Any = json.loads(json.dumps(encode(host(1))))
     with pytest.raises(ValueError, match=r"."):
-        read(HostFacts, {**good, **changes})
+        decode(HostFacts, {**good, **changes})
 
 
 # Gathering

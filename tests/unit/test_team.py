@@ -103,7 +103,7 @@ def world() -> World:
 
 
 def ended(task: Task = W1, **more: Any) -> dict[str, Any]:
-    known = {"event": "ended", "task": str(task), "age_s": 2.0, "status": 3, "cause": ""}
+    known = {"event": "ended", "task": str(task), "at_s": 2.0, "status": 3, "cause": ""}
     return {**known, "lines": ["last"], **more}
 
 
@@ -170,7 +170,7 @@ JSON = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from(["event", "asked", "states", "mute", "lines", "task", "age_s", "status"]),
+        st.sampled_from(["event", "asked", "states", "mute", "lines", "task", "at_s", "status"]),
         JSON | st.sampled_from(["ended", "started", "beat", "raised", "worker-1", 15]),
     )
 )

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import ClusterSpec, HeldPort, Task, hold_ports
+from tfdist.cluster import HeldPort, Task, hold_ports
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch.events import Beat, Ended, Event, Started, StopRequest, task_of
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
 from tfdist.launch.multihost.member import Joining, Member
-from tfdist.launch.multihost.messages import NO_SENSE, told
+from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode, encode_event
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import signal_name
@@ -239,13 +239,13 @@ class Node:
         elif self._here is not None:
             self._here.note(event)
             lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
-            member.send({**told(event, now_s=self._clock()), "lines": lines})
+            member.send({**encode_event(event, now_s=self._clock()), "lines": lines})
 
     def _obey(self, member: Member, message: Message) -> None:
         match message:
-            case {"attempt": dict(attempt)}:
+            case {"attempt": attempt}:
                 self._end_attempt()
-                self._begin(member, attempt)
+                self._begin(member, decode(Attempt, attempt))
             case {"start": name, "log": str(log)}:
                 if self._here is not None:
                     for event in self._here.start(task_of(name), log=log):
@@ -259,14 +259,12 @@ class Node:
                 if self._here is not None:
                     self._here.obey(message)
 
-    def _begin(self, member: Member, told: Message) -> None:
+    def _begin(self, member: Member, attempt: Attempt) -> None:
         """Plan this host's tasks of an attempt, as the whole cluster is known now."""
-        job = dataclasses.replace(self._job, run_dir=Path(told["run_dir"]))
-        cluster = ClusterSpec.from_dict(told["cluster"])
-        tasks = [task_of(name) for name in told["tasks"]]
-        number = int(told["number"])
+        job = dataclasses.replace(self._job, run_dir=Path(attempt.run_dir))
+        number, cluster, tasks = attempt.number, attempt.cluster, attempt.tasks
         self._screen.forget()
-        self._screen.hosts = {task_of(name): str(host) for name, host in told["hosts"].items()}
+        self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
         logs = job.run_dir / "logs" / f"attempt-{number}"
         specs: Sequence[ProcessSpec] = ()
         cause = ""

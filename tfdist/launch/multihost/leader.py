@@ -19,7 +19,7 @@ from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_h
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
 from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived
-from tfdist.launch.multihost.messages import NO_SENSE, heard
+from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode_event, encode
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
@@ -132,11 +132,16 @@ class Team:
         self._screen.hosts = {task: self.name(rank) for task, rank in self.host_of.items()}
         self._ports.clear()
         logs = run_dir / "logs" / f"attempt-{attempt}"
+        told = Attempt(
+            number=attempt,
+            run_dir=str(run_dir),
+            cluster=cluster,
+            tasks=(),
+            hosts={str(task): host for task, host in self._screen.hosts.items()},
+        )
+        message = encode(told)
         for rank in at.keys() - {0}:
-            told = {"cluster": cluster.as_dict(), "tasks": [str(task) for task in tasks[rank]]}
-            hosts = {str(task): host for task, host in self._screen.hosts.items()}
-            where = {"number": attempt, "run_dir": str(run_dir), "strategy": self._strategy}
-            self._hub.send(rank, {"attempt": {**told, **where, "hosts": hosts}})
+            self._hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         away = [
             _elsewhere(task, options=self._options, logs=logs)
             for task, rank in self.host_of.items()
@@ -381,7 +386,7 @@ class TeamProcesses:
             return
 
     def _event(self, rank: int, message: Message) -> None:
-        event = heard(message, now_s=self._clock())
+        event = decode_event(message, now_s=self._clock())
         if self._alive.get(event.task) != rank:
             return
         if isinstance(event, Ended):

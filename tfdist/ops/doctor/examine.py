@@ -12,10 +12,11 @@ from typing import Any
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
 from tfdist.launch.multihost.connection import Message
+from tfdist.launch.multihost.messages import decode, encode
 from tfdist.ops.doctor import machine, port_listener
 from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
 from tfdist.ops.doctor.checks import RULES, check
-from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, as_json, read
+from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts
 from tfdist.ops.doctor.findings import HostFinding, Severity
 from tfdist.ops.doctor.job import PreflightJob
 from tfdist.ops.doctor.machine import work_s
@@ -86,7 +87,7 @@ def follow(
             alone = {"index": job.index, **peer.steps["look"]([job.index])}
             facts = JobFacts(
                 hosts=job.hosts,
-                present=(read(HostFacts, alone),),
+                present=(decode(HostFacts, alone),),
                 absent=(Absence(index=0, why=str(error)),),
                 left_out="there is no meeting",
             )
@@ -106,7 +107,7 @@ def _do(
     own: Callable[[], Any] = lambda: peer.steps[step](meeting.present)  # noqa: E731
     for index, part in meeting.ask(step, within_s=within_s, own=own).items():
         try:
-            read(HostFacts, {**_nothing(index), **part})
+            decode(HostFacts, {**_nothing(index), **part})
         except ValueError as error:
             if index == 0:  # this one
                 raise
@@ -125,7 +126,7 @@ def _facts(
     known = [parts[index] for index in sorted(parts) if "machine" in parts[index]]
     return JobFacts(
         hosts=job.hosts,
-        present=tuple(read(HostFacts, part) for part in known),
+        present=tuple(decode(HostFacts, part) for part in known),
         absent=tuple(meeting.absent),
         shared_dir=wanted.shared_dir or "",
     )
@@ -247,21 +248,19 @@ class PreflightPeer:
             job.hosts, present=present, index=job.index, fingerprint=job.fingerprint
         )
         self._reached = {(r.host, r.port) for r in found if r.answered == r.host}
-        return {"reaches": [as_json(reach) for reach in found]}
+        return {"reaches": [encode(reach) for reach in found]}
 
     def _wire(self, present: Sequence[int]) -> Part:
         """Measures the way to the next host that is there: each sends and takes, as in a ring."""
         job = self._job
         if self._held:
-            return {
-                "wires": [as_json(port_listener.measure(_LOOPBACK, self._held[0].port, host=0))]
-            }
+            return {"wires": [encode(port_listener.measure(_LOOPBACK, self._held[0].port, host=0))]}
         after = [index for index in present if index > job.index] or list(present)
         reached = [port for other, port in sorted(self._reached) if other == after[0]]
         if not reached:
             return {}
         name = job.hosts[after[0]].name
-        return {"wires": [as_json(port_listener.measure(name, reached[0], host=after[0]))]}
+        return {"wires": [encode(port_listener.measure(name, reached[0], host=after[0]))]}
 
     def _work(self, present: Sequence[int]) -> Part:
         return {"work_s": work_s(self._cpus)}
@@ -274,7 +273,7 @@ class PreflightPeer:
     def _read(self, present: Sequence[int]) -> Part:
         if self._storage is None or self._written is None:
             return {}
-        return {"directory": as_json(self._storage.read(self._written, present=present))}
+        return {"directory": encode(self._storage.read(self._written, present=present))}
 
     def _serve(self, present: Sequence[int]) -> Part:
         self.port_listener.close()
@@ -296,5 +295,5 @@ class PreflightPeer:
 
 
 def _part(facts: HostFacts, *names: str) -> Part:
-    whole = as_json(facts)
+    whole = encode(facts)
     return {name: whole[name] for name in names}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from tfdist.launch.multihost.messages import encode
 from tfdist.ops.doctor.checks import RULES, TOPICS
 from tfdist.ops.doctor.examine import PreflightResult
-from tfdist.ops.doctor.facts import as_json as facts_as_json
 from tfdist.ops.doctor.findings import HostFinding, Severity, Topic
 from tfdist.ops.rules import count, printable, worst
 
@@ -64,7 +64,7 @@ def as_json(verdict: PreflightResult) -> str:
                 for topic in well
                 for state, seen in [_state(topic, verdict)]
             ],
-            "facts": facts_as_json(verdict.facts),
+            "facts": encode(verdict.facts),
         },
         indent=1,
     )

@@ -6,7 +6,6 @@ of it as JSON. It ends with its standard input, so that it never outlives the do
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -20,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from tfdist.ops.doctor.facts import Exchange, read
+from tfdist.launch.multihost.messages import decode, encode
+from tfdist.ops.doctor.facts import Exchange
 
 SIZE_BYTES = 4 << 20
 _ROUNDS = 6
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if index:
         server.join()
     found = _exchange(tf, server.target, config, len(addresses))
-    print(json.dumps(dataclasses.asdict(found)), flush=True)
+    print(json.dumps(encode(found)), flush=True)
     return 0
 
 
@@ -198,7 +198,7 @@ class ServerProcesses:
         if failed := self.failure():
             return Exchange(error=failed)
         self._printed.seek(0)
-        return read(Exchange, json.loads(self._printed.read(_MAX_SAID_BYTES)))
+        return decode(Exchange, json.loads(self._printed.read(_MAX_SAID_BYTES)))
 
     def failure(self) -> str:
         """Return why a server of this host has ended; empty while none has failed."""
