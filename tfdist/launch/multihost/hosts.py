@@ -7,21 +7,25 @@ of host 0 leads.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import ipaddress
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, settings, slurm
+from tfdist.cluster.address import shown
 from tfdist.cluster.placement import DEFAULT_PORT, parse_hosts
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost import token as tokens
 from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.multihost.connection import is_own_address
+from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.options import LaunchOptions
 
+_ANY_PORT = 9  # nothing is sent to it
 _OWN_FLAGS = (
     *("node_rank", "rendezvous_token_file", "start", "fork_server", "dry_run", "program"),
     "host_timeout_s",
@@ -279,3 +283,64 @@ def _refuse_isolation(options: LaunchOptions, *, num_hosts: int) -> None:
 def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what the tasks get of the environment: not the secret of the launchers."""
     return {name: value for name, value in environ.items() if name != tokens.VARIABLE}
+
+
+def own_address(host: str, *, other: str) -> str:
+    """Return the address of this machine, which the list of hosts calls `host`.
+
+    Where the name leads to loopback, as it does on its own machine under Debian, it is the
+    address from which `other` is reached.
+
+    Raises:
+        UsageError: `host` is no address of this machine.
+    """
+    try:
+        family, (address, _) = resolve(host)
+    except OSError as error:
+        raise _not_here(host, f"cannot be resolved: {error.strerror}") from None
+    if ipaddress.ip_address(address).is_loopback:
+        return _address_towards(other) or address
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            raise _not_here(host, f"is {address}, no address of this machine") from None
+    return address
+
+
+def is_own_address(host: str) -> bool:
+    """Return whether `host` is an address of this machine, no name and no loopback."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        if address.is_loopback or address.is_unspecified:
+            return False
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.bind((str(address), 0))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _address_towards(other: str) -> str | None:
+    """Return the address of this machine on the way to `other`; None if that is loopback too."""
+    try:
+        family, (address, _) = resolve(other, _ANY_PORT)
+        if ipaddress.ip_address(address).is_loopback:
+            return None
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect((address, _ANY_PORT))
+            return str(route.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _not_here(host: str, what: str) -> UsageError:
+    return UsageError(
+        "--hosts",
+        received=f"{shown(host)} for this machine, which {what}",
+        expected="a name that leads to this machine",
+        fix="correct the name, --node_rank, or what resolves names (/etc/hosts, DNS)",
+    )

@@ -1,7 +1,7 @@
 """Host 0's view of a job on several hosts: the other hosts and their tasks.
 
 The supervisor decides about all tasks here. The launchers of the other hosts start what they are
-told to, and tell what happens to it (`tfdist.launch.multihost.follower`).
+told to, and tell what happens to it (`tfdist.launch.multihost.node`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -138,30 +139,43 @@ class NodeTasks:
         self.processes.finish()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """This host's part of a job, as decided before host 0 is spoken to."""
+
+    job: JobDescription
+    group: Group
+    joining: Joining
+    task_factory: TaskFactory
+    screen: JobScreen
+    signals: SignalPipe
+
+    @property
+    def grace_s(self) -> float:
+        """Return how long tasks have to end by themselves where host 0 is lost."""
+        options = self.job.options
+        return min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+
+
 class Node:
-    """This host's part of a job; `run` returns the exit code of the whole."""
+    """This host's part of a job; `run` returns the exit code of the whole.
+
+    Args:
+      ports: held for its tasks; those that replace one are released with `stack`.
+    """
 
     def __init__(
         self,
-        job: JobDescription,
-        group: Group,
-        joining: Joining,
+        settings: NodeSettings,
         *,
         ports: Sequence[HeldPort],
-        task_factory: TaskFactory,
-        screen: JobScreen,
-        signals: SignalPipe,
         stack: contextlib.ExitStack,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job = job
-        self._group = group
-        self._joining = joining
+        self._settings = settings
+        self._screen = settings.screen
         self._ports = list(ports)
-        self._hold = partial(hold_ports, host=ports[0].host, among=job.ports)
-        self._task_factory = task_factory
-        self._screen = screen
-        self._signals = signals
+        self._hold = partial(hold_ports, host=ports[0].host, among=settings.job.ports)
         self._stack = stack
         self._clock = clock
         self._asked: int | None = None
@@ -169,11 +183,11 @@ class Node:
 
     def run(self) -> int:
         """Come to host 0, as often as it is lost and the job may be started again."""
-        options = self._job.options
+        options = self._settings.job.options
         while True:
-            member = self._joining.join(
+            member = self._settings.joining.join(
                 within_s=options.startup_timeout_s,
-                wake_fds=[self._signals.fd],
+                wake_fds=[self._settings.signals.fd],
                 is_over=self._is_stop_requested,
             )
             if member is None:
@@ -185,7 +199,9 @@ class Node:
                 self._end_attempt()
             if code is not None:
                 return code
-            self._screen.say(f"the launcher of {self._group.hosts[0]} is gone: {member.lost}")
+            self._screen.say(
+                f"the launcher of {self._settings.group.hosts[0]} is gone: {member.lost}"
+            )
             self._screen.flush()
             if self._asked is not None:
                 return exit_code_for(self._asked)
@@ -193,7 +209,7 @@ class Node:
                 return EXIT_PEER_MISSING
 
     def _is_stop_requested(self) -> bool:
-        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
+        came = [signum for signum in self._settings.signals.read() if signum in STOP_SIGNALS]
         if came and self._asked is None:
             self._asked = came[0]
         return self._asked is not None
@@ -226,15 +242,15 @@ class Node:
             return self._here.wait()
         self._screen.flush()
         poll = select.poll()
-        for fd in (member.fileno(), self._signals.fd):
+        for fd in (member.fileno(), self._settings.signals.fd):
             poll.register(fd, select.POLLIN)
         poll.poll(LOOK_EVERY_S * 1000)
-        return [StopRequest(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
+        return [StopRequest(signum=s) for s in self._settings.signals.read() if s in STOP_SIGNALS]
 
     def _tell(self, member: Member, event: Event) -> None:
         if isinstance(event, StopRequest):
             self._asked = event.signum if self._asked is None else self._asked
-            self._screen.say(f"{_name(event.signum)}: {self._group.hosts[0]} ends the job")
+            self._screen.say(f"{_name(event.signum)}: {self._settings.group.hosts[0]} ends the job")
             member.send({"asked": int(event.signum)})
         elif self._here is not None:
             self._here.note(event)
@@ -261,7 +277,7 @@ class Node:
 
     def _begin(self, member: Member, attempt: Attempt) -> None:
         """Plan this host's tasks of an attempt, as the whole cluster is known now."""
-        job = dataclasses.replace(self._job, run_dir=Path(attempt.run_dir))
+        job = dataclasses.replace(self._settings.job, run_dir=Path(attempt.run_dir))
         number, cluster, tasks = attempt.number, attempt.cluster, attempt.tasks
         self._screen.forget()
         self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
@@ -275,9 +291,10 @@ class Node:
             cause = f"{logs}: {error.strerror}"
         except UsageError as error:
             cause = str(error)
-        self._task_factory.check()
-        processes = self._task_factory.processes(
-            specs, chief=cluster.chief_task, fork_log=logs / f"fork-server-{self._group.rank}.log"
+        fork_log = logs / f"fork-server-{self._settings.group.rank}.log"
+        self._settings.task_factory.check()
+        processes = self._settings.task_factory.processes(
+            specs, chief=cluster.chief_task, fork_log=fork_log
         )
         processes.watch(member.fileno())
         self._here = NodeTasks(
@@ -292,11 +309,7 @@ class Node:
     def _end_attempt(self) -> None:
         here, self._here = self._here, None
         if here is not None:
-            here.end(grace_s=self._grace_s())
-
-    def _grace_s(self) -> float:
-        options = self._job.options
-        return min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+            here.end(grace_s=self._settings.grace_s)
 
 
 def _name(signum: int) -> str:
