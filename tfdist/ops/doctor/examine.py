@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from tfdist.cluster import HeldPort, hold_ports
@@ -208,12 +207,7 @@ class PreflightPeer:
     def __enter__(self) -> PreflightPeer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._storage is not None:
             self._storage.clean()
         self._stack.close()
@@ -231,16 +225,12 @@ class PreflightPeer:
         own = resolved[self._job.index].addresses if resolved else ()
         reverse = machine.look_back([a for a in own if a in found.own_addresses])
         ports = self.port_listener.ports[: len(self._job.host.ports)]
-        return _part(
-            HostFacts(
-                index=self._job.index, machine=found, names=resolved, reverse=reverse, ports=ports
-            ),
-            "index",
-            "machine",
-            "names",
-            "reverse",
-            "ports",
-        )
+        return {
+            "machine": encode(found),
+            "names": encode(resolved),
+            "reverse": encode(reverse),
+            "ports": encode(ports),
+        }
 
     def _reach(self, present: Sequence[int]) -> Part:
         job = self._job
@@ -248,19 +238,21 @@ class PreflightPeer:
             job.hosts, present=present, index=job.index, fingerprint=job.fingerprint
         )
         self._reached = {(r.host, r.port) for r in found if r.answered == r.host}
-        return {"reaches": [encode(reach) for reach in found]}
+        return {"reaches": encode(found)}
 
     def _wire(self, present: Sequence[int]) -> Part:
         """Measures the way to the next host that is there: each sends and takes, as in a ring."""
         job = self._job
         if self._held:
-            return {"wires": [encode(port_listener.measure(_LOOPBACK, self._held[0].port, host=0))]}
+            return {
+                "wires": encode((port_listener.measure(_LOOPBACK, self._held[0].port, host=0),))
+            }
         after = [index for index in present if index > job.index] or list(present)
         reached = [port for other, port in sorted(self._reached) if other == after[0]]
         if not reached:
             return {}
-        name = job.hosts[after[0]].name
-        return {"wires": [encode(port_listener.measure(name, reached[0], host=after[0]))]}
+        wire = port_listener.measure(job.hosts[after[0]].name, reached[0], host=after[0])
+        return {"wires": encode((wire,))}
 
     def _work(self, present: Sequence[int]) -> Part:
         return {"work_s": work_s(self._cpus)}
@@ -292,8 +284,3 @@ class PreflightPeer:
     def _stop(self, present: Sequence[int]) -> Part:
         """Return why the server of this host has ended, if it has."""
         return {"failure": self._servers.failure() if self._servers else ""}
-
-
-def _part(facts: HostFacts, *names: str) -> Part:
-    whole = encode(facts)
-    return {name: whole[name] for name in names}

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 import psutil
 
@@ -41,9 +40,8 @@ def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.m
 # run.
 
 MAX_PIECE_BYTES = 64 << 20
-PING_BYTES = 8
 
-MEET, _ECHO, _SINK = b"meet\n", b"echo\n", b"sink\n"
+MEET, _SINK = b"meet\n", b"sink\n"
 """What a client may ask for, all of one length; after `MEET` it is the launchers' protocol."""
 
 _BACKLOG = 256
@@ -77,12 +75,7 @@ class PortListener:
     def __enter__(self) -> PortListener:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -135,8 +128,6 @@ class PortListener:
             if asked == MEET:
                 self.clients.put((client, address))
                 is_kept = True
-            elif asked == _ECHO:
-                _echo(client)
             elif asked == _SINK:
                 _sink(client)
         except (OSError, ValueError):
@@ -169,11 +160,6 @@ def _listen(port: int) -> socket.socket:
     ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
-
-
-def _echo(client: socket.socket) -> None:
-    while True:
-        client.sendall(take(client, PING_BYTES))
 
 
 def _sink(client: socket.socket) -> None:
@@ -243,16 +229,16 @@ def reach(
 
 def measure(address: str, port: int, *, host: int) -> Wire:
     """Return how fast a plain connection to a host is, which has answered before."""
+    latency_s, carried = 0.0, "nothing comes back"
     try:
-        latency_s = _latency_s(address, port)
+        with connected(address, port) as (sock, _):
+            sock.settimeout(_TALK_S)
+            sock.sendall(_SINK)
+            latency_s = _latency_s(sock)
+            carried = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through"
+            return Wire(host=host, latency_s=latency_s, bytes_per_s=_bytes_per_s(sock))
     except OSError as error:
-        return Wire(host=host, error=f"no answer to {PING_BYTES} bytes: {said(error)}")
-    try:
-        speed = _bytes_per_s(address, port)
-    except OSError as error:
-        lost = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through: {said(error)}"
-        return Wire(host=host, latency_s=latency_s, error=lost)
-    return Wire(host=host, latency_s=latency_s, bytes_per_s=speed)
+        return Wire(host=host, latency_s=latency_s, error=f"{carried}: {said(error)}")
 
 
 @contextlib.contextmanager
@@ -283,24 +269,18 @@ def _line(sock: socket.socket) -> str:
     return data.decode(errors="replace").rstrip("\n")
 
 
-def _latency_s(address: str, port: int) -> float:
-    """Return the shortest time that a few bytes took there and back."""
+def _latency_s(sock: socket.socket) -> float:
+    """Return the shortest time that a piece without bytes took there and back."""
     best_s = float("inf")
     deadline_s = time.monotonic() + _MEASURE_S
-    with connected(address, port) as (sock, _):
-        sock.settimeout(_TALK_S)
-        sock.sendall(_ECHO)
-        for _ in range(_PINGS):
-            start = time.perf_counter()
-            sock.sendall(bytes(PING_BYTES))
-            take(sock, PING_BYTES)
-            best_s = min(best_s, time.perf_counter() - start)
-            if time.monotonic() > deadline_s:
-                break
+    for _ in range(_PINGS):
+        best_s = min(best_s, _send_piece(sock, 0))
+        if time.monotonic() > deadline_s:
+            break
     return best_s
 
 
-def _bytes_per_s(address: str, port: int) -> float:
+def _bytes_per_s(sock: socket.socket) -> float:
     """Return the better speed of two pieces that take long enough to tell.
 
     Smaller ones come first, until it is known how large these are. What they say is left out: the
@@ -308,15 +288,12 @@ def _bytes_per_s(address: str, port: int) -> float:
     """
     size = _FIRST_PIECE_BYTES
     deadline_s = time.monotonic() + _MEASURE_S
-    with connected(address, port) as (sock, _):
-        sock.settimeout(_TALK_S)
-        sock.sendall(_SINK)
-        while True:
-            took_s = _send_piece(sock, size)
-            is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
-            if is_long or size >= MAX_PIECE_BYTES:
-                return size / min(took_s, _send_piece(sock, size))
-            size *= 2
+    while True:
+        took_s = _send_piece(sock, size)
+        is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
+        if is_long or size >= MAX_PIECE_BYTES:
+            return size / min(took_s, _send_piece(sock, size))
+        size *= 2
 
 
 def _send_piece(sock: socket.socket, size: int) -> float:
@@ -324,6 +301,7 @@ def _send_piece(sock: socket.socket, size: int) -> float:
     data = bytes(size)
     start = time.perf_counter()
     sock.sendall(size.to_bytes(8, "big"))
-    sock.sendall(data)
+    if data:
+        sock.sendall(data)
     take(sock, 8)
     return time.perf_counter() - start
