@@ -26,7 +26,7 @@ Message = dict[str, Any]
 MAX_FRAME_BYTES = 4 << 20
 """Of one message: the cluster of 10,000 tasks is a tenth of it."""
 
-_MAGIC = b"tfdist rendezvous 1\n"
+_MAGIC = b"tfdist rendezvous 2\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _SIZE_BYTES = 4
 _REFUSED = bytes(_PROOF_BYTES)

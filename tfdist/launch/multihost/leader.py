@@ -221,6 +221,7 @@ class Team:
             received=summary_of_hosts(found),
             expected=f"the same as on {self.name(0)} (rank 0)",
             fix="start the same line, of the same installation, on all hosts",
+            code="hosts-differ",
         )
 
     def _named(self, ranks: Sequence[int]) -> str:

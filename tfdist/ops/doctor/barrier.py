@@ -206,7 +206,7 @@ def _member(job: PreflightJob, port: int) -> Member:
     with port_listener.connected(joining.host, port) as (sock, line):
         if (index := host_of(line, job.fingerprint)) not in (0, -1):
             raise Violation(f"{job.hosts[index].name} answers")
-        if not line.startswith("tfdist doctor 1 0 "):
+        if not line.startswith(f"{port_listener.PROTOCOL} 0 "):
             raise Violation("something else answers")
         sock.sendall(port_listener.MEET)
         return joining.member_over(sock.dup())

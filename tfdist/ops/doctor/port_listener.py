@@ -41,6 +41,7 @@ def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.m
 
 MAX_PIECE_BYTES = 64 << 20
 
+PROTOCOL = "tfdist doctor 2"
 MEET, _SINK = b"meet\n", b"sink\n"
 """What a client may ask for, all of one length; after `MEET` it is the launchers' protocol."""
 
@@ -180,12 +181,12 @@ def _sink(client: socket.socket) -> None:
 
 def greeting(index: int, fingerprint: str) -> str:
     """Return the line by which a host of a job is known."""
-    return f"tfdist doctor 1 {index} {fingerprint}"
+    return f"{PROTOCOL} {index} {fingerprint}"
 
 
 def host_of(line: str, fingerprint: str) -> int:
     """Return which host of the job said a line; -1 where none of it did."""
-    said = re.fullmatch(r"tfdist doctor 1 (\d{1,6}) (\w+)", line)
+    said = re.fullmatch(PROTOCOL + r" (\d{1,6}) (\w+)", line)
     return int(said[1]) if said and said[2] == fingerprint else -1
 
 
