@@ -129,6 +129,20 @@ def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[He
         assert barrier.clocks() == {}
 
 
+def test_a_host_that_goes_between_two_steps_is_named_with_the_next(held: list[HeldPort]) -> None:
+    def second() -> None:
+        member = join_meeting(job(held, 1), within_s=LONG_S)
+        first_word(member)
+        member.send({"saw": 1})
+        member.close()
+
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        assert set(barrier.ask("look", within_s=LONG_S, own=dict)) == {0, 1}
+        assert set(barrier.ask("reach", within_s=LONG_S, own=dict)) == {0}
+        assert [(a.index, a.during) for a in barrier.absent] == [(1, "reach")]
+
+
 def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
     done = threading.Event()
 

@@ -53,6 +53,8 @@ class HostBarrier:
             timeout_s=SILENT_S,
             clock=time.monotonic,
         )
+        self._others: set[int] = set()  # who has come, and is not absent
+        self._is_gathered = False
         self._refused: dict[int, str] = {}
         self._gone: dict[int, str] = {}
         self._answers: dict[int, Message] = {}
@@ -61,15 +63,16 @@ class HostBarrier:
     @property
     def present(self) -> list[int]:
         """Return the hosts that are there, this one among them."""
-        return sorted({self._job.index, *self._hub.present})
+        return sorted({self._job.index, *self._others})
 
     def gather(self, *, within_s: float) -> None:
         """Wait until all hosts have come, or the time is over; those that have not are absent."""
-        others = set(range(len(self._job.hosts))) - {self._job.index}
-        self._wait(lambda: others <= self._hub.present | self._refused.keys(), within_s=within_s)
+        listed = set(range(len(self._job.hosts))) - {self._job.index}
+        self._wait(lambda: listed <= self._others | self._refused.keys(), within_s=within_s)
+        self._is_gathered = True
         came = "; ".join(self._hub.turned_away)
         turned_away = f" (turned away: {came})" if came else ""
-        for index in sorted(others - self._hub.present):
+        for index in sorted(listed - self._others):
             why = self._refused.get(index, f"did not come within {within_s:.0f} s{turned_away}")
             is_other_job = index in self._refused
             self.absent.append(Absence(index=index, why=why, is_other_job=is_other_job))
@@ -89,13 +92,14 @@ class HostBarrier:
         rounds = [self._clock_round() for _ in range(_CLOCK_ROUNDS)]
         return {
             index: min((found[index] for found in rounds), key=lambda clock: clock.error_s)
-            for index in self._hub.present
+            for index in self._others
             if all(index in found for found in rounds)
         }
 
     def lose(self, index: int, why: str, *, step: str) -> None:
         """Count a host as absent from now on."""
         self._hub.drop(index, why)
+        self._others.discard(index)
         self.absent.append(Absence(index=index, why=why, during=step))
 
     def end(self, exit_code: int) -> None:
@@ -105,7 +109,7 @@ class HostBarrier:
     def _clock_round(self) -> dict[int, Clock]:
         """Ask each host for its time, one after the other, as the answers are timed."""
         found = {}
-        for index in sorted(self._hub.present):
+        for index in sorted(self._others):
             start, began = time.monotonic(), time.time()
             asked = self._send("clock", only=index)
             answers = self._received("clock", asked, within_s=_CLOCK_WITHIN_S)
@@ -118,7 +122,7 @@ class HostBarrier:
     def _send(self, step: str, *, only: int | None = None) -> set[int]:
         """Ask the hosts for a step; return which."""
         self._answers.clear()
-        asked = set(self._hub.present) if only is None else {only}
+        asked = set(self._others) if only is None else {only}
         for index in asked:
             self._hub.send(index, {"do": step, "present": self.present})
         return asked
@@ -147,8 +151,12 @@ class HostBarrier:
         self._hub.turn()
         for news in self._hub.take_news():
             match news:
+                case PeerJoined(rank=index) if self._is_gathered:
+                    self._hub.drop(index, "it is too late")
                 case PeerJoined(rank=index):
+                    self._others.add(index)
                     self._refused.pop(index, None)
+                    self._gone.pop(index, None)
                 case Differs(rank=index, what=what):
                     self._refused[index] = f"was told of another job: {'; '.join(what)}"
                 case MessageReceived(rank=index, message=message):
