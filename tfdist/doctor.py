@@ -15,7 +15,7 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, require
 from tfdist.ops.doctor import report
 from tfdist.ops.doctor.checks import RULES
 from tfdist.ops.doctor.examine import PreflightResult, Wanted, follow, lead
-from tfdist.ops.doctor.job import job_of
+from tfdist.ops.doctor.preflight_job import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 
 _EXIT_SIGPIPE = 141

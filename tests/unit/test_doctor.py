@@ -36,8 +36,8 @@ from tfdist.ops.doctor.facts import (
     ReverseFacts,
     Wire,
 )
-from tfdist.ops.doctor.job import job_of
 from tfdist.ops.doctor.port_listener import PortListener
+from tfdist.ops.doctor.preflight_job import job_of
 from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
 from tfdist.ops.lint import RULES as LINT_RULES

@@ -17,8 +17,8 @@ from tfdist.launch.multihost.member import Member
 from tfdist.ops.doctor import port_listener
 from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
 from tfdist.ops.doctor.facts import Host
-from tfdist.ops.doctor.job import PreflightJob
 from tfdist.ops.doctor.port_listener import PortListener, connected
+from tfdist.ops.doctor.preflight_job import PreflightJob
 
 SOON_S = 0.3
 LONG_S = 60.0

@@ -1,15 +1,22 @@
-"""Connection between two hosts: wire protocol and socket.
+"""Connection between two hosts: wire protocol and socket, of the launchers, sweeps and the doctor.
 
 What `Link` does is pure, so that its tests need no socket. First each side shows that it knows the
 token, without sending it:
 
-    accepting side    magic, its nonce
+    accepting side    magic with the version of the protocol, its nonce
     connecting side   its nonce, HMAC(token, "connects", both nonces)
     accepting side    HMAC(token, "accepts", both nonces); zeros where the other's was wrong
 
 Then frames of JSON objects, in both directions, each with the HMAC of its side, number and text
 under a key of this connection alone: nothing can be put in, repeated or changed on the way. It can
 be read on the way. Every size is bounded, and nothing is parsed before its sender is known.
+
+Why not `multiprocessing.connection`: under Python 3.11 its handshake is HMAC-MD5, and it yields no
+key to seal messages with. Its reads and writes block: a host whose network is cut in the middle of
+a message would stop the supervisor of all others, and a thread for each connection would fork
+unsafely, as tasks are started with `preexec_fn`. `accept` waits for ever for a peer that says
+nothing (https://github.com/python/cpython/issues/123736); `Client` has no time-out and no source
+address.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, Pee
 from tfdist.launch.multihost.member import Joining, Member
 from tfdist.ops.doctor import port_listener
 from tfdist.ops.doctor.facts import Absence
-from tfdist.ops.doctor.job import PreflightJob
 from tfdist.ops.doctor.port_listener import PortListener, host_of, spare_ports
+from tfdist.ops.doctor.preflight_job import PreflightJob
 
 SILENT_S = 120.0
 """After how long without a word a host is gone; longer than any step, in which it says nothing."""

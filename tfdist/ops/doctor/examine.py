@@ -17,9 +17,9 @@ from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_m
 from tfdist.ops.doctor.checks import RULES, check
 from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts
 from tfdist.ops.doctor.findings import HostFinding, Severity
-from tfdist.ops.doctor.job import PreflightJob
 from tfdist.ops.doctor.machine import work_s
 from tfdist.ops.doctor.port_listener import PortListener
+from tfdist.ops.doctor.preflight_job import PreflightJob
 from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
 
