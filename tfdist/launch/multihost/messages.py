@@ -1,6 +1,26 @@
-"""Typed messages between hosts: frozen dataclasses as JSON, and back with every type checked.
+"""Messages between the launchers of a job: JSON objects, the larger ones typed dataclasses.
 
-`Task` goes by its name. Moments of task events go as ages, since the clocks of two hosts differ.
+Host 0 to another::
+
+    {"attempt": Attempt}                the next attempt; its tasks are not started yet
+    {"start": task, "log": file name}   start a task
+    {"signal": task, "number": n}       signal a task's process group
+    {"stacks": task}                    have a task print its Python stacks
+    {"kill_alone": task}                end one task while the others go on
+    {"failed": task, "cause": text}     show what failed first
+    {"finish": true}                    end what the attempt has left
+    {"end": exit code, "why": text}     the job is over
+
+Another to host 0::
+
+    {"ready": ports}                          ready for an attempt
+    {"event": kind, ..., "lines": [...]}      what has happened to a task, and its last lines
+    {"states": {task: letter}, "mute": [...]} process states, and tasks that cannot report
+    {"lines": [...], "task": task}            the stacks that were asked for
+    {"asked": signal}                         a request to stop
+
+`encode` and `decode` are for any frozen dataclass, and check every type; the doctor sends its facts
+by them too. A `Task` goes by its name. Moments go as ages, since the clocks of two hosts differ.
 """
 
 from __future__ import annotations
