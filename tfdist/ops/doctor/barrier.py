@@ -9,8 +9,7 @@ import queue
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfdist.errors import EXIT_FAILED, UsageError
 from tfdist.launch.multihost.connection import Message, Violation, WrongToken
@@ -31,8 +30,7 @@ _CLOCK_ROUNDS = 5
 _OF_A_RANGE = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Clock:
+class Clock(NamedTuple):
     """How far another host's clock is ahead, and by how much that may be wrong."""
 
     ahead_s: float

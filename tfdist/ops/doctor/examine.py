@@ -10,12 +10,11 @@ from typing import Any
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
-from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.messages import decode, encode
 from tfdist.ops.doctor import machine, port_listener
 from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
 from tfdist.ops.doctor.checks import RULES, check
-from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts
+from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, MachineProbe
 from tfdist.ops.doctor.findings import HostFinding, Severity
 from tfdist.ops.doctor.machine import work_s
 from tfdist.ops.doctor.port_listener import PortListener
@@ -23,10 +22,14 @@ from tfdist.ops.doctor.preflight_job import PreflightJob
 from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
 
+Part = dict[str, Any]
+"""Some of the fields of `HostFacts`, as JSON has them."""
+
 _STEPS = {"look": 15.0, "reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0}
 """What all hosts do one after the other, and how long each may take."""
 
 _SERVE_S = 10.0
+_UNSEEN = MachineProbe(host_name="")
 _MAX_WHY_CHARS = 500
 
 
@@ -61,12 +64,17 @@ def lead(
         meeting = HostBarrier(job, peer.port_listener)
         meeting.gather(within_s=wanted.startup_timeout_s)
         start = time.monotonic()
-        parts: dict[int, Message] = {index: {"index": index} for index in meeting.present}
+        known = {index: HostFacts(index=index, machine=_UNSEEN) for index in meeting.present}
         for step, within_s in _STEPS.items():
-            _do(meeting, peer, step, within_s=within_s, parts=parts)
-        for index, clock in meeting.clocks().items():
-            parts[index] |= {"clock_ahead_s": clock.ahead_s, "clock_error_s": clock.error_s}
-        facts = _facts(job, wanted, meeting, parts)
+            _do(meeting, peer, step, within_s=within_s, known=known)
+        for index, (ahead_s, error_s) in meeting.clocks().items():
+            known[index] = replace(known[index], clock_ahead_s=ahead_s, clock_error_s=error_s)
+        facts = JobFacts(
+            hosts=job.hosts,
+            present=tuple(host for host in known.values() if host.machine is not _UNSEEN),
+            absent=tuple(meeting.absent),
+            shared_dir=wanted.shared_dir or "",
+        )
         facts = _exchanged(facts, wanted, meeting, peer)
         took_s = time.monotonic() - start
     return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), meeting
@@ -83,10 +91,10 @@ def follow(
             with contextlib.closing(member):
                 return attend(member, peer.steps, hosts=len(job.hosts))
         except BarrierFailed as error:
-            alone = {"index": job.index, **peer.steps["look"]([job.index])}
+            host = HostFacts(index=job.index, machine=_UNSEEN)
             facts = JobFacts(
                 hosts=job.hosts,
-                present=(decode(HostFacts, alone),),
+                present=(_with_part(host, peer.steps["look"]([job.index])),),
                 absent=(Absence(index=0, why=str(error)),),
                 left_out="there is no meeting",
             )
@@ -100,35 +108,23 @@ def _do(
     step: str,
     *,
     within_s: float,
-    parts: dict[int, Message],
+    known: dict[int, HostFacts],
 ) -> None:
     """Have all hosts do a step, and add what they answer to what is known of them."""
-    own: Callable[[], Any] = lambda: peer.steps[step](meeting.present)  # noqa: E731
+    own: Callable[[], Part] = lambda: peer.steps[step](meeting.present)  # noqa: E731
     for index, part in meeting.ask(step, within_s=within_s, own=own).items():
         try:
-            decode(HostFacts, {**_nothing(index), **part})
+            known[index] = _with_part(known[index], part)
         except ValueError as error:
             if index == 0:  # this one
                 raise
             meeting.lose(index, f"sends {error}", step=step)
-            continue
-        parts[index] |= part
 
 
-def _nothing(index: int) -> Message:
-    return {"index": index, "machine": {"host_name": ""}}
-
-
-def _facts(
-    job: PreflightJob, wanted: Wanted, meeting: HostBarrier, parts: Mapping[int, Message]
-) -> JobFacts:
-    known = [parts[index] for index in sorted(parts) if "machine" in parts[index]]
-    return JobFacts(
-        hosts=job.hosts,
-        present=tuple(decode(HostFacts, part) for part in known),
-        absent=tuple(meeting.absent),
-        shared_dir=wanted.shared_dir or "",
-    )
+def _with_part(host: HostFacts, part: Part) -> HostFacts:
+    """Return what is known of a host with some fields as it tells them."""
+    told = decode(HostFacts, {"machine": {"host_name": ""}, **part, "index": host.index})
+    return replace(host, **{name: getattr(told, name) for name in part})
 
 
 def _exchanged(
@@ -160,9 +156,6 @@ def _exchanged(
 #
 # What it is asked for are names of steps and which hosts are there. Addresses, ports and paths are
 # those that its own user gave it.
-
-Part = dict[str, Any]
-"""Some of the fields of `HostFacts`, as JSON has them."""
 
 _LOOPBACK = "127.0.0.1"
 
