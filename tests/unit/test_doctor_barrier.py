@@ -105,6 +105,20 @@ def test_a_host_that_finds_nobody_says_where_it_looked(held: list[HeldPort]) -> 
         join_meeting(job(held, 1), within_s=SOON_S)
 
 
+@pytest.mark.parametrize(
+    ("line", "who"),
+    [("tfdist doctor 1 0 abc", "a doctor of another version"), ("SSH-2.0", "something else")],
+)
+def test_what_is_no_doctor_of_this_version_is_named(
+    line: str, who: str, held: list[HeldPort]
+) -> None:
+    with (
+        PortListener(line, [held[0].port]),
+        pytest.raises(BarrierFailed, match=f"port {held[0].port}: {who} answers"),
+    ):
+        join_meeting(job(held, 1), within_s=0.0)
+
+
 def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort]) -> None:
     with socket.create_server(("", held[0].port)), opened(job(held, 0)) as barrier:
 

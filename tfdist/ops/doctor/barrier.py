@@ -213,7 +213,9 @@ def _member(job: PreflightJob, port: int) -> Member:
         if (index := host_of(line, job.fingerprint)) not in (0, -1):
             raise Violation(f"{job.hosts[index].name} answers")
         if not line.startswith(f"{port_listener.PROTOCOL} 0 "):
-            raise Violation("something else answers")
+            is_doctor = line.startswith(port_listener.PROTOCOL.rstrip("0123456789"))
+            who = "a doctor of another version" if is_doctor else "something else"
+            raise Violation(f"{who} answers")
         sock.sendall(port_listener.MEET)
         return joining.member_over(sock.dup())
 
