@@ -99,7 +99,7 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
         ports=command.ports,
     )
     if job.task != job.speaker:
-        _say(f"{job.task} leaves {job.host.name} to {job.speaker}")
+        _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
         return EXIT_OK
     wanted = Wanted(
         shared_dir=command.shared_dir,
@@ -109,20 +109,20 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if job.index:
         done = follow(job, wanted, environ=environ)
         if isinstance(done, int):
-            _say(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
+            _note(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
             return done
         return _show(done, command)
-    verdict, meeting = lead(job, wanted, environ=environ)
-    meeting.end(report.exit_code(verdict.findings))
-    return _show(verdict, command)
+    result, barrier = lead(job, wanted, environ=environ)
+    barrier.end(report.exit_code(result.findings))
+    return _show(result, command)
 
 
-def _show(verdict: PreflightResult, command: argparse.Namespace) -> int:
-    print(report.as_json(verdict) if command.json else report.as_text(verdict), flush=True)
-    return report.exit_code(verdict.findings)
+def _show(result: PreflightResult, command: argparse.Namespace) -> int:
+    print(report.as_json(result) if command.json else report.as_text(result), flush=True)
+    return report.exit_code(result.findings)
 
 
-def _say(text: str) -> None:
+def _note(text: str) -> None:
     print(f"tfdist.doctor: {text}", file=sys.stderr, flush=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.launch.multihost.member import Member
 from tfdist.ops.doctor import port_listener
-from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
+from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
 from tfdist.ops.doctor.facts import Host
 from tfdist.ops.doctor.port_listener import PortListener, connected
 from tfdist.ops.doctor.preflight_job import PreflightJob
@@ -63,8 +63,8 @@ def test_hosts_come_together_answer_and_are_let_go(held: list[HeldPort]) -> None
     steps = {"look": lambda present: {"saw": list(present)}}
 
     def second() -> None:
-        with contextlib.closing(join_meeting(job(held, 1), within_s=LONG_S)) as member:
-            codes.append(attend(member, steps, hosts=2))
+        with contextlib.closing(join_barrier(job(held, 1), within_s=LONG_S)) as member:
+            codes.append(run_steps(member, steps, hosts=2))
 
     with beside(second), opened(job(held, 0)) as barrier:
         barrier.gather(within_s=LONG_S)
@@ -89,7 +89,7 @@ def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> Non
 
     def second() -> None:
         with pytest.raises(BarrierFailed) as error:
-            join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
+            join_barrier(job(held, 1, hosts=3), within_s=LONG_S)
         refused.append(str(error.value))
 
     with beside(second), opened(job(held, 0)) as barrier:
@@ -102,7 +102,7 @@ def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> Non
 
 def test_a_host_that_finds_nobody_says_where_it_looked(held: list[HeldPort]) -> None:
     with pytest.raises(BarrierFailed, match=f"port {held[0].port}: connection refused, for 0 s"):
-        join_meeting(job(held, 1), within_s=SOON_S)
+        join_barrier(job(held, 1), within_s=SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_what_is_no_doctor_of_this_version_is_named(
         PortListener(line, [held[0].port]),
         pytest.raises(BarrierFailed, match=f"port {held[0].port}: {who} answers"),
     ):
-        join_meeting(job(held, 1), within_s=0.0)
+        join_barrier(job(held, 1), within_s=0.0)
 
 
 def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort]) -> None:
     with socket.create_server(("", held[0].port)), opened(job(held, 0)) as barrier:
 
         def second() -> None:
-            join_meeting(job(held, 1), within_s=LONG_S).close()
+            join_barrier(job(held, 1), within_s=LONG_S).close()
 
         with beside(second):
             barrier.gather(within_s=LONG_S)
@@ -132,7 +132,7 @@ def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort
 
 def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[HeldPort]) -> None:
     def second() -> None:
-        member = join_meeting(job(held, 1), within_s=LONG_S)
+        member = join_barrier(job(held, 1), within_s=LONG_S)
         first_word(member)
         member.close()
 
@@ -145,7 +145,7 @@ def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[He
 
 def test_a_host_that_goes_between_two_steps_is_named_with_the_next(held: list[HeldPort]) -> None:
     def second() -> None:
-        member = join_meeting(job(held, 1), within_s=LONG_S)
+        member = join_barrier(job(held, 1), within_s=LONG_S)
         first_word(member)
         member.send({"saw": 1})
         member.close()
@@ -161,7 +161,7 @@ def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
     done = threading.Event()
 
     def second() -> None:
-        member = join_meeting(job(held, 1), within_s=LONG_S)
+        member = join_barrier(job(held, 1), within_s=LONG_S)
         done.wait(LONG_S)
         member.close()
 
@@ -175,7 +175,7 @@ def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
 def test_whoever_has_another_token_is_turned_away_and_counted(held: list[HeldPort]) -> None:
     def second() -> None:
         with pytest.raises(BarrierFailed, match="another token"):
-            join_meeting(job(held, 1, token=b"guessed"), within_s=LONG_S)
+            join_barrier(job(held, 1, token=b"guessed"), within_s=LONG_S)
 
     with opened(job(held, 0)) as barrier:
         with beside(second):
@@ -187,7 +187,7 @@ def test_random_bytes_neither_end_it_nor_keep_others_out(held: list[HeldPort]) -
     source = random.Random(1)
 
     def second() -> None:
-        join_meeting(job(held, 1), within_s=LONG_S).close()
+        join_barrier(job(held, 1), within_s=LONG_S).close()
 
     with opened(job(held, 0)) as barrier:
         for count in range(100):
@@ -230,12 +230,12 @@ def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(
 
 def test_a_host_takes_no_steps_but_its_own(held: list[HeldPort]) -> None:
     def second() -> None:
-        member = join_meeting(job(held, 1), within_s=LONG_S)
+        member = join_barrier(job(held, 1), within_s=LONG_S)
         with (
             contextlib.closing(member),
             pytest.raises(BarrierFailed, match="it asks for the step 'remove'"),
         ):
-            attend(member, {}, hosts=2)
+            run_steps(member, {}, hosts=2)
 
     with beside(second), opened(job(held, 0)) as barrier:
         barrier.gather(within_s=LONG_S)
@@ -244,12 +244,12 @@ def test_a_host_takes_no_steps_but_its_own(held: list[HeldPort]) -> None:
 
 def test_a_first_host_that_goes_is_noticed(held: list[HeldPort]) -> None:
     def second() -> None:
-        member = join_meeting(job(held, 1), within_s=LONG_S)
+        member = join_barrier(job(held, 1), within_s=LONG_S)
         with (
             contextlib.closing(member),
             pytest.raises(BarrierFailed, match="it has closed the connection"),
         ):
-            attend(member, {}, hosts=2)
+            run_steps(member, {}, hosts=2)
 
     with beside(second), opened(job(held, 0)) as barrier:
         barrier.gather(within_s=LONG_S)
@@ -258,10 +258,10 @@ def test_a_first_host_that_goes_is_noticed(held: list[HeldPort]) -> None:
 
 def test_nobody_has_the_rank_of_another(held: list[HeldPort]) -> None:
     def others() -> None:
-        with contextlib.closing(join_meeting(job(held, 1, hosts=3), within_s=LONG_S)):
+        with contextlib.closing(join_barrier(job(held, 1, hosts=3), within_s=LONG_S)):
             with pytest.raises(BarrierFailed, match=r"rank 1 is that of 127\.0\.0\.1 already"):
-                join_meeting(job(held, 1, hosts=3), within_s=0.0)
-            join_meeting(job(held, 2, hosts=3), within_s=LONG_S).close()
+                join_barrier(job(held, 1, hosts=3), within_s=0.0)
+            join_barrier(job(held, 2, hosts=3), within_s=LONG_S).close()
 
     with opened(job(held, 0, hosts=3)) as barrier, beside(others):
         barrier.gather(within_s=LONG_S)

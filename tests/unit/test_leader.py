@@ -146,10 +146,10 @@ def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world: Worl
 
 def test_requests_to_stop_that_come_together_count_once(world: World) -> None:
     world.here = [StopRequest(signum=15)]
-    world.news.append(MessageReceived(rank=1, message={"asked": 15}))
+    world.news.append(MessageReceived(rank=1, message={"stop_request": 15}))
     assert world.processes.wait(None) == [StopRequest(signum=15)]
-    assert world.hears({"asked": 15}, rank=2) == []
-    assert world.hears({"asked": 15}, rank=2) == [StopRequest(signum=15)]  # it means it
+    assert world.hears({"stop_request": 15}, rank=2) == []
+    assert world.hears({"stop_request": 15}, rank=2) == [StopRequest(signum=15)]  # it means it
 
 
 def test_it_wakes_in_time_for_the_beats_of_the_hosts(world: World) -> None:
@@ -173,7 +173,9 @@ JSON = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from(["event", "asked", "states", "mute", "lines", "task", "at_s", "status"]),
+        st.sampled_from(
+            ["event", "stop_request", "states", "mute", "lines", "task", "at_s", "status"]
+        ),
         JSON | st.sampled_from(["ended", "started", "beat", "raised", "worker-1", 15]),
     )
 )

@@ -26,7 +26,7 @@ from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
 
-_TELL_S = 5.0  # before it is said who is being waited for
+_ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8
 
 
@@ -75,21 +75,21 @@ class Team:
             UsageError: some of them differ from this one; who has not come by a moment later is
                 not waited for to say whether it does, too.
         """
-        began_s, said = self._clock(), False
+        began_s, is_announced = self._clock(), False
         limit_s = self._options.startup_timeout_s
         while missing := self._missing():
             waited_s = self._clock() - began_s
             if self._unlike:
-                limit_s = min(limit_s, waited_s + _TELL_S)
+                limit_s = min(limit_s, waited_s + _ANNOUNCE_S)
             if waited_s >= limit_s:
                 break
-            if waited_s >= _TELL_S and not said:
-                said = True
+            if waited_s >= _ANNOUNCE_S and not is_announced:
+                is_announced = True
                 limit = f"{self._options.startup_timeout_s:g} s"
                 self._screen.say(f"waiting for {self._named(missing)}, for {limit} in all")
-            asked = self._wait()
-            if asked is not None:
-                return asked
+            stop_signal = self._wait()
+            if stop_signal is not None:
+                return stop_signal
         if self._unlike:
             raise self._differ()
         if missing:
@@ -132,14 +132,14 @@ class Team:
         self._screen.hosts = {task: self.name(rank) for task, rank in self.host_of.items()}
         self._ports.clear()
         logs = run_dir / "logs" / f"attempt-{attempt}"
-        told = Attempt(
+        plan = Attempt(
             number=attempt,
             run_dir=str(run_dir),
             cluster=cluster,
             tasks=(),
             hosts={str(task): host for task, host in self._screen.hosts.items()},
         )
-        message = encode(told)
+        message = encode(plan)
         for rank in at.keys() - {0}:
             self._hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         away = [
@@ -177,7 +177,7 @@ class Team:
             match news:
                 case Differs(rank=rank, what=what):
                     self._unlike[rank] = what
-                case MessageReceived(rank=rank, message={"asked": int(signum)}):
+                case MessageReceived(rank=rank, message={"stop_request": int(signum)}):
                     return signum
                 case MessageReceived(rank=rank, message=message):
                     self.ready(rank, message)
@@ -186,7 +186,7 @@ class Team:
         return next((s for s in self._signals.read() if s in STOP_SIGNALS), None)
 
     def _do_without(self, missing: Sequence[int]) -> None:
-        """Go on with the hosts that are there, where that was asked for; else gives up."""
+        """Go on with the hosts that are there, where that was asked for; else give up."""
         there = 1 + len(self._others) - len(missing)
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
@@ -267,7 +267,7 @@ class TeamProcesses:
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
         self._mute: set[Task] = set()
-        self._askers: set[int] = set()
+        self._stopping_ranks: set[int] = set()
         local.watch(team.hub.fileno())
 
     def start(self, spec: ProcessSpec) -> None:
@@ -350,7 +350,7 @@ class TeamProcesses:
         for news in self._team.hub.take_news():
             match news:
                 case MessageReceived(rank=rank, message=message):
-                    self._heard(rank, message)
+                    self._receive(rank, message)
                 case Lost(rank=rank, cause=cause):
                     self._lost_host(rank, cause)
                 case Differs(rank=rank, what=what):
@@ -369,16 +369,16 @@ class TeamProcesses:
         now_s = self._clock()
         self._news.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
-    def _heard(self, rank: int, message: Message) -> None:
+    def _receive(self, rank: int, message: Message) -> None:
         """Take a message; what makes no sense is left out, as it has no meaning for the job."""
         try:
             if "event" in message:
                 self._event(rank, message)
-            elif "asked" in message:
-                asked = StopRequest(signum=int(signal.Signals(message["asked"])))
-                self._news += [asked] if self._counts(asked, rank=rank) else []
+            elif "stop_request" in message:
+                request = StopRequest(signum=int(signal.Signals(message["stop_request"])))
+                self._news += [request] if self._counts(request, rank=rank) else []
             elif "states" in message:
-                self._watched(rank, message)
+                self._update_states(rank, message)
             elif "lines" in message:
                 self._screen.told(task_of(message["task"]), _lines(message["lines"]))
             else:
@@ -397,7 +397,7 @@ class TeamProcesses:
             self._states[event.task] = "R"
         self._news.append(event)
 
-    def _watched(self, rank: int, message: Message) -> None:
+    def _update_states(self, rank: int, message: Message) -> None:
         for name, state in dict(message["states"]).items():
             if self._alive.get(task := task_of(name)) == rank:
                 self._states[task] = None if state is None else str(state)
@@ -410,9 +410,9 @@ class TeamProcesses:
         """
         if not isinstance(event, StopRequest):
             return True
-        is_new = rank not in self._askers
-        is_first = not self._askers
-        self._askers.add(rank)
+        is_new = rank not in self._stopping_ranks
+        is_first = not self._stopping_ranks
+        self._stopping_ranks.add(rank)
         return is_first or not is_new
 
 

@@ -148,7 +148,7 @@ class Joining:
     def _greet(self, channel: Channel, wake_fds: Sequence[int]) -> list[Message]:
         """Report who we are; return what host 0 has said after it has let us in."""
         deadline_s = self.clock() + _GREETING_S
-        has_said = False
+        has_greeted = False
         while self.clock() < deadline_s:
             ready = _wait((channel.fileno(), *wake_fds), timeout_s=_MAX_RETRY_S)
             if channel.fileno() not in ready:
@@ -156,9 +156,9 @@ class Joining:
                     raise TimeoutError("asked to stop")
                 continue
             messages = channel.read()
-            if channel.is_open and not has_said:
+            if channel.is_open and not has_greeted:
                 channel.send({"hello": {"rank": self.rank, "terms": dict(self.terms)}})
-                has_said = True
+                has_greeted = True
             for number, message in enumerate(messages):
                 if "welcome" in message:
                     return messages[number + 1 :]

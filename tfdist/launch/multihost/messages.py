@@ -17,7 +17,7 @@ Another to host 0::
     {"event": kind, ..., "lines": [...]}      what has happened to a task, and its last lines
     {"states": {task: letter}, "mute": [...]} process states, and tasks that cannot report
     {"lines": [...], "task": task}            the stacks that were asked for
-    {"asked": signal}                         a request to stop
+    {"stop_request": signal}                  a request to stop
 
 `encode` and `decode` are for any frozen dataclass, and check every type; the doctor sends its facts
 by them too. A `Task` goes by its name. Moments go as ages, since the clocks of two hosts differ.

@@ -64,7 +64,7 @@ class NodeTasks:
         self._fd = fd
         self._clock = time.monotonic
         self._running: dict[Task, float] = {}  # and when it last spoke
-        self._told_s = -math.inf
+        self._states_sent_s = -math.inf
         self._stacks: dict[Task, float] = {}
 
     def start(self, task: Task, *, log: str) -> Sequence[Event]:
@@ -99,7 +99,7 @@ class NodeTasks:
             case _:
                 pass
 
-    def obey(self, message: Message) -> None:
+    def execute(self, message: Message) -> None:
         """Do something with a task that runs."""
         match message:
             case {"signal": name, "number": int(number)}:
@@ -118,9 +118,9 @@ class NodeTasks:
         for task in [task for task, due_s in self._stacks.items() if now_s >= due_s]:
             del self._stacks[task]
             member.send({"lines": list(self._screen.last_lines(task)), "task": str(task)})
-        if now_s - self._told_s < _STATES_EVERY_S or not self._running:
+        if now_s - self._states_sent_s < _STATES_EVERY_S or not self._running:
             return
-        self._told_s = now_s
+        self._states_sent_s = now_s
         silent = [task for task, at_s in self._running.items() if now_s - at_s > _SILENT_S]
         mute = [str(task) for task in silent if not self.processes.can_speak(task)]
         states = {str(task): self.processes.state_of(task) for task in self._running}
@@ -178,7 +178,7 @@ class Node:
         self._hold = partial(hold_ports, host=ports[0].host, among=settings.job.ports)
         self._stack = stack
         self._clock = clock
-        self._asked: int | None = None
+        self._stop_signal: int | None = None
         self._here: NodeTasks | None = None
 
     def run(self) -> int:
@@ -191,7 +191,7 @@ class Node:
                 is_over=self._is_stop_requested,
             )
             if member is None:
-                return exit_code_for(self._asked or signal.SIGTERM)
+                return exit_code_for(self._stop_signal or signal.SIGTERM)
             try:
                 code = self._serve(member)
             finally:
@@ -203,16 +203,16 @@ class Node:
                 f"the launcher of {self._settings.group.hosts[0]} is gone: {member.lost}"
             )
             self._screen.flush()
-            if self._asked is not None:
-                return exit_code_for(self._asked)
+            if self._stop_signal is not None:
+                return exit_code_for(self._stop_signal)
             if not options.max_restarts:
                 return EXIT_PEER_MISSING
 
     def _is_stop_requested(self) -> bool:
         came = [signum for signum in self._settings.signals.read() if signum in STOP_SIGNALS]
-        if came and self._asked is None:
-            self._asked = came[0]
-        return self._asked is not None
+        if came and self._stop_signal is None:
+            self._stop_signal = came[0]
+        return self._stop_signal is not None
 
     def _serve(self, member: Member) -> int | None:
         """Do what host 0 says; return the job's exit code, None if host 0 is lost."""
@@ -225,7 +225,7 @@ class Node:
                 if "end" in message:
                     return self._ended(message)
                 with contextlib.suppress(*NO_SENSE):
-                    self._obey(member, message)
+                    self._execute(member, message)
             if self._here is not None:
                 self._here.report_to(member)
         return None
@@ -249,15 +249,15 @@ class Node:
 
     def _tell(self, member: Member, event: Event) -> None:
         if isinstance(event, StopRequest):
-            self._asked = event.signum if self._asked is None else self._asked
+            self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
             self._screen.say(f"{_name(event.signum)}: {self._settings.group.hosts[0]} ends the job")
-            member.send({"asked": int(event.signum)})
+            member.send({"stop_request": int(event.signum)})
         elif self._here is not None:
             self._here.note(event)
             lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
             member.send({**encode_event(event, now_s=self._clock()), "lines": lines})
 
-    def _obey(self, member: Member, message: Message) -> None:
+    def _execute(self, member: Member, message: Message) -> None:
         match message:
             case {"attempt": attempt}:
                 self._end_attempt()
@@ -273,7 +273,7 @@ class Node:
                 self._screen.show_failure(task_of(name), cause)
             case _:
                 if self._here is not None:
-                    self._here.obey(message)
+                    self._here.execute(message)
 
     def _begin(self, member: Member, attempt: Attempt) -> None:
         """Plan this host's tasks of an attempt, as the whole cluster is known now."""

@@ -16,7 +16,7 @@ from tfdist.launch.multihost.connection import Message, Violation, WrongToken
 from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, PeerJoined
 from tfdist.launch.multihost.member import Joining, Member
 from tfdist.ops.doctor import port_listener
-from tfdist.ops.doctor.facts import Absence
+from tfdist.ops.doctor.facts import Absence, reason_of
 from tfdist.ops.doctor.port_listener import PortListener, host_of, spare_ports
 from tfdist.ops.doctor.preflight_job import PreflightJob
 
@@ -81,9 +81,9 @@ class HostBarrier:
         Those that gave none are absent from then on.
         """
         deadline_s = time.monotonic() + within_s
-        asked = self._send(step)
+        pending = self._send(step)
         answers = {self._job.index: own()}
-        return answers | self._received(step, asked, within_s=deadline_s - time.monotonic())
+        return answers | self._received(step, pending, within_s=deadline_s - time.monotonic())
 
     def clocks(self) -> dict[int, Clock]:
         """Return how far the clock of each host is ahead of this one's."""
@@ -109,8 +109,8 @@ class HostBarrier:
         found = {}
         for index in sorted(self._others):
             start, began = time.monotonic(), time.time()
-            asked = self._send("clock", only=index)
-            answers = self._received("clock", asked, within_s=_CLOCK_WITHIN_S)
+            pending = self._send("clock", only=index)
+            answers = self._received("clock", pending, within_s=_CLOCK_WITHIN_S)
             took_s = time.monotonic() - start
             there = answers.get(index, {}).get("now")
             if type(there) is float:
@@ -120,17 +120,17 @@ class HostBarrier:
     def _send(self, step: str, *, only: int | None = None) -> set[int]:
         """Ask the hosts for a step; return which."""
         self._answers.clear()
-        asked = set(self._others) if only is None else {only}
-        for index in asked:
+        pending = set(self._others) if only is None else {only}
+        for index in pending:
             self._hub.send(index, {"do": step, "present": self.present})
-        return asked
+        return pending
 
-    def _received(self, step: str, asked: set[int], *, within_s: float) -> dict[int, Message]:
-        """Return what those who were asked have answered in time; the others are absent."""
-        self._wait(lambda: asked & self._hub.present <= self._answers.keys(), within_s=within_s)
-        for index in sorted(asked - self._answers.keys()):
+    def _received(self, step: str, pending: set[int], *, within_s: float) -> dict[int, Message]:
+        """Return what these hosts have answered in time; those that have not are absent."""
+        self._wait(lambda: pending & self._hub.present <= self._answers.keys(), within_s=within_s)
+        for index in sorted(pending - self._answers.keys()):
             self.lose(index, self._gone.get(index, "no answer in time"), step=step)
-        return {index: self._answers[index] for index in asked & self._answers.keys()}
+        return {index: self._answers[index] for index in pending & self._answers.keys()}
 
     def _wait(self, is_done: Callable[[], bool], *, within_s: float) -> None:
         deadline_s = time.monotonic() + within_s
@@ -167,7 +167,7 @@ class BarrierFailed(Exception):
     """The first host was not found, or has gone; the message says what came of it."""
 
 
-def join_meeting(job: PreflightJob, *, within_s: float) -> Member:
+def join_barrier(job: PreflightJob, *, within_s: float) -> Member:
     """Come to the first host, again and again until the time is over.
 
     Raises:
@@ -191,10 +191,10 @@ def join_meeting(job: PreflightJob, *, within_s: float) -> Member:
             except Violation as error:
                 whys[port] = str(error)
             except OSError as error:
-                whys[port] = port_listener.said(error)
+                whys[port] = reason_of(error)
         if time.monotonic() > deadline_s:
-            told = "; ".join(f"port {port}: {whys[port]}" for port in first.ports[:4])
-            raise BarrierFailed(f"{told}, for {within_s:.0f} s")
+            tried = "; ".join(f"port {port}: {whys[port]}" for port in first.ports[:4])
+            raise BarrierFailed(f"{tried}, for {within_s:.0f} s")
         time.sleep(_AGAIN_S)
 
 
@@ -220,23 +220,23 @@ def _member(job: PreflightJob, port: int) -> Member:
         return joining.member_over(sock.dup())
 
 
-def attend(
+def run_steps(
     member: Member,
     steps: Mapping[str, Callable[[Sequence[int]], dict[str, Any]]],
     *,
     hosts: int,
 ) -> int:
-    """Do what the first host asks for until it ends the meeting; return the exit code.
+    """Do what the first host asks for until it has no more; return the exit code.
 
     Raises:
         BarrierFailed: the first host has gone.
     """
     while True:
-        for asked in member.take_messages():
-            step, told = asked.get("do"), asked.get("present")
-            present = told if isinstance(told, list) else []
+        for request in member.take_messages():
+            step, listed = request.get("do"), request.get("present")
+            present = listed if isinstance(listed, list) else []
             if step == "end":
-                code = asked.get("exit_code")
+                code = request.get("exit_code")
                 return code if type(code) is int else EXIT_FAILED
             if step == "clock":
                 member.send({"now": time.time()})

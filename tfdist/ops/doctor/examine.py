@@ -12,7 +12,7 @@ from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
 from tfdist.launch.multihost.messages import decode, encode
 from tfdist.ops.doctor import machine, port_listener
-from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
+from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
 from tfdist.ops.doctor.checks import RULES, check
 from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, MachineProbe
 from tfdist.ops.doctor.findings import HostFinding, Severity
@@ -59,25 +59,25 @@ class PreflightResult:
 def lead(
     job: PreflightJob, wanted: Wanted, *, environ: Mapping[str, str]
 ) -> tuple[PreflightResult, HostBarrier]:
-    """Look at all hosts, as the first one; whoever calls ends the meeting."""
+    """Look at all hosts, as the first one; whoever calls ends the barrier."""
     with PreflightPeer(job, environ=environ, shared_dir=wanted.shared_dir) as peer:
-        meeting = HostBarrier(job, peer.port_listener)
-        meeting.gather(within_s=wanted.startup_timeout_s)
+        barrier = HostBarrier(job, peer.port_listener)
+        barrier.gather(within_s=wanted.startup_timeout_s)
         start = time.monotonic()
-        known = {index: HostFacts(index=index, machine=_UNSEEN) for index in meeting.present}
+        known = {index: HostFacts(index=index, machine=_UNSEEN) for index in barrier.present}
         for step, within_s in _STEPS.items():
-            _do(meeting, peer, step, within_s=within_s, known=known)
-        for index, (ahead_s, error_s) in meeting.clocks().items():
+            _do(barrier, peer, step, within_s=within_s, known=known)
+        for index, (ahead_s, error_s) in barrier.clocks().items():
             known[index] = replace(known[index], clock_ahead_s=ahead_s, clock_error_s=error_s)
         facts = JobFacts(
             hosts=job.hosts,
             present=tuple(host for host in known.values() if host.machine is not _UNSEEN),
-            absent=tuple(meeting.absent),
+            absent=tuple(barrier.absent),
             shared_dir=wanted.shared_dir or "",
         )
-        facts = _exchanged(facts, wanted, meeting, peer)
+        facts = _exchanged(facts, wanted, barrier, peer)
         took_s = time.monotonic() - start
-    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), meeting
+    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), barrier
 
 
 def follow(
@@ -87,9 +87,9 @@ def follow(
     start = time.monotonic()
     with PreflightPeer(job, environ=environ, shared_dir=wanted.shared_dir) as peer:
         try:
-            member = join_meeting(job, within_s=wanted.startup_timeout_s)
+            member = join_barrier(job, within_s=wanted.startup_timeout_s)
             with contextlib.closing(member):
-                return attend(member, peer.steps, hosts=len(job.hosts))
+                return run_steps(member, peer.steps, hosts=len(job.hosts))
         except BarrierFailed as error:
             host = HostFacts(index=job.index, machine=_UNSEEN)
             facts = JobFacts(
@@ -103,7 +103,7 @@ def follow(
 
 
 def _do(
-    meeting: HostBarrier,
+    barrier: HostBarrier,
     peer: PreflightPeer,
     step: str,
     *,
@@ -111,24 +111,24 @@ def _do(
     known: dict[int, HostFacts],
 ) -> None:
     """Have all hosts do a step, and add what they answer to what is known of them."""
-    own: Callable[[], Part] = lambda: peer.steps[step](meeting.present)  # noqa: E731
-    for index, part in meeting.ask(step, within_s=within_s, own=own).items():
+    own: Callable[[], Part] = lambda: peer.steps[step](barrier.present)  # noqa: E731
+    for index, part in barrier.ask(step, within_s=within_s, own=own).items():
         try:
             known[index] = _with_part(known[index], part)
         except ValueError as error:
             if index == 0:  # this one
                 raise
-            meeting.lose(index, f"sends {error}", step=step)
+            barrier.lose(index, f"sends {error}", step=step)
 
 
 def _with_part(host: HostFacts, part: Part) -> HostFacts:
     """Return what is known of a host with some fields as it tells them."""
-    told = decode(HostFacts, {"machine": {"host_name": ""}, **part, "index": host.index})
-    return replace(host, **{name: getattr(told, name) for name in part})
+    answer = decode(HostFacts, {"machine": {"host_name": ""}, **part, "index": host.index})
+    return replace(host, **{name: getattr(answer, name) for name in part})
 
 
 def _exchanged(
-    facts: JobFacts, wanted: Wanted, meeting: HostBarrier, peer: PreflightPeer
+    facts: JobFacts, wanted: Wanted, barrier: HostBarrier, peer: PreflightPeer
 ) -> JobFacts:
     """Return the facts with what the servers did, or why they were not asked."""
     wrong = [f.code for f in check(facts) if RULES[f.code].severity is Severity.ERROR]
@@ -142,14 +142,14 @@ def _exchanged(
             why = f"port {host.ports[0].port} of {facts.name(host.index)} is taken"
             return replace(facts, left_out=why)
     steps = peer.steps
-    meeting.ask("serve", within_s=_SERVE_S, own=lambda: steps["serve"](meeting.present))
+    barrier.ask("serve", within_s=_SERVE_S, own=lambda: steps["serve"](barrier.present))
     found = peer.result()
-    answers = meeting.ask("stop", within_s=_SERVE_S, own=lambda: steps["stop"](meeting.present))
+    answers = barrier.ask("stop", within_s=_SERVE_S, own=lambda: steps["stop"](barrier.present))
     if found.error:
         failures = {i: str(a.get("failure", ""))[:_MAX_WHY_CHARS] for i, a in answers.items()}
-        told = [f"{facts.name(i)}: {why}" for i, why in failures.items() if why]
-        found = Exchange(error="; ".join(told) or found.error)
-    return replace(facts, exchange=found, absent=tuple(meeting.absent))
+        reasons = [f"{facts.name(i)}: {why}" for i, why in failures.items() if why]
+        found = Exchange(error="; ".join(reasons) or found.error)
+    return replace(facts, exchange=found, absent=tuple(barrier.absent))
 
 
 # One host's side of the preflight; all hosts run the same step in lockstep.

@@ -227,3 +227,10 @@ class JobFacts:
     def name(self, index: int) -> str:
         """Return what the job calls a host."""
         return self.hosts[index].name
+
+
+def reason_of(error: OSError) -> str:
+    """Return what an error says, without its number."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return (error.strerror or str(error)).lower()

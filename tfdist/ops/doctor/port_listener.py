@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from tfdist.cluster.ports import ephemeral_ports
-from tfdist.ops.doctor.facts import Host, PortFacts, Reach, Wire
+from tfdist.ops.doctor.facts import Host, PortFacts, Reach, Wire, reason_of
 
 
 def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.monotonic) -> bytes:
@@ -125,11 +125,11 @@ class PortListener:
             client.settimeout(_PATIENCE_S)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.sendall(self._greeting)
-            asked = take(client, len(MEET))
-            if asked == MEET:
+            request = take(client, len(MEET))
+            if request == MEET:
                 self.clients.put((client, address))
                 is_kept = True
-            elif asked == _SINK:
+            elif request == _SINK:
                 _sink(client)
         except (OSError, ValueError):
             pass  # whoever asked is gone, or is none of ours
@@ -186,8 +186,8 @@ def greeting(index: int, fingerprint: str) -> str:
 
 def host_of(line: str, fingerprint: str) -> int:
     """Return which host of the job said a line; -1 where none of it did."""
-    said = re.fullmatch(PROTOCOL + r" (\d{1,6}) (\w+)", line)
-    return int(said[1]) if said and said[2] == fingerprint else -1
+    match = re.fullmatch(PROTOCOL + r" (\d{1,6}) (\w+)", line)
+    return int(match[1]) if match and match[2] == fingerprint else -1
 
 
 # Connection probes to the other hosts: reachability, latency, throughput.
@@ -211,7 +211,7 @@ def reach(
     Many ports at which nobody answers take long; those that are not tried in time are left out.
     """
     deadline_s = time.monotonic() + _REACH_S
-    asked = [(other, port) for other in present if other != index for port in hosts[other].ports]
+    targets = [(other, port) for other in present if other != index for port in hosts[other].ports]
 
     def one(place: tuple[int, int]) -> Reach | None:
         other, port = place
@@ -222,10 +222,10 @@ def reach(
                 answered = host_of(line, fingerprint)
             return Reach(host=other, port=port, answered=answered)
         except OSError as error:
-            return Reach(host=other, port=port, error=said(error))
+            return Reach(host=other, port=port, error=reason_of(error))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return tuple(reach for reach in pool.map(one, asked) if reach is not None)
+        return tuple(reach for reach in pool.map(one, targets) if reach is not None)
 
 
 def measure(address: str, port: int, *, host: int) -> Wire:
@@ -239,7 +239,7 @@ def measure(address: str, port: int, *, host: int) -> Wire:
             carried = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through"
             return Wire(host=host, latency_s=latency_s, bytes_per_s=_bytes_per_s(sock))
     except OSError as error:
-        return Wire(host=host, latency_s=latency_s, error=f"{carried}: {said(error)}")
+        return Wire(host=host, latency_s=latency_s, error=f"{carried}: {reason_of(error)}")
 
 
 @contextlib.contextmanager
@@ -249,13 +249,6 @@ def connected(address: str, port: int) -> Iterator[tuple[socket.socket, str]]:
     with socket.create_connection((bare, port), timeout=_CONNECT_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield sock, _line(sock)
-
-
-def said(error: OSError) -> str:
-    """Return what an error says, without its number."""
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    return (error.strerror or str(error)).lower()
 
 
 def _line(sock: socket.socket) -> str:

@@ -53,8 +53,8 @@ class PreflightJob:
     @property
     def fingerprint(self) -> str:
         """Return what is the same on all hosts that were told of the same job."""
-        told = json.dumps([[host.name, host.ports] for host in self.hosts])
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        text = json.dumps([[host.name, host.ports] for host in self.hosts])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def job_of(

@@ -347,7 +347,7 @@ def _differing(
 ) -> HostFinding:
     """Return the finding that names those who differ from most, the first hosts in doubt."""
     most = max(groups.values(), key=len)
-    told = [f"{what}{value} on {_named(facts, hosts)}" for value, hosts in groups.items()]
+    groups_named = [f"{what}{value} on {_named(facts, hosts)}" for value, hosts in groups.items()]
     others = [index for hosts in groups.values() if hosts is not most for index in hosts]
     fix = "install the same on all, from one list of versions or one image"
     if code == "D508":
@@ -355,7 +355,7 @@ def _differing(
     return HostFinding(
         code=code,
         hosts=tuple(facts.name(index) for index in others),
-        received="; ".join(told),
+        received="; ".join(groups_named),
         expected="the same on all hosts",
         fix=fix,
     )
