@@ -14,17 +14,18 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import ClusterSpec, HeldPort, Task, hold_ports
+from tfdist.cluster import HeldPort, Task, hold_ports
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch.events import Beat, Ended, Event, Started, StopRequest, task_of
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
 from tfdist.launch.multihost.member import Joining, Member
-from tfdist.launch.multihost.messages import NO_SENSE, told
+from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode, encode_event
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import signal_name
@@ -63,7 +64,7 @@ class NodeTasks:
         self._fd = fd
         self._clock = time.monotonic
         self._running: dict[Task, float] = {}  # and when it last spoke
-        self._told_s = -math.inf
+        self._states_sent_s = -math.inf
         self._stacks: dict[Task, float] = {}
 
     def start(self, task: Task, *, log: str) -> Sequence[Event]:
@@ -98,7 +99,7 @@ class NodeTasks:
             case _:
                 pass
 
-    def obey(self, message: Message) -> None:
+    def execute(self, message: Message) -> None:
         """Do something with a task that runs."""
         match message:
             case {"signal": name, "number": int(number)}:
@@ -117,9 +118,9 @@ class NodeTasks:
         for task in [task for task, due_s in self._stacks.items() if now_s >= due_s]:
             del self._stacks[task]
             member.send({"lines": list(self._screen.last_lines(task)), "task": str(task)})
-        if now_s - self._told_s < _STATES_EVERY_S or not self._running:
+        if now_s - self._states_sent_s < _STATES_EVERY_S or not self._running:
             return
-        self._told_s = now_s
+        self._states_sent_s = now_s
         silent = [task for task, at_s in self._running.items() if now_s - at_s > _SILENT_S]
         mute = [str(task) for task in silent if not self.processes.can_speak(task)]
         states = {str(task): self.processes.state_of(task) for task in self._running}
@@ -138,46 +139,59 @@ class NodeTasks:
         self.processes.finish()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """This host's part of a job, as decided before host 0 is spoken to."""
+
+    job: JobDescription
+    group: Group
+    joining: Joining
+    task_factory: TaskFactory
+    screen: JobScreen
+    signals: SignalPipe
+
+    @property
+    def grace_s(self) -> float:
+        """Return how long tasks have to end by themselves where host 0 is lost."""
+        options = self.job.options
+        return min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+
+
 class Node:
-    """This host's part of a job; `run` returns the exit code of the whole."""
+    """This host's part of a job; `run` returns the exit code of the whole.
+
+    Args:
+      ports: held for its tasks; those that replace one are released with `stack`.
+    """
 
     def __init__(
         self,
-        job: JobDescription,
-        group: Group,
-        joining: Joining,
+        settings: NodeSettings,
         *,
         ports: Sequence[HeldPort],
-        task_factory: TaskFactory,
-        screen: JobScreen,
-        signals: SignalPipe,
         stack: contextlib.ExitStack,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job = job
-        self._group = group
-        self._joining = joining
+        self._settings = settings
+        self._screen = settings.screen
         self._ports = list(ports)
-        self._hold = partial(hold_ports, host=ports[0].host, among=job.ports)
-        self._task_factory = task_factory
-        self._screen = screen
-        self._signals = signals
+        self._hold = partial(hold_ports, host=ports[0].host, among=settings.job.ports)
         self._stack = stack
         self._clock = clock
-        self._asked: int | None = None
+        self._stop_signal: int | None = None
         self._here: NodeTasks | None = None
 
     def run(self) -> int:
         """Come to host 0, as often as it is lost and the job may be started again."""
-        options = self._job.options
+        options = self._settings.job.options
         while True:
-            member = self._joining.join(
+            member = self._settings.joining.join(
                 within_s=options.startup_timeout_s,
-                wake_fds=[self._signals.fd],
+                wake_fds=[self._settings.signals.fd],
                 is_over=self._is_stop_requested,
             )
             if member is None:
-                return exit_code_for(self._asked or signal.SIGTERM)
+                return exit_code_for(self._stop_signal or signal.SIGTERM)
             try:
                 code = self._serve(member)
             finally:
@@ -185,18 +199,20 @@ class Node:
                 self._end_attempt()
             if code is not None:
                 return code
-            self._screen.say(f"the launcher of {self._group.hosts[0]} is gone: {member.lost}")
+            self._screen.say(
+                f"the launcher of {self._settings.group.hosts[0]} is gone: {member.lost}"
+            )
             self._screen.flush()
-            if self._asked is not None:
-                return exit_code_for(self._asked)
+            if self._stop_signal is not None:
+                return exit_code_for(self._stop_signal)
             if not options.max_restarts:
                 return EXIT_PEER_MISSING
 
     def _is_stop_requested(self) -> bool:
-        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
-        if came and self._asked is None:
-            self._asked = came[0]
-        return self._asked is not None
+        came = [signum for signum in self._settings.signals.read() if signum in STOP_SIGNALS]
+        if came and self._stop_signal is None:
+            self._stop_signal = came[0]
+        return self._stop_signal is not None
 
     def _serve(self, member: Member) -> int | None:
         """Do what host 0 says; return the job's exit code, None if host 0 is lost."""
@@ -209,7 +225,7 @@ class Node:
                 if "end" in message:
                     return self._ended(message)
                 with contextlib.suppress(*NO_SENSE):
-                    self._obey(member, message)
+                    self._execute(member, message)
             if self._here is not None:
                 self._here.report_to(member)
         return None
@@ -226,26 +242,26 @@ class Node:
             return self._here.wait()
         self._screen.flush()
         poll = select.poll()
-        for fd in (member.fileno(), self._signals.fd):
+        for fd in (member.fileno(), self._settings.signals.fd):
             poll.register(fd, select.POLLIN)
         poll.poll(LOOK_EVERY_S * 1000)
-        return [StopRequest(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
+        return [StopRequest(signum=s) for s in self._settings.signals.read() if s in STOP_SIGNALS]
 
     def _tell(self, member: Member, event: Event) -> None:
         if isinstance(event, StopRequest):
-            self._asked = event.signum if self._asked is None else self._asked
-            self._screen.say(f"{_name(event.signum)}: {self._group.hosts[0]} ends the job")
-            member.send({"asked": int(event.signum)})
+            self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
+            self._screen.say(f"{_name(event.signum)}: {self._settings.group.hosts[0]} ends the job")
+            member.send({"stop_request": int(event.signum)})
         elif self._here is not None:
             self._here.note(event)
             lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
-            member.send({**told(event, now_s=self._clock()), "lines": lines})
+            member.send({**encode_event(event, now_s=self._clock()), "lines": lines})
 
-    def _obey(self, member: Member, message: Message) -> None:
+    def _execute(self, member: Member, message: Message) -> None:
         match message:
-            case {"attempt": dict(attempt)}:
+            case {"attempt": attempt}:
                 self._end_attempt()
-                self._begin(member, attempt)
+                self._begin(member, decode(Attempt, attempt))
             case {"start": name, "log": str(log)}:
                 if self._here is not None:
                     for event in self._here.start(task_of(name), log=log):
@@ -257,16 +273,14 @@ class Node:
                 self._screen.show_failure(task_of(name), cause)
             case _:
                 if self._here is not None:
-                    self._here.obey(message)
+                    self._here.execute(message)
 
-    def _begin(self, member: Member, told: Message) -> None:
+    def _begin(self, member: Member, attempt: Attempt) -> None:
         """Plan this host's tasks of an attempt, as the whole cluster is known now."""
-        job = dataclasses.replace(self._job, run_dir=Path(told["run_dir"]))
-        cluster = ClusterSpec.from_dict(told["cluster"])
-        tasks = [task_of(name) for name in told["tasks"]]
-        number = int(told["number"])
+        job = dataclasses.replace(self._settings.job, run_dir=Path(attempt.run_dir))
+        number, cluster, tasks = attempt.number, attempt.cluster, attempt.tasks
         self._screen.forget()
-        self._screen.hosts = {task_of(name): str(host) for name, host in told["hosts"].items()}
+        self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
         logs = job.run_dir / "logs" / f"attempt-{number}"
         specs: Sequence[ProcessSpec] = ()
         cause = ""
@@ -277,9 +291,10 @@ class Node:
             cause = f"{logs}: {error.strerror}"
         except UsageError as error:
             cause = str(error)
-        self._task_factory.check()
-        processes = self._task_factory.processes(
-            specs, chief=cluster.chief_task, fork_log=logs / f"fork-server-{self._group.rank}.log"
+        fork_log = logs / f"fork-server-{self._settings.group.rank}.log"
+        self._settings.task_factory.check()
+        processes = self._settings.task_factory.processes(
+            specs, chief=cluster.chief_task, fork_log=fork_log
         )
         processes.watch(member.fileno())
         self._here = NodeTasks(
@@ -294,11 +309,7 @@ class Node:
     def _end_attempt(self) -> None:
         here, self._here = self._here, None
         if here is not None:
-            here.end(grace_s=self._grace_s())
-
-    def _grace_s(self) -> float:
-        options = self._job.options
-        return min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+            here.end(grace_s=self._settings.grace_s)
 
 
 def _name(signum: int) -> str:

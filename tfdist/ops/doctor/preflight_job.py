@@ -13,7 +13,7 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.hostlist import parse_hosts
 from tfdist.cluster.hosts import node_plan
 from tfdist.cluster.ports import as_text, parse_ports
-from tfdist.errors import UsageError
+from tfdist.errors import require
 from tfdist.launch.multihost.hosts import rank_of
 from tfdist.launch.multihost.token import read_token
 from tfdist.ops.doctor.facts import Host
@@ -46,10 +46,16 @@ class PreflightJob:
         return self.hosts[self.index]
 
     @property
+    def terms(self) -> dict[str, str]:
+        """Return what is the same on all hosts that were told of the same job, to be shown."""
+        hosts = ",".join(f"{host.name}:{host.ports[0]}" for host in self.hosts if host.ports)
+        return {"hosts": hosts, "fingerprint": self.fingerprint}
+
+    @property
     def fingerprint(self) -> str:
         """Return what is the same on all hosts that were told of the same job."""
-        told = json.dumps([[host.name, host.ports] for host in self.hosts])
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        text = json.dumps([[host.name, host.ports] for host in self.hosts])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def job_of(
@@ -84,29 +90,36 @@ def _job_of(
         plan = node_plan(hosts, node_rank=rank, job_settings=replace(job_settings, ports=None))
         job = _placed(plan.cluster, plan.tasks[0], timeout_s=job_settings.startup_timeout_s)
         return job if among is None else _within(job, among)
-    if node_rank is not None:
-        expected, fix = "the list of which it is the place", "give --hosts a,b,... too"
-        raise UsageError("--hosts", received="nothing", expected=expected, fix=fix)
+    require(
+        node_rank is None,
+        "--hosts",
+        received="nothing",
+        expected="the list of which --node_rank is the place",
+        fix="give --hosts a,b,... too",
+        code="missing-flag",
+    )
     config = read_environment(environ)
     if config is None or not config.cluster.training_tasks():
         host = Host(name=socket.gethostname())
         return PreflightJob(
             hosts=(replace(host, ports=_tried(among, needed=1), needed=1) if among else host,)
         )
-    if among is not None:
-        raise UsageError(
-            "--ports",
-            received="it in a job that the environment tells of",
-            expected="it with --hosts, as launchers have it",
-            fix=f"set {settings.PORTS} in all tasks, as the job will have it, or leave --ports out",
-        )
-    if config.task.type == "evaluator":
-        raise UsageError(
-            "TF_CONFIG",
-            received="an evaluator",
-            expected="a task that trains",
-            fix="start the command in chief, workers and ps",
-        )
+    require(
+        among is None,
+        "--ports",
+        received="it in a job that the environment tells of",
+        expected="it with --hosts, as launchers have it",
+        fix=f"set {settings.PORTS} in all tasks, as the job will have it, or leave --ports out",
+        code="exclusive",
+    )
+    require(
+        config.task.type != "evaluator",
+        "TF_CONFIG",
+        received="an evaluator",
+        expected="a task that trains",
+        fix="start the command in chief, workers and ps",
+        code="wrong-task",
+    )
     timeout_s = config.options.startup_timeout_s
     return _placed(config.cluster, config.task, timeout_s=timeout_s)
 
@@ -114,13 +127,14 @@ def _job_of(
 def _within(job: PreflightJob, among: range) -> PreflightJob:
     """Return a job whose tasks may have any ports of a range, which some of them stand for."""
     needed = max(len(host.ports) for host in job.hosts)
-    if needed + 1 > len(among):
-        raise UsageError(
-            "--ports",
-            received=f"{as_text(among)}, {len(among)} ports",
-            expected=f"{needed + 1} or more: for the tasks of a host, and one for the launchers",
-            fix="give a larger range",
-        )
+    require(
+        needed < len(among),
+        "--ports",
+        received=f"{as_text(among)}, {len(among)} ports",
+        expected=f"{needed + 1} or more: for the tasks of a host, and one for the launchers",
+        fix="give a larger range",
+        code="too-few-ports",
+    )
     tried = _tried(among, needed=needed)
     return replace(
         job,

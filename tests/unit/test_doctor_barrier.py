@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +13,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
-from tfdist.launch.multihost.connection import MAX_FRAME_BYTES, Violation
-from tfdist.ops.doctor import barrier, port_listener
-from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
+from tfdist.launch.multihost.member import Member
+from tfdist.ops.doctor import port_listener
+from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
 from tfdist.ops.doctor.facts import Host
-from tfdist.ops.doctor.job import PreflightJob
-from tfdist.ops.doctor.port_listener import Conversation, PortListener, connected
+from tfdist.ops.doctor.port_listener import PortListener, connected
+from tfdist.ops.doctor.preflight_job import PreflightJob
 
 SOON_S = 0.3
 LONG_S = 60.0
@@ -40,7 +41,7 @@ def job(
 @contextlib.contextmanager
 def opened(first: PreflightJob) -> Iterator[HostBarrier]:
     line = port_listener.greeting(0, first.fingerprint)
-    with PortListener(line, first.host.ports, token=first.token, spare=True) as entry:
+    with PortListener(line, first.host.ports, spare=True) as entry:
         barrier = HostBarrier(first, entry)
         yield barrier
         barrier.end(0)
@@ -62,8 +63,8 @@ def test_hosts_come_together_answer_and_are_let_go(held: list[HeldPort]) -> None
     steps = {"look": lambda present: {"saw": list(present)}}
 
     def second() -> None:
-        talk = join_meeting(job(held, 1), within_s=LONG_S)
-        codes.append(attend(talk, steps, hosts=2))
+        with contextlib.closing(join_barrier(job(held, 1), within_s=LONG_S)) as member:
+            codes.append(run_steps(member, steps, hosts=2))
 
     with beside(second), opened(job(held, 0)) as barrier:
         barrier.gather(within_s=LONG_S)
@@ -88,7 +89,7 @@ def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> Non
 
     def second() -> None:
         with pytest.raises(BarrierFailed) as error:
-            join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
+            join_barrier(job(held, 1, hosts=3), within_s=LONG_S)
         refused.append(str(error.value))
 
     with beside(second), opened(job(held, 0)) as barrier:
@@ -101,14 +102,28 @@ def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> Non
 
 def test_a_host_that_finds_nobody_says_where_it_looked(held: list[HeldPort]) -> None:
     with pytest.raises(BarrierFailed, match=f"port {held[0].port}: connection refused, for 0 s"):
-        join_meeting(job(held, 1), within_s=SOON_S)
+        join_barrier(job(held, 1), within_s=SOON_S)
+
+
+@pytest.mark.parametrize(
+    ("line", "who"),
+    [("tfdist doctor 1 0 abc", "a doctor of another version"), ("SSH-2.0", "something else")],
+)
+def test_what_is_no_doctor_of_this_version_is_named(
+    line: str, who: str, held: list[HeldPort]
+) -> None:
+    with (
+        PortListener(line, [held[0].port]),
+        pytest.raises(BarrierFailed, match=f"port {held[0].port}: {who} answers"),
+    ):
+        join_barrier(job(held, 1), within_s=0.0)
 
 
 def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort]) -> None:
     with socket.create_server(("", held[0].port)), opened(job(held, 0)) as barrier:
 
         def second() -> None:
-            join_meeting(job(held, 1), within_s=LONG_S).close()
+            join_barrier(job(held, 1), within_s=LONG_S).close()
 
         with beside(second):
             barrier.gather(within_s=LONG_S)
@@ -117,9 +132,9 @@ def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort
 
 def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[HeldPort]) -> None:
     def second() -> None:
-        talk = join_meeting(job(held, 1), within_s=LONG_S)
-        talk.receive(within_s=LONG_S)
-        talk.close()
+        member = join_barrier(job(held, 1), within_s=LONG_S)
+        first_word(member)
+        member.close()
 
     with beside(second), opened(job(held, 0)) as barrier:
         barrier.gather(within_s=LONG_S)
@@ -128,13 +143,27 @@ def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[He
         assert barrier.clocks() == {}
 
 
+def test_a_host_that_goes_between_two_steps_is_named_with_the_next(held: list[HeldPort]) -> None:
+    def second() -> None:
+        member = join_barrier(job(held, 1), within_s=LONG_S)
+        first_word(member)
+        member.send({"saw": 1})
+        member.close()
+
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        assert set(barrier.ask("look", within_s=LONG_S, own=dict)) == {0, 1}
+        assert set(barrier.ask("reach", within_s=LONG_S, own=dict)) == {0}
+        assert [(a.index, a.during) for a in barrier.absent] == [(1, "reach")]
+
+
 def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
     done = threading.Event()
 
     def second() -> None:
-        talk = join_meeting(job(held, 1), within_s=LONG_S)
+        member = join_barrier(job(held, 1), within_s=LONG_S)
         done.wait(LONG_S)
-        talk.close()
+        member.close()
 
     with beside(second), opened(job(held, 0)) as barrier:
         barrier.gather(within_s=LONG_S)
@@ -143,49 +172,22 @@ def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
     assert [(a.index, a.why) for a in barrier.absent] == [(1, "no answer in time")]
 
 
-def greeted(sock: socket.socket, token: bytes = b"secret") -> Conversation:
-    """A client that has shown that it knows the token, and said nothing yet."""
-    sock.sendall(b"meet\n")
-    talk = Conversation(sock, token=token, accepts=False)
-    talk.greet(within_s=LONG_S)
-    return talk
-
-
-@pytest.mark.parametrize("hello", [{}, {"index": 99}, {"index": -1}, {"index": "1"}, {"index": []}])
-def test_whoever_says_nothing_of_sense_is_turned_away(
-    held: list[HeldPort], hello: dict[str, object]
-) -> None:
-    with opened(job(held, 0)) as barrier, connected("127.0.0.1", held[0].port) as (sock, _):
-        talk = greeted(sock)
-        talk.send(hello, within_s=LONG_S)
-        came = barrier._port_listener.clients
-        came.put(came.get(timeout=LONG_S))
-        barrier.gather(within_s=SOON_S)
-        assert talk.receive(within_s=LONG_S)["refused"] == "is none of the hosts of this job"
-        assert barrier.present == [0]
-        assert [(a.index, a.is_other_job) for a in barrier.absent] == [(1, False)]
-
-
 def test_whoever_has_another_token_is_turned_away_and_counted(held: list[HeldPort]) -> None:
     def second() -> None:
         with pytest.raises(BarrierFailed, match="another token"):
-            join_meeting(job(held, 1, token=b"guessed"), within_s=LONG_S)
+            join_barrier(job(held, 1, token=b"guessed"), within_s=LONG_S)
 
     with opened(job(held, 0)) as barrier:
         with beside(second):
-            pass
-        barrier.gather(within_s=SOON_S)
-        assert "and 1 came with another token" in barrier.absent[0].why
+            barrier.gather(within_s=1.0)
+        assert "(turned away: 127.0.0.1: a wrong token)" in barrier.absent[0].why
 
 
-def test_random_bytes_neither_end_it_nor_keep_others_out(
-    held: list[HeldPort], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tfdist.ops.doctor.port_listener._HELLO_S", SOON_S)
+def test_random_bytes_neither_end_it_nor_keep_others_out(held: list[HeldPort]) -> None:
     source = random.Random(1)
 
     def second() -> None:
-        join_meeting(job(held, 1), within_s=LONG_S).close()
+        join_barrier(job(held, 1), within_s=LONG_S).close()
 
     with opened(job(held, 0)) as barrier:
         for count in range(100):
@@ -226,66 +228,51 @@ def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(
         assert late.recv(6) == b"hello\n"
 
 
-def pair() -> tuple[Conversation, Conversation]:
-    ours, theirs = socket.socketpair()
-    first = Conversation(ours, token=b"secret", accepts=True)
-    second = Conversation(theirs, token=b"secret", accepts=False)
-    with beside(lambda: first.greet(within_s=LONG_S)):
-        second.greet(within_s=LONG_S)
-    return first, second
+def test_a_host_takes_no_steps_but_its_own(held: list[HeldPort]) -> None:
+    def second() -> None:
+        member = join_barrier(job(held, 1), within_s=LONG_S)
+        with (
+            contextlib.closing(member),
+            pytest.raises(BarrierFailed, match="it asks for the step 'remove'"),
+        ):
+            run_steps(member, {}, hosts=2)
+
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        assert set(barrier.ask("remove", within_s=LONG_S, own=dict)) == {0}
 
 
-def test_a_host_takes_no_steps_but_its_own() -> None:
-    first, second = pair()
-    with contextlib.closing(first), contextlib.closing(second):
-        first.send({"do": "remove", "present": []}, within_s=LONG_S)
-        with pytest.raises(BarrierFailed, match="the step 'remove'"):
-            attend(second, {}, hosts=2)
+def test_a_first_host_that_goes_is_noticed(held: list[HeldPort]) -> None:
+    def second() -> None:
+        member = join_barrier(job(held, 1), within_s=LONG_S)
+        with (
+            contextlib.closing(member),
+            pytest.raises(BarrierFailed, match="it has closed the connection"),
+        ):
+            run_steps(member, {}, hosts=2)
+
+    with beside(second), opened(job(held, 0)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        barrier.lose(1, "as if the process had ended", step="look")
 
 
-def test_a_host_waits_for_the_first_word_while_the_others_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(barrier, "STEP_TIMEOUT_S", 0.1)
-    for gathering_s in (LONG_S, 0.0):
-        first, second = pair()
-        after_s, word = 0.5 if gathering_s else LONG_S, {"do": "end", "exit_code": 1}
-        later = threading.Timer(after_s, first.send, [word], {"within_s": LONG_S})
-        with contextlib.closing(first), contextlib.closing(second):
-            later.start()
-            if gathering_s:
-                assert attend(second, {}, hosts=2, gathering_s=gathering_s) == 1
-            else:
-                with pytest.raises(BarrierFailed):
-                    attend(second, {}, hosts=2)
-                later.cancel()
-            later.join()
-
-
-def test_messages_are_bounded_and_late_ones_are_not_waited_for() -> None:
-    first, second = pair()
-    with contextlib.closing(first), contextlib.closing(second):
-        with pytest.raises(ValueError, match="a message of"):
-            first.send({"x": "y" * MAX_FRAME_BYTES}, within_s=LONG_S)
-        with pytest.raises(TimeoutError):
-            second.receive(within_s=SOON_S)
-        first._socket.sendall(b"\xff" * 64)
-        with pytest.raises(Violation):
-            second.receive(within_s=LONG_S)
-
-
-def test_a_stranger_does_not_end_the_wait_and_nobody_has_anothers_place(
-    held: list[HeldPort],
-) -> None:
+def test_nobody_has_the_rank_of_another(held: list[HeldPort]) -> None:
     def others() -> None:
-        with connected("127.0.0.1", held[0].port) as (sock, _):
-            greeted(sock).send({"index": 99}, within_s=LONG_S)
-        first = join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
-        with pytest.raises(BarrierFailed, match="is there already"):
-            join_meeting(job(held, 1, hosts=3), within_s=LONG_S)
-        join_meeting(job(held, 2, hosts=3), within_s=LONG_S).close()
-        first.close()
+        with contextlib.closing(join_barrier(job(held, 1, hosts=3), within_s=LONG_S)):
+            with pytest.raises(BarrierFailed, match=r"rank 1 is that of 127\.0\.0\.1 already"):
+                join_barrier(job(held, 1, hosts=3), within_s=0.0)
+            join_barrier(job(held, 2, hosts=3), within_s=LONG_S).close()
 
     with opened(job(held, 0, hosts=3)) as barrier, beside(others):
         barrier.gather(within_s=LONG_S)
-        assert barrier.present == [0, 1, 2]
+        assert barrier.absent == []
+
+
+def first_word(member: Member) -> object:
+    """What the first host says first."""
+    while not member.lost:
+        select.select([member], [], [], LONG_S)
+        member.turn()
+        for message in member.take_messages():
+            return message
+    raise AssertionError(member.lost)

@@ -16,6 +16,7 @@ import pytest
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
+from tfdist.launch.multihost.messages import decode, encode
 from tfdist.ops.doctor import machine, port_listener, report
 from tfdist.ops.doctor.checks import RULES, TOPICS, check
 from tfdist.ops.doctor.checks.network import excepted
@@ -34,11 +35,9 @@ from tfdist.ops.doctor.facts import (
     Reach,
     ReverseFacts,
     Wire,
-    as_json,
-    read,
 )
-from tfdist.ops.doctor.job import job_of
 from tfdist.ops.doctor.port_listener import PortListener
+from tfdist.ops.doctor.preflight_job import job_of
 from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
 from tfdist.ops.lint import RULES as LINT_RULES
@@ -250,23 +249,32 @@ CASES = [(code, facts) for code, several in BROKEN.items() for facts in several]
 IDS = [f"{code}-{n}" for code, several in BROKEN.items() for n in range(len(several))]
 
 
+def examined(facts: JobFacts) -> PreflightResult:
+    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=1.5)
+
+
 def test_a_good_job_has_no_finding() -> None:
-    assert check(GOOD) == []
+    assert examined(GOOD).findings == ()
+    assert report.exit_code(()) == 0
 
 
 @pytest.mark.parametrize(("code", "facts"), CASES, ids=IDS)
-def test_what_is_broken_is_caught_by_its_rule_and_no_other(code: str, facts: JobFacts) -> None:
-    assert {finding.code for finding in check(facts)} == {code}
-
-
-@pytest.mark.parametrize(("code", "facts"), CASES, ids=IDS)
-def test_every_finding_names_a_host_and_has_a_fix(code: str, facts: JobFacts) -> None:
-    for finding in check(facts):
+def test_what_is_broken_is_caught_by_its_rule_alone_and_told_with_hosts_and_fix(
+    code: str, facts: JobFacts
+) -> None:
+    result = examined(facts)
+    assert {finding.code for finding in result.findings} == {code}
+    for finding in result.findings:
         assert finding.hosts
         assert set(finding.hosts) <= set(NAMES)
-        assert finding.received
-        assert finding.expected
-        assert finding.fix
+        assert all((finding.received, finding.expected, finding.fix))
+    severity = RULES[code].severity
+    assert report.exit_code(result.findings) == (2 if severity is Severity.ERROR else 1)
+    lines = report.as_text(result).splitlines()
+    assert all(any(line.startswith(topic.name) for line in lines) for topic in TOPICS)
+    at = next(i for i, line in enumerate(lines) if code in line)
+    assert severity.value in lines[at]
+    assert "Fix: " in lines[at + 1]
 
 
 def test_every_rule_has_broken_facts_and_every_topic_a_number_of_its_own() -> None:
@@ -373,7 +381,7 @@ def test_the_proxy_is_the_one_that_grpc_takes(environ: dict[str, str], expected:
 
 def test_facts_come_through_as_they_were() -> None:
     for facts in (GOOD, *(facts for _, facts in CASES)):
-        assert read(JobFacts, json.loads(json.dumps(as_json(facts)))) == facts
+        assert decode(JobFacts, json.loads(json.dumps(encode(facts)))) == facts
 
 
 @pytest.mark.parametrize(
@@ -391,9 +399,9 @@ def test_facts_come_through_as_they_were() -> None:
     ],
 )
 def test_what_is_no_fact_is_refused(changes: dict[str, object]) -> None:
-    good: Any = json.loads(json.dumps(as_json(host(1))))
+    good: Any = json.loads(json.dumps(encode(host(1))))
     with pytest.raises(ValueError, match=r"."):
-        read(HostFacts, {**good, **changes})
+        decode(HostFacts, {**good, **changes})
 
 
 # Gathering
@@ -521,18 +529,18 @@ def test_a_range_of_ports_comes_from_a_flag_or_a_variable() -> None:
         (["--node_rank", "1"], "--hosts"),
         (["--hosts", "a,b", "--node_rank", "2"], "0 to 1"),
         (["--hosts"], "no value"),
-        (["--node_rank", "x", "--hosts", "a"], "a number from 0 on"),
-        (["--startup_timeout_s", "-1"], "a positive number"),
-        (["--startup_timeout_s", "\uff12"], "a positive number"),
-        (["--startup_timeout_s", "+2"], "a positive number"),
-        (["--node_rank", "+1", "--hosts", "a"], "a number from 0 on"),
+        (["--node_rank", "x", "--hosts", "a"], "an integer"),
+        (["--startup_timeout_s", "-1"], "a number of seconds above 0"),
+        (["--startup_timeout_s", "\uff12"], "a number"),
+        (["--startup_timeout_s", "+2"], "a number"),
+        (["--node_rank", "+1", "--hosts", "a"], "an integer"),
         (["--hosts", "a,b", "--hosts=b,c"], "--hosts: received it twice"),
         (["--quick", "--quick"], "--quick: received it twice"),
         (["--ports", "2000"], "first-last"),
         (["--hosts", "a:2", "--node_rank", "0", "--ports", "2000-2001"], "expected 3 or more"),
         (["--shared_dir", ""], "the path of a directory"),
         (["--shard_dir", "x"], "did you mean '--shared_dir'"),
-        (["train.py"], "a flag of the doctor"),
+        (["train.py"], "no more than its --help tells"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(
@@ -554,29 +562,8 @@ def test_an_evaluator_is_told_to_leave_it() -> None:
 # The answer
 
 
-def verdict(facts: JobFacts) -> PreflightResult:
-    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=1.5)
-
-
-def test_exit_codes_are_of_the_worst_finding() -> None:
-    assert report.exit_code(check(GOOD)) == 0
-    for code, facts in CASES:
-        error = RULES[code].severity is Severity.ERROR
-        assert report.exit_code(check(facts)) == (2 if error else 1)
-
-
-@pytest.mark.parametrize(("code", "facts"), CASES, ids=IDS)
-def test_the_table_has_a_line_for_each_topic_and_the_fix(code: str, facts: JobFacts) -> None:
-    lines = report.as_text(verdict(facts)).splitlines()
-    for topic in TOPICS:
-        assert any(line.startswith(topic.name) for line in lines)
-    at = next(i for i, line in enumerate(lines) if code in line)
-    assert RULES[code].severity.value in lines[at]
-    assert "Fix: " in lines[at + 1]
-
-
 def test_json_has_the_findings_the_topics_that_are_well_and_the_facts() -> None:
-    printed = json.loads(report.as_json(verdict(with_versions(keras="3.0"))))
+    printed = json.loads(report.as_json(examined(with_versions(keras="3.0"))))
     assert printed["exit_code"] == EXIT_USAGE
     (finding,) = printed["findings"]
     assert (finding["code"], finding["severity"], finding["hosts"]) == ("D504", "error", ["b"])
@@ -588,7 +575,7 @@ def test_json_has_the_findings_the_topics_that_are_well_and_the_facts() -> None:
 
 
 def test_what_others_send_does_not_write_over_the_terminal() -> None:
-    text = report.as_text(verdict(with_name(2, error="\x1b[2Jgone\n")))
+    text = report.as_text(examined(with_name(2, error="\x1b[2Jgone\n")))
     assert "\x1b" not in text
 
 
