@@ -6,24 +6,25 @@ import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.ops.submit import tools
-from tfdist.ops.submit.tools import CommandResult
+from tfdist.ops.submit.tools import Result
 from tfdist.submit import main
 
 
 class Recorded:
     """Answers each command by the first of the given answers that its words begin."""
 
-    def __init__(self, **answers: CommandResult) -> None:
+    def __init__(self, **answers: Result) -> None:
         self.answers = answers
         self.asked: list[str] = []
         self.texts: list[str] = []
 
-    def __call__(self, argv: Sequence[str], text: str) -> CommandResult:
+    def __call__(self, argv: Sequence[str], text: str) -> Result:
         self.asked.append(shlex.join(argv))
         self.texts.append(text)
         names = [word.replace("-", "_").strip("_").partition("=")[0] for word in argv]
@@ -31,12 +32,12 @@ class Recorded:
         return found[0] if found else says("")
 
 
-def says(text: str, *, errors: str = "") -> CommandResult:
-    return CommandResult(exit_code=0, output=text, errors=errors)
+def says(text: str, *, errors: str = "") -> Result:
+    return CompletedProcess([], 0, text, errors)
 
 
-def fails(text: str) -> CommandResult:
-    return CommandResult(exit_code=1, output="", errors=text)
+def fails(text: str) -> Result:
+    return CompletedProcess([], 1, "", text)
 
 
 def test_a_script_is_given_to_sbatch() -> None:

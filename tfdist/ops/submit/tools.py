@@ -14,20 +14,12 @@ _DEADLINE_S = 60.0
 _MAX_PODS_OF_LOGS = 10_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommandResult:
-    """What a command said and how it ended."""
-
-    exit_code: int
-    output: str
-    errors: str
-
-
-Run = Callable[[Sequence[str], str], CommandResult]
+Result = subprocess.CompletedProcess[str]
+Run = Callable[[Sequence[str], str], Result]
 """Runs a command with a text as its input."""
 
 
-def run(argv: Sequence[str], text: str = "") -> CommandResult:
+def run(argv: Sequence[str], text: str = "") -> Result:
     """Run a command and return its answer.
 
     Raises:
@@ -35,7 +27,7 @@ def run(argv: Sequence[str], text: str = "") -> CommandResult:
         TfdistError: it did not answer within a minute.
     """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
         )
     except (FileNotFoundError, PermissionError):
@@ -44,7 +36,6 @@ def run(argv: Sequence[str], text: str = "") -> CommandResult:
         raise wrong("to", f"no {argv[0]}", expected, fix, "no-command") from None
     except subprocess.TimeoutExpired:
         raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
-    return CommandResult(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +51,7 @@ def sbatch(script: str, *, name: str, run: Run = run) -> Submitted:
     answer = run(["sbatch", "--parsable"], script)
     job = _output_of(answer, "sbatch").strip().partition(";")[0]
     text = f"job {job} ({name}); output: {name}-{job}.out"
-    return Submitted(text=text, warnings=_lines(answer.errors))
+    return Submitted(text=text, warnings=_lines(answer.stderr))
 
 
 def squeue(name: str, *, run: Run = run) -> str:
@@ -108,7 +99,7 @@ def apply(
     _output_of(run([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests), "kubectl")
     answer = run([*kubectl, "apply", "--filename=-"], manifests)
     # Of pods that the namespace will not admit the server warns, and takes the job all the same.
-    return Submitted(text=_output_of(answer, "kubectl"), warnings=_lines(answer.errors))
+    return Submitted(text=_output_of(answer, "kubectl"), warnings=_lines(answer.stderr))
 
 
 def pods(name: str, *, kind: str, namespace: str | None, label: str, run: Run = run) -> str:
@@ -136,22 +127,22 @@ def _kubectl(namespace: str | None) -> list[str]:
     return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
 
 
-def _output_of(answer: CommandResult, command: str) -> str:
+def _output_of(answer: Result, command: str) -> str:
     """Return what a command printed; raise its own words, in one line, if it failed."""
-    if not answer.exit_code:
-        return answer.output
+    if not answer.returncode:
+        return answer.stdout
     line = _main_line(answer)
     fix = "correct what it names"
     if re.search('namespaces "[^"]*" not found', line):
         fix = "correct --namespace, or make it with kubectl create namespace"
-    received = f"exit code {answer.exit_code}: {line}"
+    received = f"exit code {answer.returncode}: {line}"
     expected = "it to do as asked"
     raise UsageError(command, received=received, expected=expected, fix=fix, code="refused")
 
 
-def _main_line(answer: CommandResult) -> str:
+def _main_line(answer: Result) -> str:
     """Return the line that says most: the first with an error, past the lines of a log."""
-    lines = _lines(answer.errors or answer.output)
+    lines = _lines(answer.stderr or answer.stdout)
     return next((line for line in lines if "error" in line.lower()), (lines or ("nothing",))[-1])
 
 
