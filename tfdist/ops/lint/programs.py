@@ -48,7 +48,8 @@ def check_command(
         try:
             options = parse(arguments)
         except UsageError as error:
-            yield of_error(error.code or "LCH002", _at(place, error.where), error)
+            rule = error.code if error.code.isupper() else "LCH002"  # else no rule has its code
+            yield of_error(rule, _at(place, error.where), error)
             return
         if options is None or options.program.target != TRAIN:
             return
