@@ -232,15 +232,6 @@ def test_a_task_that_is_deaf_is_killed_when_its_grace_is_over():
     assert (state.is_over, state.exit_code) == (True, 143)
 
 
-def test_a_worker_whose_host_is_gone_is_not_started_again_alone():
-    state = job(PS_JOB, max_restarts=3)
-    gone = Awakening(at_s=4.0, events=(ended(W1, 4.0, 4),), unreachable=frozenset({W1}))
-    decided = replay(state, *begun(PS_JOB), gone)
-    assert decided[-1][1][0] == ShowFailure(W1, "exit code 4")
-    assert state.verdict.restart
-    assert not state.restarts
-
-
 class Answers:
     """Gives a job its events, and has its tasks do what was decided at the next moment."""
 
