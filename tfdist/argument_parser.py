@@ -83,6 +83,8 @@ class Parser(argparse.ArgumentParser):
                 return
             flag = word.partition("=")[0]
             action = self._option_string_actions.get(flag)
+            if isinstance(action, argparse._AppendAction):
+                continue  # it repeats
             if action is not None and action.dest in seen:
                 raise given_twice(flag)
             seen |= set() if action is None else {action.dest}

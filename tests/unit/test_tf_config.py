@@ -151,12 +151,6 @@ def test_no_tf_config_means_no_job(read: Callable[..., TaskConfig | None]) -> No
     assert read({"TF_CONFIG": GOOD}) == decode(GOOD)
 
 
-def test_the_first_reader_that_knows_the_environment_decides() -> None:
-    first, second = decode(GOOD), decode(config_text(cluster=PS))
-    readers = (lambda environ: None, lambda environ: first, lambda environ: second)
-    assert read_environment({}, readers=readers) == first
-
-
 # The evaluator
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import shown, shown_json
-from tfdist.cluster.job import STRATEGIES, JobOptions, addressed_tasks, build_cluster
+from tfdist.cluster.job import JobOptions
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.errors import UsageError, near
 
@@ -132,20 +132,6 @@ _REPAIRS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ),
 )
 
-
-__all__ = [
-    "STRATEGIES",
-    "VARIABLE",
-    "JobOptions",
-    "TaskConfig",
-    "addressed_tasks",
-    "build_cluster",
-    "decode",
-    "encode",
-    "from_environ",
-    "job_configs",
-    "resolved_strategy",
-]
 
 VARIABLE = "TF_CONFIG"
 

@@ -19,12 +19,17 @@ from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
 from tfdist.launch.machine import this_machine
-from tfdist.launch.multihost.connection import own_address
-from tfdist.launch.multihost.follower import Node
-from tfdist.launch.multihost.hosts import Group, decided_group, environment_of_tasks, terms
+from tfdist.launch.multihost.hosts import (
+    Group,
+    decided_group,
+    environment_of_tasks,
+    own_address,
+    terms,
+)
 from tfdist.launch.multihost.hub import Hub, listen
 from tfdist.launch.multihost.leader import Team, TeamProcesses, TeamScreen
 from tfdist.launch.multihost.member import Joining
+from tfdist.launch.multihost.node import Node, NodeSettings
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import (
     JobDescription,
@@ -305,16 +310,15 @@ class _Part:
             clock=time.monotonic,
         )
         with task_factory:
-            return Node(
-                job,
-                group,
-                joining,
-                ports=self.ports,
+            node = NodeSettings(
+                job=job,
+                group=group,
+                joining=joining,
                 task_factory=task_factory,
                 screen=self.screen,
                 signals=self.signals,
-                stack=stack,
-            ).run()
+            )
+            return Node(node, ports=self.ports, stack=stack).run()
 
     def _hub(self) -> Hub:
         group = self.group

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
-from tfdist.cluster.phases import UNTIMED
 from tfdist.launch.events import Beat, TaskPendingWork
+from tfdist.phases import UNTIMED
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""

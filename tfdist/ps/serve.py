@@ -17,7 +17,8 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import Task, TaskConfig, phases
+from tfdist import phases
+from tfdist.cluster import Task, TaskConfig
 from tfdist.errors import UsageError
 from tfdist.strategy.chief_watch import wait_for_chief_to_end
 from tfdist.strategy.rendezvous import serves

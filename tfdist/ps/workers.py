@@ -21,7 +21,8 @@ from typing import Any, Generic, TypeVar
 import tensorflow as tf
 from tensorflow.python.eager import executor as tf_executor
 
-from tfdist.cluster import Task, phases
+from tfdist import phases
+from tfdist.cluster import Task
 from tfdist.errors import PeerLost
 from tfdist.ps.closure import Done, WorkerIncarnation, WorkUnit, is_of_the_network, running_on
 from tfdist.ps.members import Members

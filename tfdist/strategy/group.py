@@ -14,7 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import phases, read_environment
+from tfdist import phases
+from tfdist.cluster import read_environment
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import select
 import selectors
 import socket
 from collections import Counter
@@ -17,6 +18,7 @@ from tfdist.launch.multihost.connection import Channel, Link, Message, Violation
 CHECK_EVERY_S = 0.5
 
 _GREETING_S = 10.0
+_GOODBYE_S = 2.0
 _SPARE_CLIENTS = 64
 _MAX_ACCEPTS = 256  # at once, so that those who are in are heard meanwhile
 _MAX_TURNED_AWAY = 16
@@ -67,20 +69,21 @@ class _Client:
 
 
 class Hub:
-    """Listens for the others, of ranks 1 and up. `turn` does what there is to do, and waits not.
+    """The connections of host 0 to the others, of ranks 1 and up. `turn` does not wait.
 
     Whoever does not know the token, says nothing, or says what no launcher says is dropped. Their
     number is limited, and so is what any of them can have us keep.
 
     Args:
+      listener: where the others come; None where `add` is to be called with each of them.
       num_ranks: of all hosts; ours is 0.
-      max_strangers: how many may be connected that have not joined; by default some more than
-        there are ranks.
+      max_unauthenticated: how many may be connected that have not joined; by default some more
+        than there are ranks.
     """
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: socket.socket | None,
         *,
         token: bytes,
         terms: Mapping[str, str],
@@ -103,7 +106,8 @@ class Hub:
         self._turned_away: Counter[str] = Counter()
         self._selector = selectors.EpollSelector()
         self._is_listening = False
-        listener.setblocking(False)
+        if listener is not None:
+            listener.setblocking(False)
         self._listen(True)
 
     def fileno(self) -> int:
@@ -130,10 +134,10 @@ class Hub:
         return self._checked_s + CHECK_EVERY_S
 
     def turn(self) -> None:
-        """Accepts, reads, writes, and looks who is silent."""
+        """Accept, read, write, and drop who is silent."""
         for key, _ in self._selector.select(0):
-            if key.fileobj is self._listener:
-                self._accept()
+            if key.fileobj is self._listener and self._listener is not None:
+                self._accept(self._listener)
             elif (client := self._clients.get(key.fd)) is not None:
                 self._serve(client)
         if self._clock() >= self.next_s:
@@ -149,6 +153,30 @@ class Hub:
         if (client := self._members.get(rank)) is not None:
             self._with(client, lambda: client.channel.send(message))
 
+    def add(self, sock: socket.socket, *, address: str) -> None:
+        """Take in a connection that was accepted; it has yet to show that it knows the token."""
+        channel = Channel(sock, Link(self._token, accepts=True), clock=self._clock)
+        client = _Client(channel=channel, address=address, came_s=self._clock())
+        self._make_room()
+        self._clients[channel.fileno()] = client
+        self._selector.register(channel.fileno(), client.events)
+        self._with(client, channel.flush)
+
+    def drop(self, rank: int, cause: str) -> None:
+        """End the connection to a host; nothing happens if it is gone."""
+        if (client := self._members.get(rank)) is not None:
+            self._drop(client, cause)
+
+    def end(self, message: Message) -> None:
+        """Send a last message to all, wait a moment for them to hang up, and close everything."""
+        for rank in self.present:
+            self.send(rank, message)
+        deadline_s = self._clock() + _GOODBYE_S
+        while self.present and self._clock() < deadline_s:
+            select.select([self], [], [], 0.1)
+            self.turn()
+        self.close()
+
     def close(self) -> None:
         """Close everything."""
         for client in list(self._clients.values()):
@@ -158,23 +186,18 @@ class Hub:
         self._clients.clear()
         self._members.clear()
         self._selector.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(_MAX_ACCEPTS):
             try:
-                sock, address = self._listener.accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     self._pause(error)
                 return  # else there is nobody any more
-            link = Link(self._token, accepts=True)
-            channel = Channel(sock, link, clock=self._clock)
-            client = _Client(channel=channel, address=str(address[0]), came_s=self._clock())
-            self._make_room()
-            self._clients[channel.fileno()] = client
-            self._selector.register(channel.fileno(), client.events)
-            self._with(client, channel.flush)
+            self.add(sock, address=str(address[0]))
 
     def _pause(self, error: OSError) -> None:
         """Leave who comes waiting until the next check, as accepting fails until then.
@@ -187,9 +210,11 @@ class Hub:
 
     def _listen(self, wanted: bool) -> None:
         """Watch the listener, or do not."""
-        if wanted and not self._is_listening:
+        if self._listener is None or wanted == self._is_listening:
+            return
+        if wanted:
             self._selector.register(self._listener, selectors.EVENT_READ)
-        elif self._is_listening and not wanted:
+        else:
             self._selector.unregister(self._listener)
         self._is_listening = wanted
 
@@ -269,7 +294,7 @@ class Hub:
             self._news.append(Lost(rank=client.rank, cause=cause))
 
     def _check(self) -> None:
-        """Shows the others that we live, and drops those of whom nothing is heard."""
+        """Send heartbeats that are due, and drop those of whom nothing is heard."""
         self._checked_s = now_s = self._clock()
         self._listen(True)
         for client in list(self._clients.values()):

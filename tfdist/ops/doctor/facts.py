@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,56 +229,8 @@ class JobFacts:
         return self.hosts[index].name
 
 
-def as_json(facts: object) -> dict[str, object]:
-    """Return facts as a JSON object."""
-    made: dict[str, object] = dataclasses.asdict(facts)  # type: ignore[call-overload]
-    return made
-
-
-# Decoding of probe results that another host has sent, with type checks.
-
-T = TypeVar("T")
-
-
-def read(kind: type[T], value: object) -> T:
-    """Return the facts in `value`, what is missing having its default.
-
-    Raises:
-        ValueError: something is of another type, or has a name that `kind` does not.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"no {kind.__name__}")
-    hints = typing.get_type_hints(kind)
-    if unknown := set(value) - set(hints):
-        raise ValueError(f"{kind.__name__} with {sorted(map(str, unknown))[0]}")
-    try:
-        return kind(**{name: _one(hints[name], item) for name, item in value.items()})
-    except TypeError:
-        raise ValueError(f"{kind.__name__} without some of its parts") from None
-
-
-def _one(hint: Any, value: object) -> object:
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _one(next(kind for kind in inside if kind is not types.NoneType), value)
-    if origin is tuple:
-        return _several(inside, value)
-    if dataclasses.is_dataclass(hint):
-        return read(typing.cast("type[Any]", hint), value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise ValueError(f"{type(value).__name__} for {hint.__name__}")
-    return value
-
-
-def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{type(value).__name__} for a list")
-    if inside[-1] is Ellipsis:
-        return tuple(_one(inside[0], item) for item in value)
-    if len(value) != len(inside):
-        raise ValueError(f"{len(value)} parts of {len(inside)}")
-    return tuple(_one(kind, item) for kind, item in zip(inside, value, strict=True))
+def reason_of(error: OSError) -> str:
+    """Return what an error says, without its number."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return (error.strerror or str(error)).lower()

@@ -13,8 +13,8 @@ from tfdist.ops.lint.environment import (
     check_variables,
     is_ours,
 )
-from tfdist.ops.lint.findings import Finding, Location
 from tfdist.ops.lint.programs import check_command, check_config_file, grace_s
+from tfdist.ops.lint.rules import Finding, Location
 
 KINDS = ("tf_config", "config", "manifest", "environ")
 """What ``--kind`` may be."""

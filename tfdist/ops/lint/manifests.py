@@ -13,10 +13,11 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster import placement, settings
+from tfdist.cluster.hostlist import parse_hosts, ranks_of
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.ops.lint.findings import Finding, Location
+from tfdist.ops.lint.rules import Finding, Location
 
 _DEFAULT_GRACE_S = 30
 _MAX_PODS = 1 << 16
@@ -110,8 +111,8 @@ class Workload:
         """Return the first TFDIST_HOSTS that can be read, and the container that has it."""
         for container in self.containers:
             try:
-                listed = placement.parse_hosts(container.values.get(settings.HOSTS, ""))
-                return container, placement.ranks_of(listed)
+                listed = parse_hosts(container.values.get(settings.HOSTS, ""))
+                return container, ranks_of(listed)
             except UsageError:
                 continue  # the check of the variables says it
         return None

@@ -19,7 +19,7 @@ from typing import Any
 
 from tfdist.configs import FIELDS
 from tfdist.errors import UsageError
-from tfdist.ops.lint.findings import Finding, Location, of_error
+from tfdist.ops.lint.rules import Finding, Location, of_error
 
 LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.ops.submit.command import wrong
 
 _DEADLINE_S = 60.0
 _MAX_PODS_OF_LOGS = 10_000
@@ -40,7 +41,7 @@ def ask(argv: Sequence[str], text: str = "") -> CommandResult:
     except (FileNotFoundError, PermissionError):
         fix = f"run it where {argv[0]} is, or see what would be submitted with --dry_run"
         expected = f"the command {argv[0]} on PATH"
-        raise UsageError("--to", received=f"no {argv[0]}", expected=expected, fix=fix) from None
+        raise wrong("to", f"no {argv[0]}", expected, fix, "no-command") from None
     except subprocess.TimeoutExpired:
         raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
     return CommandResult(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
@@ -70,7 +71,7 @@ def squeue(name: str, *, ask: Ask = ask) -> str:
         "squeue",
     )
     if len(shown.splitlines()) < 2:
-        raise _nothing("--status", name, "squeue")
+        raise _nothing("status", name, "squeue")
     return shown
 
 
@@ -80,11 +81,11 @@ def slurm_output(name: str, *, ask: Ask = ask) -> str:
     # 7+1 is a component of job 7, which alone has an output.
     jobs = re.findall(r"^\s*(\d+)", _told(ask(listed, ""), "squeue"), re.MULTILINE)
     if not jobs:
-        raise _nothing("--logs", name, "squeue")
+        raise _nothing("logs", name, "squeue")
     shown = _told(ask(["scontrol", "show", "job", max(jobs, key=int)], ""), "scontrol")
     output = re.search(r"^\s*StdOut=(.*\S)", shown, re.MULTILINE)
     if output is None:
-        raise _nothing("--logs", name, "squeue")
+        raise _nothing("logs", name, "squeue")
     return output[1]
 
 
@@ -102,8 +103,8 @@ def apply(
     is_there = [*kubectl, "get", f"{kind}/{name}", "--ignore-not-found", "--output=name"]
     if found := _told(ask(is_there, ""), "kubectl").strip():
         fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found}"
-        expected = "a name that no job has"
-        raise UsageError("--name", received=f"{name}: {found} is there", expected=expected, fix=fix)
+        received = f"{name}: {found} is there"
+        raise wrong("name", received, "a name that no job has", fix, "exists")
     _told(ask([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests), "kubectl")
     answer = ask([*kubectl, "apply", "--filename=-"], manifests)
     # Of pods that the namespace will not admit the server warns, and takes the job all the same.
@@ -127,7 +128,7 @@ def pod_logs(name: str, *, namespace: str | None, label: str, ask: Ask = ask) ->
     argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
     shown = _told(ask(argv, ""), "kubectl")
     if not shown:
-        raise _nothing("--logs", name, "kubectl")
+        raise _nothing("logs", name, "kubectl")
     return shown
 
 
@@ -144,7 +145,8 @@ def _told(answer: CommandResult, command: str) -> str:
     if re.search('namespaces "[^"]*" not found', said):
         fix = "correct --namespace, or make it with kubectl create namespace"
     received = f"exit code {answer.exit_code}: {said}"
-    raise UsageError(command, received=received, expected="it to do as asked", fix=fix)
+    expected = "it to do as asked"
+    raise UsageError(command, received=received, expected=expected, fix=fix, code="refused")
 
 
 def _said(answer: CommandResult) -> str:
@@ -162,4 +164,4 @@ def _lines(text: str) -> tuple[str, ...]:
 def _nothing(flag: str, name: str, command: str) -> UsageError:
     expected = f"the name of a job that {command} still knows"
     fix = "correct the name" + (", or give its --namespace" if command == "kubectl" else "")
-    return UsageError(flag, received=repr(name), expected=expected, fix=fix)
+    return wrong(flag, repr(name), expected, fix, "unknown-job")
