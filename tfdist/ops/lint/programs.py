@@ -19,7 +19,7 @@ from typing import Any
 
 from tfdist.configs import FIELDS
 from tfdist.errors import UsageError
-from tfdist.ops.lint.rules import Finding, Location, of_error
+from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 
 LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 
@@ -48,7 +48,7 @@ def check_command(
         try:
             options = parse(arguments)
         except UsageError as error:
-            rule = error.code if error.code.isupper() else "LCH002"  # else no rule has its code
+            rule = error.code if error.code in RULES else "LCH002"
             yield of_error(rule, _at(place, error.where), error)
             return
         if options is None or options.program.target != TRAIN:
