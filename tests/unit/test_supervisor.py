@@ -538,6 +538,14 @@ def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
     assert "cannot be started" in attempt.first_failure.cause
 
 
+def test_a_worker_whose_host_is_gone_is_not_started_again_alone(history):
+    history.gone = {W1}
+    history.ends(W1, 5, status=75)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
+    assert (attempt.exit_code, attempt.restarts) == (75, ())
+    assert attempt.restart
+
+
 # a ps job that goes on without a worker
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Awakening, Beat, Begin, Ended, Raised, Started, StopRequest
@@ -11,6 +15,7 @@ from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.launch.state import (
+    EVALUATOR,
     RESTART_GRACE_S,
     AskForStacks,
     JobRules,
@@ -45,9 +50,9 @@ def spec(task, *, restart=0):
     )
 
 
-def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None):
+def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_workers=None):
     """Returns the state of an attempt; `states` are the letters of processes in /proc."""
-    rules = JobRules(chief=tasks[0], is_ps=CHIEF in tasks, grace_s=GRACE_S)
+    rules = JobRules(chief=tasks[0], is_ps=CHIEF in tasks, grace_s=GRACE_S, min_workers=min_workers)
     watchdog = Watchdog(
         hang_timeout_s=hang_timeout_s,
         startup_timeout_s=60.0,
@@ -227,10 +232,64 @@ def test_a_task_that_is_deaf_is_killed_when_its_grace_is_over():
     assert (state.is_over, state.exit_code) == (True, 143)
 
 
-def test_a_worker_whose_host_is_gone_is_not_started_again_alone():
-    state = job(PS_JOB, max_restarts=3)
-    gone = Awakening(at_s=4.0, events=(ended(W1, 4.0, 4),), unreachable=frozenset({W1}))
-    decided = replay(state, *begun(PS_JOB), gone)
-    assert decided[-1][1][0] == ShowFailure(W1, "exit code 4")
-    assert state.verdict.restart
-    assert not state.restarts
+class Answers:
+    """Gives a job its events, and has its tasks do what was decided at the next moment."""
+
+    def __init__(self, state):
+        self.state, self.now_s, self.coming, self.starts = state, 0.0, [], 0
+
+    def give(self, *events):
+        self.now_s += 0.1
+        was_ending = self.state.is_ending
+        events, self.coming = (*self.coming, *events), []
+        for action in decide(self.state, Awakening(at_s=self.now_s, events=events)):
+            match action:
+                case Start(spec=spec):
+                    assert not was_ending
+                    self.starts += 1
+                    self.coming.append(Started(task=spec.task, pid=7, at_s=self.now_s))
+                case Signal(task=task, signum=signum):
+                    self.coming.append(ended(task, self.now_s, -signum))
+                case KillOne(task=task) if self.state.is_running(task):
+                    self.coming.append(ended(task, self.now_s, -KILL))
+
+    def wait(self):
+        if not self.coming:
+            self.now_s = max(self.now_s, min(self.state.next_s, self.now_s + 1000.0))
+        self.give()
+
+
+WHAT = st.sampled_from([0, 1, 2, 75, -KILL, -signal.SIGABRT, "raised", "step", "wait"])
+
+
+@settings(deadline=None)
+@given(
+    is_ps=st.booleans(),
+    what=st.lists(st.tuples(st.integers(0, 4), WHAT), max_size=12),
+    max_restarts=st.integers(0, 2),
+    min_workers=st.sampled_from([None, 1]),
+)
+def test_whatever_happens_every_process_ends_and_is_reported(
+    is_ps, what, max_restarts, min_workers
+):
+    tasks = (*(PS_JOB if is_ps else MULTIWORKER_JOB), EVALUATOR)
+    state = job(tasks, max_restarts=max_restarts, hang_timeout_s=math.inf, min_workers=min_workers)
+    job_ = Answers(state)
+    for task in tasks:
+        job_.give(Begin(task=task))
+    for index, event in what:
+        task = tasks[index % len(tasks)]
+        if event == "wait":
+            job_.wait()
+        elif event == "step":
+            job_.give(beat(task, job_.now_s, step=index))
+        elif event == "raised":
+            job_.give(Raised(task=task, exit_code=1, cause="ValueError", at_s=job_.now_s))
+        else:
+            job_.give(ended(task, job_.now_s, event))
+    while not state.is_over:
+        job_.give(*([] if state.stop_signal else [StopRequest(signum=TERM)]))
+        job_.wait()
+    assert job_.starts <= len(tasks) + max_restarts
+    assert all(record.status is not None for task in tasks for record in state.tasks[task].records)
+    assert state.exit_code or not state.failure
