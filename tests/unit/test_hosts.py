@@ -25,10 +25,9 @@ def recorded(name: str) -> list[Environ]:
 def refusal(environ: Environ, variable: str) -> str:
     with pytest.raises(UsageError) as error:
         read_environment(environ)
-    said = str(error.value)
-    assert said.startswith(f"{variable}: received ")
-    assert said.isprintable()
-    return said
+    assert error.value.where == variable
+    assert str(error.value).isprintable()
+    return str(error.value)
 
 
 # host:slots
@@ -57,8 +56,9 @@ def test_a_list_of_hosts_says_how_many_tasks_each_has(
     ["", "a,", "a:0", "a:x", "a:", ":2", "a:2222", "fd00::1", "fd00::1:2", "a b", "a/b", "n[1-"],
 )
 def test_a_list_of_hosts_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--hosts: received ") as error:
+    with pytest.raises(UsageError) as error:
         parse_hosts(text)
+    assert error.value.where == "--hosts"
     assert str(error.value).isprintable()
 
 
@@ -86,8 +86,9 @@ def test_every_node_comes_to_the_same_cluster_and_starts_its_own_tasks() -> None
 
 @pytest.mark.parametrize("node_rank", [-1, 2])
 def test_a_node_rank_outside_the_list_is_refused(node_rank: int) -> None:
-    with pytest.raises(UsageError, match=r"^--node_rank: received "):
+    with pytest.raises(UsageError) as error:
         node_plan("a,b", node_rank=node_rank, job_settings=JobSettings())
+    assert error.value.where == "--node_rank"
 
 
 def test_a_host_that_is_listed_twice_goes_on_counting_its_ports() -> None:
