@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tfdist.cluster.placement import join
 from tfdist.launch.multihost.agreement import differences
 from tfdist.launch.multihost.connection import Channel, Link, Message, Violation, WrongToken
+from tfdist.launch.multihost.messages import Hello, decode
 
 CHECK_EVERY_S = 0.5
 
@@ -234,13 +235,12 @@ class Hub:
                 self._greet(client, message)
 
     def _greet(self, client: _Client, message: Message) -> None:
-        hello = message.get("hello")
-        rank = hello.get("rank") if isinstance(hello, dict) else None
-        terms = hello.get("terms") if isinstance(hello, dict) else None
-        if not isinstance(rank, int) or not isinstance(terms, dict):
+        try:
+            hello = decode(Hello, message.get("hello"))
+        except ValueError:
             self._drop(client, "no greeting")
             return
-        found = differences(self._terms, {str(k): str(v) for k, v in terms.items()})
+        rank, found = hello.rank, differences(self._terms, hello.terms)
         if not found and not 1 <= rank < self._num_ranks:
             found = [f"rank {rank} there, 0 to {self._num_ranks - 1} here"]
         if found:

@@ -1,5 +1,11 @@
 """Messages between the launchers of a job: JSON objects, the larger ones typed dataclasses.
 
+A host that comes, and host 0 when it has come::
+
+    {"hello": Hello}                           its first message
+    {"welcome": rank}                          it is in
+    {"refused": reason, "differs": bool}       it is not; where it differs it need not try again
+
 Host 0 to another::
 
     {"attempt": Attempt}                the next attempt; its tasks are not started yet
@@ -103,6 +109,15 @@ def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
     if len(value) != len(inside):
         raise ValueError(f"{len(value)} parts of {len(inside)}")
     return tuple(_one(kind, item) for kind, item in zip(inside, value, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """What a host says of itself first."""
+
+    rank: int
+    terms: dict[str, str]
+    """What must be the same on all hosts, the version of tfdist among it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
