@@ -190,8 +190,8 @@ class Team:
         there = 1 + len(self._others) - len(missing)
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
-        can = self._began and self._strategy == "multiworker" and fewest is not None
-        if can and fewest is not None and workers >= fewest:
+        can_go_on = self._began and self._strategy == "multiworker"
+        if can_go_on and fewest is not None and workers >= fewest:
             left = f"{workers} worker{'s' * (workers > 1)}"
             self._screen.say(f"going on without {self._named(missing)}, with {left}")
             return
