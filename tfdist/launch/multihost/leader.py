@@ -404,7 +404,7 @@ class TeamProcesses:
         self._mute |= {task_of(name) for name in message["mute"]}
 
     def _counts(self, event: Event, *, rank: int) -> bool:
-        """Whether a request to stop counts: of those that several hosts get together, the first.
+        """Return whether a stop request counts: the first of those that several hosts get at once.
 
         A second one from the same host is meant to kill.
         """

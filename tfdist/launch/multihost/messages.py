@@ -44,7 +44,7 @@ from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, 
 from tfdist.launch.multihost.connection import Message
 
 NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
-"""What reading a message that makes no sense raises."""
+"""Exceptions of reading a message that makes no sense."""
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """What a host says of itself first."""
+    """First message of a host, about itself."""
 
     rank: int
     terms: dict[str, str]
@@ -122,7 +122,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What a host other than 0 is told of the next attempt."""
+    """Plan of the next attempt, for a host other than 0."""
 
     number: int
     run_dir: str
