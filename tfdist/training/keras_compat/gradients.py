@@ -21,11 +21,10 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.losses import comes_of_scaled
 from tfdist.training.keras_compat.on_servers import require_by_rows, sent_together
 from tfdist.training.keras_compat.reduction import reduced, summed_rows, times
 from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import StepTrace, comes_of_scaled, current
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 
@@ -72,6 +71,7 @@ def _require_built(optimizer: Any) -> None:
             received=f"{type(optimizer).__name__} {optimizer.name!r} in a step, and not built",
             expected="one that has its variables before the first step",
             fix="call its build(variables) inside `with strategy.scope():`",
+            code="not-built",
         )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.trace import StepTrace, current
-from tfdist.training.keras_compat.updates import own_copy
 
 _PACK_BYTES = 2**20
 _BUCKET_BYTES = 25 * 2**20
@@ -40,6 +40,12 @@ def reduce_statistics(trace: StepTrace) -> None:
     """Reduce what was written after the last gradient hook, at the end of the step."""
     if trace.statistics:
         reduced([], trace)
+
+
+def own_copy(variable: Variable) -> tf.Variable:
+    """Return the copy of a variable that this replica holds."""
+    value = variable.value
+    return value._get_on_device_or_primary() if hasattr(value, "_values") else value
 
 
 def times(gradient: Any, factor: tf.Tensor | float) -> Any:
