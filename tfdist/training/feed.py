@@ -107,25 +107,44 @@ class Feed(abc.ABC):
     """What an engine asks of data; see the module's docstring.
 
     Attributes:
+      source: where the examples come from.
       plan: the run's epochs.
       may_be_empty: True when a replica's batch fraction of some step can be empty.
       direct: True when the step itself makes its batch by `at`; otherwise batches come from
         `iterator`.
-      counts_shares: True when a replica's batch fraction is known only once all have counted.
+      counts_fractions: True when a replica's batch fraction is known only once all have counted.
       can_record: True when a batch is made of examples by index.
       records: True to give `Part.examples`; set before anything is made from the feed.
       digests: by step, of batches that several tasks read whole and are to compare.
       digests_cover_inputs: False where inputs may differ between tasks, as augmented ones do.
     """
 
-    plan: EpochPlan
-    may_be_empty: bool
-    direct: bool
+    direct: bool = False
     counts_fractions: bool = False
     can_record: bool = False
     records: bool = False
-    digests: dict[int, Digest]
     digests_cover_inputs: bool = True
+
+    def __init__(
+        self,
+        source: Any,
+        plan: EpochPlan,
+        *,
+        layout: Layout,
+        seed: int,
+        order: Order,
+        after: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.source = source
+        self.plan = plan
+        self.digests: dict[int, Digest] = {}
+        self.may_be_empty = plan.smallest_step < layout.num_replicas
+        self._layout = layout
+        self._seed = seed
+        self._order = order
+        self._after = after
+        self._iterator: Any = None
+        self._next_step = -1
 
     @abc.abstractmethod
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
@@ -158,7 +177,7 @@ class Feed(abc.ABC):
 
     def iterator(self, step: int) -> Any:
         """The iterator whose next element is that of `step`; made anew after a jump."""
-        if getattr(self, "_next_step", None) != step:
+        if self._next_step != step:
             with phases.starting_runtime():
                 self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
@@ -181,27 +200,12 @@ def digest_is_due(step: Any, *, first: int) -> Any:
 class GraphFeed(Feed):
     """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
 
+    source: GraphSource
     can_record = True
 
-    def __init__(
-        self,
-        source: GraphSource,
-        plan: EpochPlan,
-        *,
-        layout: Layout,
-        seed: int,
-        order: Order,
-        after: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.source = source
-        self.plan = plan
-        self.digests = {}
-        self.may_be_empty = plan.smallest_step < layout.num_replicas
+    def __init__(self, source: GraphSource, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self.direct = source.transform is None
-        self._layout = layout
-        self._seed = seed
-        self._order = order
-        self._after = after
 
     def at(self, step: tf.Tensor, arrays: Any = None) -> list[Part]:
         """As in `Feed`; with `arrays` (of `GraphSource.arrays`) only those are read."""
@@ -288,26 +292,8 @@ _THREADS = 2
 class PythonFeed(Feed):
     """Feeds whose batches Python code makes; not under ps, where Python runs only in the chief."""
 
-    direct = False
-
-    def __init__(
-        self,
-        source: Any,
-        plan: EpochPlan,
-        *,
-        layout: Layout,
-        seed: int,
-        order: Order,
-        after: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.source = source
-        self.plan = plan
-        self.digests = {}
-        self.may_be_empty = plan.smallest_step < layout.num_replicas
-        self._layout = layout
-        self._seed = seed
-        self._order = order
-        self._after = after
+    def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self._spec = batch_spec(source.element_spec)
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
@@ -403,8 +389,8 @@ class BatchFeed(PythonFeed):
     source: PyDatasetSource
     digests_cover_inputs = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, source: PyDatasetSource, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self.may_be_empty = True
 
     @property

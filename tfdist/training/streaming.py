@@ -15,7 +15,7 @@ from tfdist.data.source import unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.stream_graph import Reading, read, serialized
 from tfdist.training.epochs import EpochPlan, share_of
-from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part, digest_is_due
+from tfdist.training.feed import AHEAD_STEPS, Feed, Part, digest_is_due
 
 _SAY_EVERY_BATCHES = 16
 _plain = tf.autograph.experimental.do_not_convert
@@ -28,29 +28,17 @@ class StreamFeed(Feed):
     reads its own part of a training stream, over and over: not each example exactly once.
     """
 
-    direct = False
+    source: StreamSource
 
-    def __init__(
-        self,
-        source: StreamSource,
-        plan: EpochPlan,
-        *,
-        layout: Layout,
-        seed: int,
-        order: Order,
-        after: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.source = source
-        self.plan = plan
-        self.digests = {}
-        self._reading = Reading(seed=seed, in_step=layout.num_tasks > 1 or layout.num_workers > 1)
+    def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
+        layout, batches = self._layout, self._order.batches
+        in_step = layout.num_tasks > 1 or layout.num_workers > 1
+        self._reading = Reading(seed=self._seed, in_step=in_step)
         self.may_be_empty = layout.num_replicas > 1
-        self._layout = layout
-        self._seed = seed
-        self._in_order = not order.shuffle
-        self._after = after
-        self._is_endless = source.is_endless and order.batches is None
-        self._take = -1 if order.batches is None else order.batches
+        self._in_order = not self._order.shuffle
+        self._is_endless = source.is_endless and batches is None
+        self._take = -1 if batches is None else batches
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`; called eagerly."""
@@ -139,8 +127,8 @@ class InputFunctionFeed(StreamFeed):
     source: InputFunctionSource  # type: ignore[assignment]
     counts_fractions = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self.may_be_empty = False
         self._in_order = False
 
