@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tfdist
 from tfdist.cluster import phases
-from tfdist.training.engines.synchronous import SynchronousEngine
+from tfdist.training.engines import SynchronousEngine
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(42, 4).astype("float32")

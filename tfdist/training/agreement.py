@@ -122,6 +122,7 @@ def _differ(job: Job, what: str, seen: Sequence[str]) -> UsageError:
         received=f"{what} that differ between the workers: {each}",
         expected="the same in every worker, as each takes its part of a batch",
         fix=_FIX,
+        code="tasks-differ",
     )
 
 

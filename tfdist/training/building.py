@@ -27,6 +27,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             received=f"a {type(model).__name__} of Keras 2 (tf_keras) as the model",
             expected="a model of Keras 3",
             fix=f"make it by `import keras`; tf.keras is Keras 3 once {LEGACY_KERAS} is not set",
+            code="keras-2",
         )
     if not isinstance(model, keras.Model):
         raise UsageError(
@@ -34,6 +35,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             received=f"a {type(model).__name__} as the model",
             expected="a keras.Model",
             fix=f"call tfdist.{doing}(model, ...)",
+            code="not-a-model",
         )
     require_compiled_functions(doing=doing)
     current, made = current_job(), model._distribute_strategy
@@ -44,6 +46,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             received="a call inside the scope of another strategy than the model's",
             expected="a call outside of any scope, or in the model's own",
             fix=f"call tfdist.{doing} after the `with` block",
+            code="another-scope",
         )
     if current is None:
         return job_of(model.distribute_strategy)
@@ -57,6 +60,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         received=f"a model made {where}",
         expected=f"one made in the scope of this job's {current.kind} strategy",
         fix="make and compile the model inside `with strategy.scope():`",
+        code="another-scope",
     )
 
 
@@ -69,6 +73,7 @@ def require_compiled_functions(*, doing: str) -> None:
             expected="steps that can be compiled",
             fix="call tf.config.run_functions_eagerly(False); to debug a step, use strategy "
             "single with model.fit, or tf.print",
+            code="eager",
         )
 
 
@@ -80,6 +85,7 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
             received="a model that was not compiled",
             expected="a compiled model",
             fix="call model.compile(optimizer, loss) inside the scope first",
+            code="not-compiled",
         )
     if getattr(model, "run_eagerly", False):
         raise UsageError(
@@ -88,6 +94,7 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
             expected="a step that can be compiled",
             fix="compile with run_eagerly=False; to debug a step, use strategy single with "
             "model.fit, or tf.print",
+            code="eager",
         )
 
 
@@ -221,6 +228,7 @@ def _require_targets(model: keras.Model, batch_spec: Any) -> None:
             received="no targets for a model compiled with a loss",
             expected="targets beside x",
             fix="pass y, give validation_data as (x, y), or let the dataset give (x, y)",
+            code="no-targets",
         )
 
 
@@ -234,6 +242,7 @@ def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
                 received=f"{type(one).__name__} made outside the strategy's scope",
                 expected="an optimizer of the model's own scope",
                 fix="make the optimizer, and call model.compile, inside `with strategy.scope():`",
+                code="another-scope",
             )
 
 
@@ -249,6 +258,7 @@ def require_known_variables(model: keras.Model) -> None:
                 received=f"{variable.path}, which became trainable after the model was compiled",
                 expected="an optimizer that was made for all trainable variables",
                 fix="call model.compile(...) with a new optimizer, inside the scope",
+                code="new-variable",
             )
 
 
@@ -263,6 +273,7 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
                 received=f"{variable.path}, which was made outside the strategy's scope",
                 expected="every layer and metric of the model made in one scope",
                 fix="make layers and metrics inside `with strategy.scope():`",
+                code="another-scope",
             )
 
 
@@ -275,6 +286,7 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
                 received=f"{variable.path}, of a layer in float8, on {job.num_replicas} replicas",
                 expected="one replica, as the scales of several cannot be joined",
                 fix="use strategy single, or leave quantize('float8') out",
+                code="unsupported-layer",
             )
 
 
@@ -302,6 +314,7 @@ def require_examples_first(
             expected="examples along the first axis, which replicas divide",
             fix="give what is stacked as a tuple (a, b), each with its examples first, or use "
             "strategy single",
+            code="examples-not-first",
         )
 
 
@@ -347,6 +360,7 @@ def _require_built_parts(model: keras.Model) -> None:
                 received=f"{layer.name}, which is not built, in a model without `call`",
                 expected="layers that have their variables before the first step",
                 fix="build it inside `with strategy.scope():`, by build(shape) or a first call",
+                code="not-built",
             )
 
 
@@ -361,6 +375,7 @@ def _require_one_state(model: keras.Model, job: Job) -> None:
                 received=f"{layer.name}, which is stateful, under strategy {job.kind}",
                 expected="one replica, which sees batch after batch in their order",
                 fix="use strategy single, or make the layer with stateful=False",
+                code="unsupported-layer",
             )
 
 

@@ -9,7 +9,7 @@ hooks make do with the last batch of a range says so by ``once_a_range = True``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import keras
 from keras.src.callbacks import CallbackList
@@ -33,6 +33,22 @@ _RANGE_IS_ENOUGH = (
     keras.callbacks.TensorBoard,
     keras.callbacks.TerminateOnNaN,
 )
+
+
+@runtime_checkable
+class StepScheduled(Protocol):
+    """A callback that has to be called at the end of certain steps; a block ends there."""
+
+    def next_step(self, step: int) -> int | None:
+        """Return the next such step after `step`, None where there is none."""
+
+
+@runtime_checkable
+class ResumeAware(Protocol):
+    """A callback that is told where a run goes on, when it has been restored from a checkpoint."""
+
+    def resumed_at(self, step: int) -> None:
+        """Take in that `step` steps of the run were done before; its next one comes now."""
 
 
 def callback_list(
@@ -72,6 +88,7 @@ def _require_callback(callback: Any) -> None:
             received="keras.callbacks.BackupAndRestore, which repeats an epoch on newer weights",
             expected="tfdist.BackupAndRestore, which resumes at the step",
             fix="write tfdist.BackupAndRestore(directory)",
+            code="unsupported-callback",
         )
     # A list of Keras' own is a callback too, and what is in it would be passed over.
     if isinstance(callback, CallbackList) or not isinstance(callback, keras.callbacks.Callback):
@@ -82,6 +99,7 @@ def _require_callback(callback: Any) -> None:
             received=f"the class {name}" if is_class else f"a {type(callback).__name__}",
             expected="instances of keras.callbacks.Callback, or a list of them",
             fix=f"write {name}(...)" if is_class else "derive it from keras.callbacks.Callback",
+            code="not-a-callback",
         )
 
 

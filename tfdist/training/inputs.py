@@ -17,10 +17,9 @@ from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import GraphSource, Source, batch_spec, unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.stream_graph import Reading, read
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
 from tfdist.training import agreement
-from tfdist.training.arguments import require_class_weight, require_split, require_whole
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
 from tfdist.training.feed import BatchFeed, Feed, GraphFeed, IndexedFeed, Layout, Order
 from tfdist.training.streaming import InputFunctionFeed, StreamFeed
@@ -75,7 +74,15 @@ class Length:
 
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
     """Split the last part off as validation data, as Keras does."""
-    require_split(validation_split)
+    number = isinstance(validation_split, int | float | np.number)
+    require(
+        number and 0 <= validation_split < 1,
+        "validation_split",
+        received=repr(validation_split),
+        expected="a number from 0 up to, but not including, 1",
+        fix="pass the share of the examples that validation takes, such as 0.1",
+        code="not-a-share",
+    )
     try:
         return array_slicing.train_validation_split(arrays, validation_split=validation_split)
     except ValueError as error:
@@ -84,6 +91,7 @@ def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any
             received=f"{validation_split}, and this: {' '.join(str(error).split())[:160]}",
             expected="arrays, with an example at least on each side",
             fix="pass arrays, or validation_data",
+            code="cannot-split",
         ) from error
 
 
@@ -104,7 +112,7 @@ def prepare(
       UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
     """
     _check(length)
-    require_class_weight(class_weight)
+    _require_class_weight(class_weight)
     source = as_source(x, y, sample_weight=sample_weight)
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
@@ -150,6 +158,7 @@ def _cut_batches(batch: int) -> UsageError:
         received=f"boundaries inside batches that come ready, of {batch} examples",
         expected="boundaries between batches, or data by index, whose batches can be cut",
         fix=f"make total_examples a multiple of checkpoints * {batch}, or pass arrays",
+        code="cut-batches",
     )
 
 
@@ -165,17 +174,23 @@ def _layout(job: Job) -> Layout:
 
 
 def _check(length: Length) -> None:
-    require_whole("batch_size", length.batch_size, least=1)
-    require_whole("epochs", length.epochs, least=0)
-    require_whole("steps" if length.once else "steps_per_epoch", length.steps_per_epoch, least=1)
-    require_whole("overfit_batches", length.overfit_batches, least=1)
-    if not isinstance(length.virtual_epochs, VirtualEpochs | None):
-        raise UsageError(
-            "virtual_epochs",
-            received=repr(length.virtual_epochs),
-            expected="a tfdist.VirtualEpochs",
-            fix="write tfdist.VirtualEpochs(total_examples=..., checkpoints=...)",
-        )
+    numbers = {
+        "batch_size": (length.batch_size, 1),
+        "epochs": (length.epochs, 0),
+        "steps" if length.once else "steps_per_epoch": (length.steps_per_epoch, 1),
+        "overfit_batches": (length.overfit_batches, 1),
+    }
+    for name, (value, least) in numbers.items():
+        if value is not None:
+            require_int(name, value, least=least)
+    require(
+        isinstance(length.virtual_epochs, VirtualEpochs | None),
+        "virtual_epochs",
+        received=repr(length.virtual_epochs),
+        expected="a tfdist.VirtualEpochs",
+        fix="write tfdist.VirtualEpochs(total_examples=..., checkpoints=...)",
+        code="wrong-type",
+    )
 
 
 def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
@@ -187,6 +202,7 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
                 received="virtual_epochs together with epochs or steps_per_epoch",
                 expected="one of the two ways to say how long a run is",
                 fix="leave epochs and steps_per_epoch out",
+                code="exclusive",
             )
         if length.most_epochs or length.most_steps:
             raise _limited_virtual_epochs()
@@ -203,6 +219,7 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
             received="data of unknown length and no steps_per_epoch",
             expected="to know how long an epoch is",
             fix="pass steps_per_epoch (validation_steps, steps), or virtual_epochs",
+            code="unknown-length",
         )
     epochs = min(length.epochs, length.most_epochs or length.epochs)
     return EpochPlan.uniform(epochs=epochs, examples=per_epoch, global_batch_size=batch)
@@ -215,6 +232,7 @@ def _limited_virtual_epochs() -> UsageError:
         expected="a run that is as long as it says",
         fix="lower total_examples, and leave KERAS_MAX_EPOCHS, KERAS_MAX_STEPS_PER_EPOCH and "
         "keras.config.set_max_epochs and set_max_steps_per_epoch out",
+        code="limited-epochs",
     )
 
 
@@ -225,7 +243,28 @@ def _require_enough(batch: int, job: Job) -> None:
             received=f"a global batch of {batch} for {job.num_replicas} replicas",
             expected="at least one example for each replica",
             fix=f"pass batch_size={job.num_replicas} or more, or use fewer devices",
+            code="batch-too-small",
         )
+
+
+def _require_class_weight(class_weight: Any) -> None:
+    """Raise UsageError unless this is None or a weight by class number."""
+    good = class_weight is None or (
+        isinstance(class_weight, dict)
+        and bool(class_weight)
+        and all(
+            isinstance(c, int | np.integer) and c >= 0 and isinstance(w, int | float | np.number)
+            for c, w in class_weight.items()
+        )
+    )
+    require(
+        good,
+        "class_weight",
+        received=repr(class_weight)[:80],
+        expected="a dict of class numbers, from 0 up, and weights",
+        fix="write it as {0: 1.0, 1: 2.5}; a class that is not in it weighs 1",
+        code="wrong-type",
+    )
 
 
 def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any] | None:
@@ -253,6 +292,7 @@ def _with_weight(spec: Any) -> Any:
             received="class_weight with sample weights, several outputs, or no targets",
             expected="one target per example, and no sample weights",
             fix="pass sample_weight alone, with the class weights multiplied in",
+            code="class-weight-data",
         )
     if y.shape.rank not in (1, 2):
         raise UsageError(
@@ -260,6 +300,7 @@ def _with_weight(spec: Any) -> Any:
             received=f"targets of shape {y.shape}, of which an example has several classes",
             expected="a class for each example, as a number or one-hot",
             fix="pass sample_weight, with a weight for each of them",
+            code="class-weight-data",
         )
     return x, y, tf.TensorSpec([None], tf.float32)
 
@@ -315,6 +356,7 @@ def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: i
             received="a dataset without a batch",
             expected="at least one batch",
             fix="check the files it reads, and drop_remainder",
+            code="no-data",
         )
     examples = None if batches is None else batches * batch
     return Sizes(batch=batch, examples=examples, spec=spec, ready=True)
@@ -355,6 +397,7 @@ def _size_of_first(source: Any, *, num_replicas: int) -> int:
             received=f"a batch whose parts have {', '.join(map(str, sorted(sizes)))} rows",
             expected="a row for each example in every part, as replicas divide a batch",
             fix="repeat in the data what belongs to all examples, or use strategy single",
+            code="uneven-parts",
         )
     return max(*sizes, 1) if sizes else 1
 

@@ -1,29 +1,45 @@
-"""Synchronous engine: every replica takes part in every step."""
+"""Engines: what runs blocks of steps under each strategy.
+
+`SynchronousEngine` serves single, mirrored and multiworker; `tfdist.ps` has the engine of a ps job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged
+from keras.src.backend.tensorflow.trainer import (
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+)
 from tensorflow.python.distribute import values_util
 
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
-from tfdist.strategy import Job
+from tfdist.errors import PeerLost
+from tfdist.strategy import Job, current_job
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.training.agreement import require_same_batches
-from tfdist.training.engines.joining import joined, without_substitute
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import all_reduce, compiled
-from tfdist.training.program import StepProgram, run_replica
+from tfdist.training.program import Engine, StepProgram, run_replica
 from tfdist.training.resume import require_deterministic
 
 _GATHER = "CollectiveGatherV2"
+
+
+def engine_for(job: Job) -> Engine:
+    """Return the engine of the job's strategy."""
+    if job.kind == "ps":
+        from tfdist.ps.engine import ParameterServerEngine
+
+        return ParameterServerEngine(job)
+    return SynchronousEngine(job)
 
 
 class SynchronousEngine:
@@ -249,3 +265,48 @@ def _unpacked(kept: tf.Tensor, like: Any) -> Any:
 def _scalar(value: tf.Tensor) -> Any:
     array = value.numpy()
     return float(array) if array.ndim == 0 else array
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the rows of all parts: an array, and as under Keras ragged where their shapes differ.
+
+    Numbers are stacked. Rows that come ragged or sparse stay so.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if any(isinstance(part, tf.RaggedTensor) for part in parts):
+        return tf.concat(parts, axis=0)
+    arrays = all(isinstance(part, np.ndarray) for part in parts)
+    if arrays and len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts)
+    tensors = [part if tf.is_tensor(part) else tf.convert_to_tensor(part) for part in parts]
+    return convert_to_np_if_not_ragged(potentially_ragged_concat(tensors))
+
+
+def without_substitute(rows: Any, *, count: tf.Tensor) -> Any:
+    """Leave out the example that pads an empty batch fraction; in graph."""
+    return rows[: tf.cast(count > 0, tf.int64) * tf.int64.max]
+
+
+@contextlib.contextmanager
+def naming_a_lost_server() -> Iterator[None]:
+    """Raise PeerLost with the name of a ps that is gone, where TensorFlow says what failed.
+
+    So it is when a model is built, a learning rate or a metric is read, and a checkpoint is made.
+    Around a block, or a function as its decorator.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        job = current_job()
+        if job is None or job.kind != "ps":
+            raise
+        from tfdist.ps.closure import is_of_the_network
+        from tfdist.ps.members import Members
+
+        if not is_of_the_network(error):
+            raise
+        gone = Members.of(job.strategy).missing()
+        if not gone:
+            raise
+        raise PeerLost(f"{gone[0]} does not answer any more") from error
