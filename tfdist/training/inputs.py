@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """One data set, made ready for a run.
+    """Data set that is ready for a run.
 
     Attributes:
       source: where the examples come from.
@@ -54,7 +54,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """How long a run over some data is; see the arguments of `fit`.
+    """Length of a run over some data; see the arguments of `fit`.
 
     Attributes:
       once: the data's end is the end, whatever `steps_per_epoch` says.
@@ -113,6 +113,24 @@ def prepare(
     """
     _check(length)
     _require_class_weight(class_weight)
+    source, layout = _source_of(x, y, sample_weight, job=job, shuffle=shuffle), Layout.of(job)
+    sizes = _sizes_of(source, length, layout=layout)
+    _require_enough(sizes.batch, job)
+    order = _order_of(sizes, length, shuffle=shuffle)
+    plan = _plan(length, batch=sizes.batch, examples=order.examples)
+    if sizes.ready and length.virtual_epochs and not plan.all_full:
+        raise _cut_batches(sizes.batch)
+    kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
+    weigh = _class_weights(class_weight)
+    feed = kind(source, plan, layout=layout, seed=seed, order=order, after=weigh)
+    _LOG.info("%s", source.describe())
+    spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
+    rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
+    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
+
+
+def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -> Source:
+    """Return the source of some data, of which every task has the same. A collective."""
     source = as_source(x, y, sample_weight=sample_weight)
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
@@ -120,36 +138,17 @@ def prepare(
         source = StreamSource(source.dataset_for(), transform=source.transform)
     agreement.share_random_states(job, source)
     agreement.require_same_examples(job, source)
-    layout = _layout(job)
-    known = length.steps_per_epoch is not None or length.virtual_epochs is not None
-    batch_size, steps, whole = length.batch_size, length.steps_per_epoch, source.num_examples
-    if batch_size is None and steps and whole and steps <= whole:
-        batch_size = -(-whole // steps)  # as Keras has it
-    all_or_none = 0 if known else -1
-    count = steps or -1 if length.once else all_or_none
-    sizes = sizes_of(source, batch_size=batch_size, layout=layout, count=count)
-    _require_enough(sizes.batch, job)
+    return source
+
+
+def _order_of(sizes: Sizes, length: Length, *, shuffle: bool) -> Order:
+    """Return the order of the examples, of which `overfit_batches` may leave a few."""
     examples, few = sizes.examples, length.overfit_batches
     if few:
         few_examples = few * sizes.batch
         examples = few_examples if examples is None else min(examples, few_examples)
         few = -(-examples // sizes.batch)
-    plan = _plan(length, batch=sizes.batch, examples=examples)
-    if sizes.ready and length.virtual_epochs and not plan.all_full:
-        raise _cut_batches(sizes.batch)
-    order = Order(examples=examples, shuffle=shuffle, batches=few)
-    feed = feed_for(
-        source,
-        plan,
-        layout=layout,
-        seed=seed,
-        order=order,
-        after=_class_weights(class_weight),
-    )
-    _LOG.info("%s", source.describe())
-    spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
-    rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
-    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
+    return Order(examples=examples, shuffle=shuffle, batches=few)
 
 
 def _cut_batches(batch: int) -> UsageError:
@@ -159,17 +158,6 @@ def _cut_batches(batch: int) -> UsageError:
         expected="boundaries between batches, or data by index, whose batches can be cut",
         fix=f"make total_examples a multiple of checkpoints * {batch}, or pass arrays",
         code="cut-batches",
-    )
-
-
-def _layout(job: Job) -> Layout:
-    replica_ids = job.replica_ids
-    workers = len(job.config.cluster.worker) if job.kind == "ps" and job.config else 1
-    return Layout(
-        num_replicas=job.num_replicas,
-        replica_ids=replica_ids,
-        num_tasks=job.num_replicas // len(replica_ids),
-        num_workers=workers,
     )
 
 
@@ -315,9 +303,18 @@ _COUNTING = (
 )
 
 
+_FEEDS: tuple[tuple[type[Source], Any], ...] = (
+    (GraphSource, GraphFeed),
+    (PythonSource, IndexedFeed),
+    (PyDatasetSource, BatchFeed),
+    (InputFunctionSource, InputFunctionFeed),
+    (StreamSource, StreamFeed),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """A source in numbers.
+    """Sizes of a source.
 
     Attributes:
       batch: examples of a global batch.
@@ -333,23 +330,18 @@ class Sizes:
     ready: bool = False
 
 
-def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: int = -1) -> Sizes:
-    """Return the sizes of a source: of one by index as asked, of batches as they come.
-
-    A stream of unknown length is read once to count its batches: up to `count` of them, -1 for all.
-    """
-    spec = batch_spec(source.element_spec)
+def _sizes_of(source: Source, length: Length, *, layout: Layout) -> Sizes:
+    """Return the sizes of a source: of one by index as asked, of batches as they come."""
+    spec, whole = batch_spec(source.element_spec), source.num_examples
     if isinstance(source, GraphSource | PythonSource):
-        return Sizes(
-            batch=batch_size or _DEFAULT_BATCH_SIZE, examples=source.num_examples, spec=spec
-        )
+        batch, steps = length.batch_size, length.steps_per_epoch
+        if batch is None and steps and whole and steps <= whole:
+            batch = -(-whole // steps)  # as Keras has it
+        return Sizes(batch=batch or _DEFAULT_BATCH_SIZE, examples=whole, spec=spec)
     batch = _size_of_first(source, num_replicas=layout.num_replicas)
     batches = getattr(source, "num_batches", None)
-    if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
-        if layout.task_index == 0:
-            _LOG.warning(_COUNTING)
-        whole = read(source.dataset_for(), Reading(in_step=layout.num_tasks > 1))
-        batches = int(whole.take(count).reduce(np.int64(0), lambda n, *_: n + 1))
+    if batches is None and isinstance(source, StreamSource) and not source.is_endless:
+        batches = _counted(source, length, layout=layout)
     if batches == 0:
         raise UsageError(
             "data",
@@ -362,26 +354,19 @@ def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: i
     return Sizes(batch=batch, examples=examples, spec=spec, ready=True)
 
 
-def feed_for(
-    source: Source,
-    plan: EpochPlan,
-    *,
-    layout: Layout,
-    seed: int,
-    order: Order,
-    after: Callable[[Any], Any] | None = None,
-) -> Feed:
-    """Make the feed of a source for one run; `after` is applied to each batch, in graph."""
-    kinds: tuple[tuple[type[Source], Any], ...] = (
-        (GraphSource, GraphFeed),
-        (PythonSource, IndexedFeed),
-        (PyDatasetSource, BatchFeed),
-        (InputFunctionSource, InputFunctionFeed),
-        (StreamSource, StreamFeed),
-    )
-    feed = next(feed for kind, feed in kinds if isinstance(source, kind))
-    made: Feed = feed(source, plan, layout=layout, seed=seed, order=order, after=after)
-    return made
+def _counted(source: StreamSource, length: Length, *, layout: Layout) -> int | None:
+    """Return how many batches of a stream there are for an epoch, None where nobody has to know.
+
+    It is read once for that, as far as it is used.
+    """
+    known = length.steps_per_epoch is not None or length.virtual_epochs is not None
+    if known and not length.once:
+        return None
+    if layout.task_index == 0:
+        _LOG.warning(_COUNTING)
+    whole = read(source.dataset_for(), Reading(in_step=layout.num_tasks > 1))
+    most = (length.steps_per_epoch or -1) if length.once else -1
+    return int(whole.take(most).reduce(np.int64(0), lambda n, *_: n + 1))
 
 
 def _size_of_first(source: Any, *, num_replicas: int) -> int:
