@@ -199,7 +199,7 @@ def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
         program = program_of(model, job, "train_step", data.feed, seed=1)
         if with_ledger:
             program = recorded(program, data, job, mode="full", sink=lambda record: None)
-        function = engine_for(job)._compile_range(program)
+        function = engine_for(job)._compile_block(program)
         bounds = [tf.constant(0, tf.int64), tf.constant(2, tf.int64)]
         graph = function.get_concrete_function(*bounds).graph.as_graph_def()
         nodes = [n.op for f in graph.library.function for n in f.node_def]

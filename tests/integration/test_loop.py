@@ -45,7 +45,9 @@ class Engine:
 
     def publish_metrics(self, program): ...
 
-    def take_metrics(self, program): ...
+    def publish_state(self, program): ...
+
+    def take_state(self, program): ...
 
 
 class Looking(keras.callbacks.Callback):
@@ -65,6 +67,23 @@ class Looking(keras.callbacks.Callback):
         self.act(self)
 
 
+class Failing(keras.callbacks.Callback):
+    """Raises once so many steps of the run are done, at the end of a block."""
+
+    once_a_range = True
+
+    def __init__(self, *, at):
+        super().__init__()
+        self.at = at
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.first = 40 * epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.first + batch + 1 >= self.at:
+            raise LookupError("mine")
+
+
 @pytest.fixture
 def engine(monkeypatch):
     """An engine whose calls take 0.3 s each."""
@@ -75,14 +94,18 @@ def engine(monkeypatch):
     return engine
 
 
-def fit(*callbacks, epochs=1):
-    """Trains for 40 steps an epoch, with somebody who looks at the logs of a block."""
+def made():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
+    return model
+
+
+def fit(*callbacks, model=None, epochs=1):
+    """Trains for 40 steps an epoch, with somebody who looks at the logs of a block."""
     x = np.zeros((40, 2), "float32")
     callbacks = [*callbacks, keras.callbacks.TerminateOnNaN()]
     options = {"batch_size": 1, "epochs": epochs, "verbose": 0, "callbacks": callbacks}
-    return tfdist.fit(model, x, x[:, :1], **options).history
+    return tfdist.fit(model or made(), x, x[:, :1], **options).history
 
 
 def test_a_block_goes_on_only_where_nobody_looks_at_its_end(engine):
@@ -150,3 +173,28 @@ def test_what_is_under_way_is_let_go_when_a_callback_raises(monkeypatch):
     with pytest.raises(LookupError, match="mine"):
         fit(keras.callbacks.LambdaCallback(on_epoch_end=fail))
     assert release
+
+
+def test_state_that_an_engine_keeps_itself_is_saved_and_restored(engine, tmp_path):
+    """As one would whose optimizer is in shards: the bias counts the steps, and is kept apart."""
+    model, kept = made(), [0.0]
+    run = engine.run
+
+    def counting(program, first, last, *, goes_on=False):
+        kept[0] += last - first
+        return run(program, first, last, goes_on=goes_on)
+
+    engine.run = counting
+    engine.publish_state = lambda program: model.layers[0].bias.assign(kept)
+    engine.take_state = lambda program: kept.__setitem__(0, float(model.layers[0].bias[0]))
+    epochs = []
+    seen = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: epochs.append(float(model.layers[0].bias[0]))
+    )
+    with pytest.raises(LookupError):
+        fit(
+            tfdist.BackupAndRestore(tmp_path, every_steps=30), Failing(at=60), model=model, epochs=2
+        )
+    kept[0] = 0.0
+    fit(tfdist.BackupAndRestore(tmp_path, every_steps=30), seen, model=model, epochs=2)
+    assert epochs == [80.0]

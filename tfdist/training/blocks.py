@@ -73,7 +73,7 @@ class BlockLengthPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What comes before the next block, the same in every task.
+    """Decision before the next block, the same in every task.
 
     Attributes:
       last: the block ends before this step, by the chief's clock.
@@ -161,7 +161,7 @@ class BlockRunner:
                 self.logs = self.engine.finish(self.program)
 
     def metrics(self, logs: Mapping[str, float]) -> dict[str, Any]:
-        """The model's metrics over all replicas. A collective: every task calls it alike.
+        """Return the model's metrics over all replicas. A collective: every task calls it alike.
 
         As in Keras, `logs` of a step of the user's own win where their names are not those of
         the model's metrics.

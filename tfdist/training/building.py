@@ -14,6 +14,7 @@ from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.training import keras_compat
+from tfdist.training.program import is_own
 
 _FEW_ROWS = 8
 """A first axis of no more may be that of a stack, as of an anchor and a positive example."""
@@ -199,10 +200,10 @@ def _build_with(model: keras.Model, batch: Any) -> None:
 
 
 def _is_ready_for_its_own_step(model: keras.Model) -> bool:
-    """Whether all that has variables is built but the optimizer, and the step is not Keras'."""
+    """Return whether all but the optimizer is built, and the step is not Keras' own."""
     metrics, loss = model._compile_metrics, model._compile_loss
     return (
-        any(_is_own(model, step) for step in ("train_step", "test_step"))
+        any(is_own(model, step) for step in ("train_step", "test_step"))
         and all(layer.built for layer in model._flatten_layers(include_self=False))
         and (metrics is None or metrics.built)
         and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
@@ -213,15 +214,11 @@ def _has_call(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-def _is_own(model: keras.Model, method: str) -> bool:
-    return getattr(type(model), method) is not getattr(keras.Model, method)
-
-
 def _require_targets(model: keras.Model, batch_spec: Any) -> None:
     """Raise UsageError for data without targets where Keras' own loss needs them."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch_spec)
     own = ("train_step", "test_step", "compute_loss")
-    stock = not any(_is_own(model, method) for method in own)
+    stock = not any(is_own(model, method) for method in own)
     if y is None and stock and model._compile_loss is not None:
         raise UsageError(
             "y",
@@ -249,7 +246,7 @@ def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
 def require_known_variables(model: keras.Model) -> None:
     """Raise UsageError for a variable that became trainable after the optimizer was built."""
     known = getattr(model.optimizer, "_trainable_variables_indices", None)
-    if not known or _is_own(model, "train_step"):
+    if not known or is_own(model, "train_step"):
         return
     for variable in model.trainable_variables:
         if model.optimizer._var_key(variable) not in known:
@@ -298,7 +295,7 @@ def require_examples_first(
     `rows` are those of `inputs.Data`. A step of the model's own is traced, up to its optimizer,
     with what a replica gets of them; where that fails and all of them do, it stacks something else.
     """
-    if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not _is_own(model, step):
+    if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not is_own(model, step):
         return
     specs = [spec for spec in tf.nest.flatten(batch_spec) if spec is not None]
     mine = rows // job.num_replicas
@@ -319,7 +316,7 @@ def require_examples_first(
 
 
 def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int) -> bool:
-    """Whether a step with so many rows can be traced until it ends or gets to an optimizer."""
+    """Return whether a step with so many rows can be traced to its end or an optimizer."""
     arrived = []
 
     def at_hook(gradients: Any) -> None:

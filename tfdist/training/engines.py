@@ -43,11 +43,11 @@ def engine_for(job: Job) -> Engine:
 
 
 class SynchronousEngine:
-    """Runs a range of steps in one compiled call, on all replicas of the group together."""
+    """Runs a block of steps in one compiled call, on all replicas of the group together."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._ranges: dict[StepProgram, Any] = {}
+        self._blocks: dict[StepProgram, Any] = {}
         self._gathering: dict[StepProgram, bool] = {}
         self._steps: dict[StepProgram, Callable[..., Any]] = {}
 
@@ -55,9 +55,9 @@ class SynchronousEngine:
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
         """Run the steps ``[first, last)``. A collective: every task calls it alike."""
-        function = self._ranges.get(program)
+        function = self._blocks.get(program)
         if function is None:
-            function = self._ranges[program] = self._compile_range(program)
+            function = self._blocks[program] = self._compile_block(program)
             if program.exact:
                 traced = function.get_concrete_function(*_arguments(program, first, last))
                 require_deterministic(traced.graph)
@@ -73,11 +73,11 @@ class SynchronousEngine:
         return {name: _scalar(value) for name, value in logs.items()}
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Nothing: all are done when `run` returns."""
+        """Do nothing: all are done when `run` returns."""
         return {}
 
     def close(self) -> None:
-        """Nothing: all are done when `run` returns."""
+        """Do nothing: all are done when `run` returns."""
 
     @property
     def steps_under_way(self) -> int:
@@ -101,16 +101,19 @@ class SynchronousEngine:
             yield self._gathered(locals_)
 
     def reset_metrics(self) -> None:
-        """Nothing: the model's own variables hold the metrics."""
+        """Do nothing: the model's own variables hold the metrics."""
 
     def publish_metrics(self, program: StepProgram) -> None:
-        """Nothing: the model's own variables hold the metrics."""
+        """Do nothing: the model's own variables hold the metrics."""
 
-    def take_metrics(self, program: StepProgram) -> None:
-        """Nothing: the model's own variables hold the metrics."""
+    def publish_state(self, program: StepProgram) -> None:
+        """Do nothing: the model's own variables hold all of it."""
+
+    def take_state(self, program: StepProgram) -> None:
+        """Do nothing: the model's own variables hold all of it."""
 
     def _calls(self, program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Cut a range into calls, in each of which what replicas gather keeps its shape.
+        """Cut a block into calls, in each of which what replicas gather keeps its shape.
 
         Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
         mismatch in the collective instance"). Batches by index change at the end of an epoch;
@@ -134,15 +137,15 @@ class SynchronousEngine:
             found = False
             if self._job.num_replicas > 1:
                 arguments = _arguments(program, first, last)
-                graph = self._ranges[program].get_concrete_function(*arguments).graph
+                graph = self._blocks[program].get_concrete_function(*arguments).graph
                 functions = graph.as_graph_def().library.function
                 found = any(n.op == _GATHER for f in functions for n in f.node_def)
             self._gathering[program] = found
         return self._gathering[program]
 
-    def _compile_range(self, program: StepProgram) -> Any:
+    def _compile_block(self, program: StepProgram) -> Any:
         @compiled
-        def run_range(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
+        def run_block(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
             values: list[dict[str, tf.Tensor]] = []
 
             recorder = program.recorder
@@ -168,7 +171,7 @@ class SynchronousEngine:
             logs = self._reduced_logs(_unpacked(kept, values)) if values else {}
             return logs, [row.stack() for row in rows]
 
-        return run_range
+        return run_block
 
     def _compile_step(self, program: StepProgram) -> Callable[..., Any]:
         @compiled

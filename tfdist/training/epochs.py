@@ -49,20 +49,20 @@ class VirtualEpochs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpan:
-    """The examples of one step, ``[first_example, last_example)``, counted over the whole run."""
+    """Examples of one step, ``[first_example, last_example)``, counted over the whole run."""
 
     first_example: int
     last_example: int
 
     @property
     def size(self) -> int:
-        """How many examples the step consumes."""
+        """Number of examples that the step consumes."""
         return self.last_example - self.first_example
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPlan:
-    """Where the epochs of one run begin, in examples and in steps.
+    """Begin of each epoch of one run, in examples and in steps.
 
     Attributes:
       global_batch_size: examples of a step; the last step of an epoch may have fewer.

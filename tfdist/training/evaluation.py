@@ -93,7 +93,7 @@ def _length(*, batch_size: int | None, steps: int | None) -> Length:
 
 
 def _some_task_looks(callbacks: Any, *, mode: str, stop: bool) -> bool:
-    """True in every task when the chief is to stop, or has a callback that looks at each batch."""
+    """Return True in every task when the chief stops, or has a callback for each batch."""
     looks = any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)
     return bool(broadcast(looks or stop))
 
@@ -104,7 +104,7 @@ def _asked(job: Job, stop: bool) -> bool:
 
 
 class Evaluation:
-    """A data set and the program that evaluates the model on it, traced once, run many times."""
+    """Data set, and the program that evaluates the model on it, traced once, run many times."""
 
     def __init__(
         self,

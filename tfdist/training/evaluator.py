@@ -1,4 +1,4 @@
-"""The evaluator: a task beside the training that evaluates each of its checkpoints.
+"""Evaluator: a task beside the training that evaluates each of its checkpoints.
 
 It takes part in nothing. It reads what the chief has saved, and asks it to stop by a file.
 """
@@ -35,7 +35,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class Evaluator(keras.callbacks.Callback):
-    """What the evaluator task of a job looks at; among the callbacks of `fit`, in every task.
+    """Settings of the evaluator task of a job; among the callbacks of `fit`, in every task.
 
     In the training tasks it ends the training when the evaluator has asked for it.
 
@@ -325,7 +325,7 @@ def best_so_far(
 
 
 def _gain(value: Any, before: Any, *, less: bool) -> float | None:
-    """By how much a metric is better than the best before it; None where it is not finite."""
+    """Return by how much a metric is better than the best so far; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     if before is None:

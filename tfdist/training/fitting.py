@@ -151,20 +151,27 @@ def fit(
         verbose=verbose,
         backups=backups,
         saved=saved,
+        ledger=ledger,
+        max_staleness=max_staleness,
     )
-    with StopRequests() as requests, _closing(engine, plan, ledger):
+    return _train(model, job, engine, plan)
+
+
+def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras.callbacks.History:
+    """Run what is planned, on a model that is built."""
+    with StopRequests() as requests, _closing(engine, plan):
         resume.require_resumable(plan, job=job)
         program = program_of(
             model,
             job,
             "train_step",
-            data.feed,
-            seed=seed,
-            exact=any(backup.exact for backup in backups),
-            max_staleness=max_staleness,
+            plan.data.feed,
+            seed=plan.seed,
+            exact=any(backup.exact for backup in plan.backups),
+            max_staleness=plan.max_staleness,
         )
-        if ledger is not None:
-            program = ledger.recording(program, data, job, seed=seed)
+        if plan.ledger is not None:
+            program = plan.ledger.recording(program, plan.data, job, seed=plan.seed)
         blocks = BlockRunner(model, job, engine, program, phase="step")
         history = TrainLoop(plan, blocks, requests).run()
         if job.config and job.config.options.profile_ps:
@@ -191,7 +198,7 @@ def _require_frequency(validation_freq: Any) -> None:
 
 
 @contextlib.contextmanager
-def _closing(engine: Engine, plan: RunPlan, ledger: Ledger | None) -> Iterator[None]:
+def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
     """Close them in the end, after an error too; what comes then is the program's own."""
     try:
         yield
@@ -200,8 +207,8 @@ def _closing(engine: Engine, plan: RunPlan, ledger: Ledger | None) -> Iterator[N
         phases.enter("save")
         for backup in plan.backups:
             backup.close()
-        if ledger is not None:
-            ledger.close()
+        if plan.ledger is not None:
+            plan.ledger.close()
         plan.data.feed.close()
         if plan.validation is not None:
             plan.validation.feed.close()

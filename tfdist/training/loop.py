@@ -34,6 +34,7 @@ from tfdist.training.callbacks import (
 )
 
 if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
     from tfdist.training.evaluation import Evaluation
     from tfdist.training.inputs import Data
 
@@ -42,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """What `fit` has settled before the first step.
+    """Settings of a run, as `fit` has settled them before its first step.
 
     Attributes:
       data: the training data, with the run's epochs.
@@ -54,6 +55,8 @@ class RunPlan:
       verbose: as in `fit`.
       backups: those of the callbacks that save and restore.
       saved: where the first of them goes on, None for the beginning.
+      ledger: as in `fit`.
+      max_staleness: as in `fit`.
     """
 
     data: Data
@@ -65,6 +68,8 @@ class RunPlan:
     verbose: Any = 0
     backups: Sequence[BackupAndRestore] = ()
     saved: RunState | None = None
+    ledger: Ledger | None = None
+    max_staleness: int | None = None
 
 
 class TrainLoop:
@@ -144,6 +149,7 @@ class TrainLoop:
             self._run_steps(steps)
         except StopRequested as asked:
             self._stop(asked.signum, at_epoch_begin=self.step == steps.start)
+        self._blocks.engine.publish_state(self._blocks.program)
         logs = self._logs_of_epoch()
         self._warn_of_bad_loss(logs.get("loss"), epoch=epoch)
         if plan.validation is not None and self._model._should_eval(epoch, plan.validation_freq):
@@ -267,7 +273,7 @@ class TrainLoop:
     def _restore(self) -> None:
         with phases.entered("save"):
             self._plan.backups[0].restore(self._model, self._job, callbacks=self._callbacks)
-            self._blocks.engine.take_metrics(self._blocks.program)
+            self._blocks.engine.take_state(self._blocks.program)
         for callback in self._callbacks.callbacks:
             if isinstance(callback, ResumeAware):
                 callback.resumed_at(self.step)
@@ -283,7 +289,7 @@ class TrainLoop:
         """Have a checkpoint made, also of an epoch that has `ended` or is yet to be validated."""
         blocks, model, step = self._blocks, self._model, self.step
         with phases.entered("save"):
-            blocks.engine.publish_metrics(blocks.program)
+            blocks.engine.publish_state(blocks.program)
             figures = ended or logs or blocks.metrics({})
             if wrong := resume.unfit(model, figures):
                 _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)

@@ -1,4 +1,4 @@
-"""What a step computes on each replica, and the face of the engine that runs many of them.
+"""Step program: what a step computes on each replica; engine: what runs many of them.
 
 A `StepProgram` is a step function over a data set; `run_replica` is one replica's part of one step,
 traced once. An `Engine` runs blocks of a program's steps under one kind of strategy.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepProgram:
-    """A step function over a data set.
+    """Step function over a data set.
 
     Attributes:
       function: called with one replica's batch, in replica context; returns a dict of scalars.
@@ -80,7 +80,7 @@ class Engine(Protocol):
 
     @property
     def steps_under_way(self) -> int:
-        """How many steps `run` has left under way."""
+        """Number of steps that `run` has left under way."""
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yield each step's outputs as a nest of arrays ``[examples of the step, ...]``.
@@ -94,8 +94,14 @@ class Engine(Protocol):
     def publish_metrics(self, program: StepProgram) -> None:
         """Put what the engine itself keeps of the metrics into `program.metrics`."""
 
-    def take_metrics(self, program: StepProgram) -> None:
-        """Take over what was restored into `program.metrics`, to go on from there."""
+    def publish_state(self, program: StepProgram) -> None:
+        """Put all that the engine itself keeps, metrics too, into the variables of the model.
+
+        Before a checkpoint, and at an epoch's end, where callbacks may look at weights.
+        """
+
+    def take_state(self, program: StepProgram) -> None:
+        """Take over what was restored into the variables of the model, to go on from there."""
 
 
 def program_of(
@@ -109,7 +115,7 @@ def program_of(
     max_staleness: int | None = None,
 ) -> StepProgram:
     """Return the program of a model's ``train_step``, ``test_step`` or ``predict_step``."""
-    own = any(_is_own(model, name) for name in (method, "compute_metrics"))
+    own = any(is_own(model, name) for name in (method, "compute_metrics"))
     return StepProgram(
         function=plain(getattr(model, method), job, where=method),
         feed=feed,
@@ -122,8 +128,8 @@ def program_of(
     )
 
 
-def _is_own(model: keras.Model, name: str) -> bool:
-    """True where a method is not Keras' own, but of the model's class or set on the model."""
+def is_own(model: keras.Model, name: str) -> bool:
+    """Return True where a method is of the model's class or set on the model, not Keras' own."""
     return getattr(getattr(model, name), "__func__", None) is not getattr(TensorFlowTrainer, name)
 
 

@@ -30,7 +30,7 @@ _AGAIN_S = 0.5
 
 
 def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
-    """What the first backup's newest checkpoint says, in every task. A collective.
+    """Return what the first backup's newest checkpoint says, in every task. A collective.
 
     Finds out at once, in the chief, whether every backup can write; raises as
     `BackupAndRestore.prepare`, and StartupTimeout where the attempt before goes on writing.
@@ -86,7 +86,7 @@ def first_step_and_epoch(plan: RunPlan) -> tuple[int, int]:
 
 
 def fingerprint(data: Data) -> dict[str, Any]:
-    """What must stay as it is between the attempts of a run: which examples a step consumes."""
+    """Return what must stay the same in all attempts: which examples a step consumes."""
     return {
         "global_batch_size": data.plan.global_batch_size,
         "examples_in_the_data": data.order.examples,
@@ -235,7 +235,7 @@ def require_deterministic(graph: Any) -> None:
     """Raise UsageError that names the operations of a traced step that draw by themselves.
 
     Args:
-      graph: the `tf.Graph` of a range of steps, with all functions it calls. Python code inside
+      graph: the `tf.Graph` of a block of steps, with all functions it calls. Python code inside
         (`tf.py_function`) is not looked into.
     """
     found = sorted(set(_drawing(graph.as_graph_def(add_shapes=False))))

@@ -58,7 +58,7 @@ def _gradient_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_group() -> bool:
-    """Whether Keras would sum over replicas: a group of one asks it to where it may not either."""
+    """Return whether Keras would sum over replicas, as it does for a group of one, too."""
     group = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
     return isinstance(tf.distribute.get_strategy(), group) or _on_ps()
 
@@ -95,7 +95,7 @@ def _cross_replica_on_ps() -> Iterator[None]:
 
 
 def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Weights by the batch fraction where the step's loss was never scaled: a loss made by hand."""
+    """Weight by the batch fraction where the step's loss was never scaled: a loss made by hand."""
     if trace.loss_scaled:
         return grads
     return [g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads]
@@ -114,7 +114,7 @@ def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaling_as_it_will_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The scale of the gradients is the one that the loss had; another worker may change it."""
+    """Let the scale of the gradients be the one that the loss had; another worker may change it."""
 
     def scale_loss(self: Any, loss: Any) -> Any:
         trace = current()

@@ -41,7 +41,7 @@ _TAPE = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python
 
 
 def logs_by_fraction(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
-    """What a step returned on one replica, such that the sum over replicas is that of one device.
+    """Return one replica's logs such that the sum over replicas is that of one device.
 
     Exact for means over examples and for losses; a loss that is scaled has its share already.
     """
@@ -262,7 +262,7 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
 
 
 class _LayerOfTheStep:
-    """A layer, with lists of losses that belong to the step."""
+    """Layer with lists of losses that belong to the step."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer

@@ -1,4 +1,4 @@
-"""What the replacements know about the step that a thread is tracing."""
+"""State of the step that a thread is tracing, for the replacements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class StepTrace:
-    """What the replacements know about the step that this thread is tracing.
+    """State of the step that this thread is tracing, for the replacements.
 
     Attributes:
       num_replicas: replicas whose gradients are summed; 1 needs no reduction.
@@ -27,7 +27,7 @@ class StepTrace:
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       training: False leaves the statistics of layers to each replica.
       local: values of variables, by `id`, that live in the step and not in the variable.
-      at_door: called with the gradients where they enter an optimizer.
+      at_hook: called with the gradients where they enter an optimizer.
       held: values of variables, by `id`, that the step has read once and goes on with.
       taken: what an update takes of sums of gradients, part by part, by the `id` of the sum.
       counts: what optimizers have for their counts of updates; None for what is in the variable.
@@ -104,7 +104,7 @@ def unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
 
 
 def scaled(value: tf.Tensor, *, by: tf.Tensor | float, trace: StepTrace) -> tf.Tensor:
-    """A replica's part of the loss of the step: the sum over the replicas is that of one device."""
+    """Return a replica's part of a loss: the sum over the replicas is that of one device."""
     part = value * tf.cast(by, value.dtype)
     trace.scaled.add(part.op.name)
     return part

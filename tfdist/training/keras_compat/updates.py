@@ -74,7 +74,7 @@ def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(gradient: Any, variable: Any) -> bool:
-    """Whether this is a dense gradient of a whole variable, in a step, in the gradient hook."""
+    """Return whether this is a dense gradient of a whole variable, in a step's hook."""
     trace = current()
     if trace is None or not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
         return False
