@@ -204,7 +204,7 @@ def _runner(options: RunOptions) -> LauncherRunner:
 
 
 def _names_of_fit() -> Iterable[str]:
-    from tfdist.training import fit  # the trials need it, and it takes a moment
+    from tfdist.training.fitting import fit  # the trials need it, and it takes a moment
 
     return inspect.signature(fit).parameters
 
