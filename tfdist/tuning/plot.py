@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import math
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.tuning.journal import COMPLETED, SweepState, Trial
+from tfdist.tuning.journal import SweepState, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +27,6 @@ def load() -> tuple[Any, Any] | None:
     except ImportError:
         return None
     return Figure, FigureCanvasAgg
-
-
-def rehearse() -> None:
-    """Draw a small sweep for nobody, so that fonts and all are there for `draw`."""
-    loaded = load()
-    if loaded is None:
-        return
-    trials = [
-        Trial(id=str(n), run=str(n), values={"a": 10.0**-n, "b": str(n)}, status=COMPLETED, score=n)
-        for n in (1, 2)
-    ]
-    try:
-        _figure(SweepState(), trials, *loaded).savefig(io.BytesIO())
-    except Exception as error:
-        logger.debug("the picture: %s", error)  # `draw` will say it
 
 
 def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
