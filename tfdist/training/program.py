@@ -28,6 +28,7 @@ class StepProgram:
       seed: of every random draw in the step.
       training: True where gradients are reduced and losses weighted by the batch fraction.
       metrics: Keras variables that a replica with an empty batch fraction leaves as they were.
+      keras_metrics: whose variables these are.
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
@@ -39,6 +40,7 @@ class StepProgram:
     seed: int
     training: bool
     metrics: Sequence[Any] = ()
+    keras_metrics: Sequence[Any] = ()
     keep_logs: bool = False
     recorder: Recorder | None = None
     exact: bool = False

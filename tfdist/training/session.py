@@ -54,6 +54,7 @@ class Session:
             seed=seed,
             training=step == "train_step",
             metrics=() if step == "predict_step" else tuple(self.model.metrics_variables),
+            keras_metrics=() if step == "predict_step" else tuple(self.model.metrics),
             keep_logs=own and step != "predict_step",
             exact=exact,
             max_staleness=max_staleness,
