@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from types import SimpleNamespace
@@ -82,17 +83,16 @@ def program(engine, do):
 
 
 def test_after_an_error_no_worker_changes_the_model_any_more(engine, pool, monkeypatch):
-    others, dropped = threading.Barrier(3), threading.Event()
-    drop = pool.drop
-    monkeypatch.setattr(pool, "drop", lambda: (drop(), dropped.set()))
+    others, waited_for = threading.Barrier(3), threading.Event()
+    wait = concurrent.futures.wait
+    monkeypatch.setattr(concurrent.futures, "wait", lambda fs: (waited_for.set(), wait(fs))[1])
 
     def do(step):
         if step < 3:
             others.wait(DEADLINE_S)
         if step == 0:
             raise LookupError("mine")
-        assert dropped.wait(DEADLINE_S)
-        time.sleep(0.3)  # what has begun goes on for a while
+        assert waited_for.wait(DEADLINE_S)  # what has begun goes on until the engine waits for it
 
     made, work = program(engine, do)
     engine._clock = Clock(work)

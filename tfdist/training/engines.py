@@ -304,8 +304,8 @@ def naming_a_lost_server() -> Iterator[None]:
         job = current_job()
         if job is None or job.kind != "ps":
             raise
-        from tfdist.ps.closure import is_of_the_network
         from tfdist.ps.members import Members
+        from tfdist.ps.workers import is_of_the_network
 
         if not is_of_the_network(error):
             raise

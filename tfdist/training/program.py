@@ -34,6 +34,7 @@ class StepProgram:
       seed: of every random draw in the step.
       training: True where gradients are reduced and losses weighted by the batch fraction.
       metrics: Keras variables that a replica with an empty batch fraction leaves as they were.
+      keras_metrics: whose variables these are.
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
@@ -45,6 +46,7 @@ class StepProgram:
     seed: int
     training: bool
     metrics: Sequence[Any] = ()
+    keras_metrics: Sequence[Any] = ()
     keep_logs: bool = False
     recorder: Recorder | None = None
     exact: bool = False
@@ -122,6 +124,7 @@ def program_of(
         seed=seed,
         training=method == "train_step",
         metrics=() if method == "predict_step" else tuple(model.metrics_variables),
+        keras_metrics=() if method == "predict_step" else tuple(model.metrics),
         keep_logs=own and method != "predict_step",
         exact=exact,
         max_staleness=max_staleness,

@@ -72,6 +72,7 @@ class StepLoop:
             seed=seed,
             training=True,
             metrics=tuple(v for metric in metrics for v in metric.variables),
+            keras_metrics=tuple(metrics),
             keep_logs=True,
             max_staleness=max_staleness,
         )

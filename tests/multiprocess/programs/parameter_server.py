@@ -28,6 +28,8 @@ SEEN = {}
 class Targets(keras.metrics.Metric):
     """Adds the targets up."""
 
+    adds_up = True
+
     def __init__(self):
         super().__init__(name="targets")
         self.total = self.add_weight(name="total", initializer="zeros")
@@ -41,6 +43,8 @@ class Targets(keras.metrics.Metric):
 
 class Examples(keras.metrics.Metric):
     """Counts examples, so that a lost update shows."""
+
+    adds_up = True
 
     def __init__(self):
         super().__init__(name="examples")
@@ -215,6 +219,8 @@ def loop_of(model, x):
 
 class Least(keras.metrics.Metric):
     """Keeps the least target, which begins at infinity."""
+
+    adds_up = True
 
     def __init__(self):
         super().__init__(name="least")

@@ -33,7 +33,6 @@ class StepTrace:
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       layers: what holds the losses that layers have added, by the `id` of the layer.
       graph: the step's own.
-      holder: the graph that `local` is of: the step's own, or of a condition in it.
     """
 
     num_replicas: int
@@ -57,7 +56,6 @@ class StepTrace:
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
-    holder: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
     def is_in_step(self) -> bool:
         """Return whether what is traced now is of the step itself, and not of a condition in it."""
