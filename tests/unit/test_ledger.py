@@ -9,6 +9,7 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from tfdist.audit.proof import prove, ranges
 from tfdist.errors import TfdistError, UsageError
 
 N, BATCH = 20, 6
+EARLIER = Path(__file__).parent / "data" / "run" / "ledger"
 
 
 def order(header, positions):
@@ -275,6 +277,16 @@ def test_a_file_cut_anywhere_keeps_its_whole_records(tmp_path_factory, cut, mode
     assert not file.damaged
     write(directory, [(3 if cut >= ends[0] else 0, 10)], mode=mode, attempt=2)
     assert proof_of(directory).proved
+
+
+def test_the_format_is_that_of_every_version(tmp_path):
+    (file,) = read_directory(EARLIER)
+    assert prove([file], order=order).proved
+    writer = LedgerWriter(tmp_path, file.header)
+    for location in file.locations:
+        writer.append(file.read(location))
+    writer.close()
+    assert (tmp_path / file.path.name).read_bytes() == file.path.read_bytes()
 
 
 @settings(max_examples=50, deadline=None)

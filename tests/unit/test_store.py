@@ -27,6 +27,8 @@ from tfdist.checkpoint import format as format_module
 from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import TfdistError, UsageError
 
+EARLIER = Path(__file__).parent / "data" / "run" / "checkpoints"
+
 
 def arrays_of(step: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(step)
@@ -90,6 +92,17 @@ def test_every_number_comes_back_with_its_bytes(
     assert read.shape == shape
     assert read.dtype == array.dtype.newbyteorder("=") if array.dtype.str[0] == ">" else array.dtype
     np.testing.assert_array_equal(read, array)
+
+
+def test_the_format_is_that_of_every_version(store: CheckpointStore) -> None:
+    """The checkpoint in `data` is of a run before the modules of the format were joined."""
+    (golden,) = EARLIER.glob("step-*")
+    checkpoint = CheckpointStore(EARLIER).read()
+    assert (checkpoint.step, checkpoint.best) == (6, True)
+    assert checkpoint.meta["callbacks"]["EarlyStopping-0"]["best_epoch"] == 1
+    again = store.write(6, checkpoint.arrays, meta=checkpoint.meta, best=True)
+    for name in ("arrays.bin", "manifest.json"):
+        assert (again / name).read_bytes() == (golden / name).read_bytes()
 
 
 def test_views_are_written_as_they_look(store: CheckpointStore) -> None:
