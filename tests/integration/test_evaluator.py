@@ -14,7 +14,7 @@ import pytest
 import tfdist
 from tfdist.checkpoint import CheckpointStore
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
-from tfdist.outputs.evaluations import Evaluations
+from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import job_of
 from tfdist.training import evaluator as evaluators
 from tfdist.training import fitting, loop

@@ -10,11 +10,11 @@ import tensorflow as tf
 import tfdist
 from tfdist.audit.files import read_directory
 from tfdist.audit.merge import merged, pair_hash
-from tfdist.audit.proof import prove, steps_of
+from tfdist.audit.proof import Tally, prove
 from tfdist.audit.recorder import Ledger
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop
-from tfdist.data.mixing import mix
+from tfdist.data.draws import mix
 from tfdist.data.order import example_at_numpy
 from tfdist.data.python_indexed import PythonSource
 from tfdist.errors import UsageError
@@ -137,7 +137,7 @@ def test_the_same_examples_augmented_alike_whatever_the_number_of_replicas(
             model = keras.Sequential(layers)
             model.compile("sgd", "mse")
         fit(model, tmp_path / str(replicas), data=(source,), epochs=2)
-        steps[replicas] = steps_of(merged(read_directory(tmp_path / str(replicas))))
+        steps[replicas] = Tally(merged(read_directory(tmp_path / str(replicas))))
     for replicas in (2, 3):
         for name in ("counts", "hashes", "content"):
             assert np.array_equal(getattr(steps[1], name), getattr(steps[replicas], name)), name

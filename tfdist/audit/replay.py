@@ -14,14 +14,13 @@ from ml_collections import ConfigDict
 from tensorflow.python.distribute import values_util
 
 from tfdist.app import recipe
-from tfdist.app.datasets import load_datasets
 from tfdist.audit.files import Record, read_directory
 from tfdist.audit.merge import merged
 from tfdist.audit.recorder import recorded
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.configs import base
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import Job, current_job, make_strategy
@@ -97,11 +96,13 @@ def replay(
     directory = RunDirectory(run_dir)
     store = CheckpointStore(directory.checkpoints)
     _require_step(step, recipe.plan_of(config).total_steps, directory.read_summary() or {})
-    place = step_environment_of(directory, store, config, step=step, kind=kind, replicas=replicas)
+    environment = step_environment_of(
+        directory, store, config, step=step, kind=kind, replicas=replicas
+    )
     make_strategy(
-        "single" if place.replicas == 1 else "mirrored",
-        devices_per_worker=place.replicas,
-        threads=place.threads or None,
+        "single" if environment.replicas == 1 else "mirrored",
+        devices_per_worker=environment.replicas,
+        threads=environment.threads or None,
         environ={},
     )
     checkpoint = nearest(store, step)
@@ -130,13 +131,14 @@ def nearest(store: CheckpointStore, step: int) -> Checkpoint | None:
 def _require_step(step: int, total: int, summary: Mapping[str, Any]) -> None:
     if summary.get("status") == DONE:  # which a callback may have ended early
         total = min(total, int(summary["steps"]))
-    if not 0 <= step < total:
-        raise UsageError(
-            "--step",
-            received=step,
-            expected=f"0 to {total - 1}: the run has {total} steps",
-            fix="name the number of steps that came before it",
-        )
+    require(
+        0 <= step < total,
+        "--step",
+        received=step,
+        expected=f"0 to {total - 1}: the run has {total} steps",
+        fix="name the number of steps that came before it",
+        code="out-of-range",
+    )
 
 
 @contextlib.contextmanager
@@ -155,7 +157,7 @@ def _blocks(config: Any, *, fresh: bool) -> tuple[BlockRunner, Data]:
     assert job is not None
     keras.utils.set_random_seed(config.seed)
     plan = recipe.plan_of(config)
-    datasets = load_datasets(config)
+    datasets = recipe.load_datasets(config)
     with job.strategy.scope():
         model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
     data = prepare(
@@ -194,7 +196,7 @@ def _replayed(
     model, job = blocks.model, blocks.job
     if checkpoint is not None:
         where = f"checkpoint {store.directory}"
-        state.require_same(model, checkpoint.meta["variables"], where=where)
+        state.require_same_variables(model, checkpoint.meta["variables"], where=where)
         state.restore(model, job, checkpoint.arrays)
     start = checkpoint.step if checkpoint else 0
     if start < step:
@@ -302,10 +304,10 @@ def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepEnvironment:
-    """Where a step ran; `replicas` is None and `threads` 0 where that is not known."""
+    """Where a step ran; `threads` is 0 where that is not known."""
 
     kind: str
-    replicas: int | None
+    replicas: int
     threads: int = 0
 
 
@@ -319,16 +321,16 @@ def step_environment_of(
     replicas: int | None,
 ) -> StepEnvironment:
     """Where the run did the step, by what it wrote down; `kind` and `replicas` go before that."""
-    told = next(
-        (place for place in _told(directory, store, config, step) if place is not None), None
-    )
-    if (told is not None and told.kind == "ps") or config.strategy == "ps":
+    found = _recorded(directory, store, config, step)
+    recorded_as = next((each for each in found if each is not None), None)
+    if (recorded_as is not None and recorded_as.kind == "ps") or config.strategy == "ps":
         raise UsageError(
             f"run directory {directory.path}",
             received="a run under strategy ps",
             expected="single, mirrored or multiworker",
             fix="nothing: a step of ps depends on which workers' updates came before it, and not "
             "on the step alone",
+            code="ps-run",
         )
     if replicas is not None and (replicas < 1 or (kind == "single" and replicas != 1)):
         raise UsageError(
@@ -336,23 +338,25 @@ def step_environment_of(
             received=f"{replicas} with --strategy {kind or 'mirrored'}",
             expected="1" if kind == "single" else "at least 1",
             fix="say --strategy mirrored and how many, or leave --replicas out",
+            code="out-of-range",
         )
-    count = replicas or (1 if kind == "single" else told.replicas if told else None)
+    count = replicas or (1 if kind == "single" else recorded_as.replicas if recorded_as else None)
     if count is None:
         raise UsageError(
             f"run directory {directory.path}",
             received="neither a ledger nor a checkpoint nor a summary that tells the replicas",
             expected="to know on how many the step ran",
             fix="say --strategy single, or --replicas N",
+            code="unknown-replicas",
         )
     return StepEnvironment(
-        kind=kind or (told.kind if told else "single"),
+        kind=kind or (recorded_as.kind if recorded_as else "single"),
         replicas=count,
-        threads=told.threads if told else 0,
+        threads=recorded_as.threads if recorded_as else 0,
     )
 
 
-def _told(
+def _recorded(
     directory: RunDirectory, store: CheckpointStore, config: Any, step: int
 ) -> Iterator[StepEnvironment | None]:
     """What the run wrote down of where the step ran, the surest first."""
@@ -378,13 +382,13 @@ def _by_checkpoint(meta: Mapping[str, Any]) -> StepEnvironment | None:
 
 def _by_ledger(directory: RunDirectory, step: int) -> StepEnvironment | None:
     try:
-        ledger = merged(read_directory(directory.path / "ledger"))
+        ledger = merged(read_directory(directory.ledger))
     except TfdistError:
         return None
     for attempt in ledger.attempts:
         if attempt.first <= step < min(attempt.last, attempt.limit):
-            told = attempt.header
+            header = attempt.header
             return StepEnvironment(
-                kind=told.strategy, replicas=told.num_replicas, threads=told.threads
+                kind=header.strategy, replicas=header.num_replicas, threads=header.threads
             )
     return None

@@ -21,7 +21,7 @@ from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.errors import EXIT_OK, Stopped, UsageError, near, require_int
-from tfdist.outputs.evaluations import Evaluations
+from tfdist.outputs.run_directory import Evaluations
 from tfdist.outputs.tensorboard import ScalarWriter
 from tfdist.strategy import Job
 from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
