@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +18,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfdist
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
 from tfdist.files import fsync, one_line_errors, write_json
 from tfdist.outputs.digest import weights_sha256
 from tfdist.strategy import Job, broadcast, job_of
-from tfdist.training import predict
+from tfdist.training.evaluation import predict
 
 _LOG = logging.getLogger(__name__)
 PRECISIONS = ("float32", "float16", "int8")
@@ -355,7 +355,7 @@ def _write_warm_up(directory: Path, name: str, request: Mapping[str, tf.Tensor])
 
 def _versions() -> dict[str, Any]:
     return {
-        "tfdist": tfdist.__version__,
+        "tfdist": sys.modules["tfdist"].__version__,
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
     }

@@ -54,10 +54,9 @@ def read_model(
         fix="name what makes the model of your program: --model train.py:make_model",
         code="not-a-source",
     )
-    store = CheckpointStore(directory)
-    step = store.best() if best else step
-    checkpoint = store.read(step)
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
+    store = CheckpointStore(directory)
+    checkpoint = store.read(store.best() if best else step)
     set_weights(trained, checkpoint, where=str(directory))
     return served, {"run": str(source.absolute()), "step": int(checkpoint.step)}
 
@@ -91,8 +90,8 @@ def _bad_make(make: str, received: str) -> UsageError:
 
 def _of_run(config: dict[str, Any]) -> tuple[keras.Model, keras.Model]:
     """Return a model that takes pixels as they are stored, and the one in it that was trained."""
-    from tfdist.app.datasets import load_datasets
     from tfdist.app.models import build_model
+    from tfdist.app.recipe import load_datasets
 
     read = ml_collections.ConfigDict(config)
     datasets = load_datasets(read)
