@@ -33,6 +33,7 @@ _HOME_OF = {
     "StartupTimeout": "tfdist.errors",
     "PeerLost": "tfdist.errors",
     "Stopped": "tfdist.errors",
+    "export_model": "tfdist.serving.export",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
     "tuning": "tfdist.tuning",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
     from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
+    from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import evaluate, predict
@@ -72,6 +74,7 @@ __all__ = [
     "data",
     "errors",
     "evaluate",
+    "export_model",
     "fit",
     "is_chief",
     "load_weights",

@@ -91,6 +91,27 @@ def test_the_model_that_is_saved_is_the_one_that_was_trained(finished: Path) -> 
     assert weights_sha256(model) == (directory.read_summary() or {})["weights_sha256"]
 
 
+def test_a_run_is_exported_with_its_normalisation_inside(finished: Path, tmp_path: Path) -> None:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    words = ("-m", "tfdist.export", str(finished), str(tmp_path), "--name", "digits", "--best")
+    done = forked_python.run(*words, timeout=DEADLINE_S, env=environment())
+    assert done.returncode == 0, done.stderr
+    place = tmp_path / "digits" / "1"
+    assert done.stdout.strip().splitlines()[-1] == str(place)
+    images = np.random.RandomState(0).randint(0, 256, (4, 8, 8, 1)).astype("float32")
+    call = tf.saved_model.load(str(place)).signatures["serving_default"]
+    (found,) = call(image=tf.constant(images)).values()
+    config = json.loads((finished / "config.json").read_text())["augmentation"]
+    model = keras.saving.load_model(finished / "model.keras")
+    wanted = model((images - config["mean"]) / config["std"], training=False)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert (manifest["run"], manifest["step"]) == (str(finished), 21)
+
+
 def test_a_finished_run_says_so_and_is_not_run_again(finished: Path) -> None:
     before = (finished / "summary.json").stat().st_mtime_ns
     done = train(finished, *SHORT, "--config.seed=5")

@@ -36,12 +36,15 @@ MAY_IMPORT = {
     "app": {
         *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
     },
+    "serving": {
+        *("errors", "strategy", "checkpoint", "training", "outputs"),
+    },
     "audit": {
         *("errors", "strategy", "data", "checkpoint", "training", "configs", "outputs", "app"),
     },
 }
 # Inside functions alone, in a job of strategy ps or with a ledger; and for types.
-WHERE_ASKED_FOR = {"strategy": {"ps"}, "training": {"ps", "audit"}, "app": {"ps", "audit"}}
+WHERE_ASKED_FOR = {"strategy": {"ps"}, "training": {"ps", "audit"}, "app": {"ps", "audit"}, "serving": {"app"}}
 WITHOUT_TENSORFLOW = (
     *("errors", "files", "cluster", "launch", "configs", "outputs"),
     *("ops", "ops.lint", "ops.doctor", "ops.submit"),

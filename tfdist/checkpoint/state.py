@@ -32,9 +32,10 @@ Settings = dict[str, Any]
 
 def variables_of(model: keras.Model) -> dict[str, Any]:
     """Return the variables that make up the state of a run, by the name they are stored under."""
+    optimizer = getattr(model, "optimizer", None)  # Keras sets it in compile
     groups = {
         "weights": model.weights,
-        "optimizer": model.optimizer.variables if model.optimizer is not None else [],
+        "optimizer": [] if optimizer is None else optimizer.variables,
         "metrics": model.metrics_variables,
     }
     return {f"{group}/{i}": v for group, listed in groups.items() for i, v in enumerate(listed)}

@@ -1,0 +1,196 @@
+"""Exports: the SavedModel answers as the model does, or nothing is published."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import export
+from tfdist.errors import TfdistError, UsageError
+
+layers = keras.layers
+RNG = np.random.RandomState(0)
+IMAGES = (RNG.rand(48, 8, 8, 1) * 255).astype("float32")
+LABELS = np.arange(48) % 4
+
+
+def cnn():
+    image = keras.Input((8, 8, 1), name="image")
+    x = layers.RandomRotation(0.2)(layers.RandomFlip()(image))
+    x = layers.BatchNormalization()(layers.Conv2D(4, 3)(layers.Rescaling(1 / 255)(x)))
+    x = layers.Dropout(0.5)(layers.Flatten()(x))
+    return keras.Model(image, layers.Dense(4, activation="softmax", name="class")(x), name="cnn")
+
+
+class Halves(keras.Model):
+    """Takes a dict and returns one; only a call says so."""
+
+    def __init__(self):
+        super().__init__(name="halves")
+        self.dense = layers.Dense(3)
+
+    def call(self, inputs, training=False):
+        x = self.dense(inputs["left"]) + inputs["right"]
+        return {"sum": x, "is_training": keras.ops.full((keras.ops.shape(x)[0],), float(training))}
+
+
+class Drawing(layers.Layer):
+    """Draws although it is not training."""
+
+    def call(self, x):
+        return x + keras.random.uniform(keras.ops.shape(x))
+
+
+def call(place, **inputs):
+    """The signature's answer to one request."""
+    signature = tf.saved_model.load(str(place)).signatures["serving_default"]
+    return {n: v.numpy() for n, v in signature(**inputs).items()}
+
+
+@pytest.fixture(scope="module")
+def trained(strategies):
+    """A model with random layers, trained on two replicas."""
+    with strategies[2].scope():
+        model = cnn()
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    tfdist.fit(model, IMAGES, LABELS, batch_size=16, epochs=2, verbose=0, seed=1)
+    return model
+
+
+def test_a_model_of_two_replicas(trained, tmp_path):
+    place = tfdist.export_model(trained, tmp_path)
+    assert place == tmp_path / "cnn" / "1"
+    wanted = tfdist.predict(trained, IMAGES, verbose=0)
+    for batch in (1, 5, 48):
+        found = call(place, image=tf.constant(IMAGES[:batch]))
+        np.testing.assert_allclose(found["class"], wanted[:batch], atol=1e-6)
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert manifest["inputs"] == {"image": ["float32", [None, 8, 8, 1]]}
+    assert manifest["outputs"] == {"class": ["float32", [None, 4]]}
+    assert manifest["tensorflow"] == tf.__version__
+    (record,) = tf.data.TFRecordDataset(str(place / "assets.extra/tf_serving_warmup_requests"))
+    from tensorflow_serving.apis.prediction_log_pb2 import PredictionLog
+
+    request = PredictionLog.FromString(record.numpy()).predict_log.request
+    assert (request.model_spec.name, list(request.inputs)) == ("cnn", ["image"])
+
+
+def test_the_next_version_and_one_that_is_there(trained, tmp_path):
+    (tmp_path / "m" / "7").mkdir(parents=True)
+    assert tfdist.export_model(trained, tmp_path, name="m").name == "8"
+    with pytest.raises(UsageError) as caught:
+        tfdist.export_model(trained, tmp_path, name="m", version=7)
+    assert caught.value.code == "version-exists"
+    with pytest.raises(UsageError) as caught:
+        tfdist.export_model(trained, tmp_path, name="../m")
+    assert caught.value.code == "not-a-name"
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_a_lower_precision_is_measured(trained, tmp_path, precision):
+    place = tfdist.export_model(
+        trained, tmp_path, precision=precision, validation_data=(IMAGES, LABELS)
+    )
+    found = json.loads((place / "manifest.json").read_text())["precision"]
+    assert found["examples"] == 48
+    assert 0 < found["largest_difference"] < 0.05
+    assert found["same_class"] > 0.9
+    assert abs(found["accuracy"] - found["accuracy_before"]) < 0.1
+    variables = tf.saved_model.load(str(place)).variables
+    assert any(v.dtype.name == precision for v in variables)
+
+
+def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
+    model = Halves()
+    x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}
+    model(x)
+    with pytest.raises(UsageError) as caught:
+        tfdist.export_model(model, tmp_path)
+    assert caught.value.code == "no-samples"
+    place = tfdist.export_model(model, tmp_path, samples=x)
+    found = call(place, **{name: tf.constant(value[:2]) for name, value in x.items()})
+    np.testing.assert_allclose(found["sum"], model(x)["sum"][:2], atol=1e-6)
+    np.testing.assert_array_equal(found["is_training"], 0)
+
+
+def test_text_in_and_vocabulary_inside(tmp_path):
+    text = keras.Input((), dtype="string", name="text")
+    vectorize = layers.TextVectorization(max_tokens=10, output_sequence_length=4)
+    vectorize.adapt(["a b c", "b c d"])
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(10, 3)(vectorize(text)))
+    model = keras.Model(text, layers.Dense(1, name="score")(x), name="text")
+    place = tfdist.export_model(model, tmp_path, samples=np.array(["a b", "z"]))
+    wanted = model(tf.constant(["d c b", "a"]))
+    found = call(place, text=tf.constant(["d c b", "a"]))["score"]
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_answers_that_differ_are_not_published(tmp_path):
+    x = keras.Input((3,))
+    drawing = keras.Model(x, Drawing()(x), name="drawing")
+    with pytest.raises(TfdistError, match="differs between two calls"):
+        tfdist.export_model(drawing, tmp_path)
+
+    class Shifted(keras.Model):
+        def predict_step(self, data):
+            return super().predict_step(data) + 1.0
+
+    shifted = Shifted(x, layers.Dense(2)(x), name="shifted")
+    with pytest.raises(TfdistError, match=r"1 away from what tfdist.predict gives"):
+        tfdist.export_model(shifted, tmp_path)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_a_model_that_is_not_built(tmp_path):
+    with pytest.raises(UsageError) as caught:
+        tfdist.export_model(keras.Sequential([layers.Dense(2)]), tmp_path)
+    assert caught.value.code == "not-built"
+
+
+def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
+    x = keras.Input((3,), name="x")
+    model = keras.Model(x, layers.Dense(2, name="y")(x), name="line")
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "line.keras")
+    assert export.main([str(tmp_path / "line.keras"), str(tmp_path / "served")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "served" / "line" / "1")
+
+    data, target = RNG.rand(16, 3).astype("float32"), RNG.rand(16, 2).astype("float32")
+    backup = tfdist.BackupAndRestore(tmp_path / "backup")
+    tfdist.fit(model, data, target, batch_size=4, epochs=2, callbacks=[backup], verbose=0)
+    (tmp_path / "my model.py").write_text(
+        "import keras\n"
+        "def make():\n"
+        "    x = keras.Input((3,), name='x')\n"
+        "    return keras.Model(x, keras.layers.Dense(2, name='y')(x), name='line')\n"
+    )
+    words = [str(tmp_path / "backup"), str(tmp_path / "served")]
+    assert export.main([*words, "--model", f"{tmp_path}/my model.py:make"]) == 0
+    place = tmp_path / "served" / "line" / "2"
+    np.testing.assert_allclose(call(place, x=tf.constant(data))["y"], model(data), atol=1e-6)
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert (manifest["run"], manifest["step"]) == (str(tmp_path / "backup"), 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.keras", "out"], "none.keras: received no such file"),
+        (["none", "out"], "none: received no such directory"),
+        ([".", "out"], ".: received a directory without config.json"),
+        ([".", "out", "--model", "none.py:make"], "--model: received none.py:make: no such"),
+        ([".", "out", "--step", "3", "--best"], "--step: received it with --best"),
+        (["a.keras", "out", "--precison", "int8"], "did you mean '--precision'?"),
+    ],
+)
+def test_a_wrong_command_line(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert export.main(words) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1

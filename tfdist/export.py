@@ -1,0 +1,71 @@
+"""``python -m tfdist.export SOURCE DIRECTORY``: a trained model as a version that can be served.
+
+SOURCE is a ``.keras`` file, the run directory of a ``tfdist.train``, or a directory of checkpoints
+with ``--model file.py:function``. The version is checked before it is published.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.argument_parser import Parser
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    try:
+        return _export(sys.argv[1:] if argv is None else argv)
+    except TfdistError as error:
+        print(f"tfdist.export: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tfdist.export", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("source", type=Path, help="a .keras file, a run directory, or checkpoints")
+    parser.add_argument("directory", type=Path, help="the model is put in DIRECTORY/NAME/VERSION")
+    parser.add_argument("--name", help="of the model; default its own")
+    parser.add_argument("--version", type=int, help="default one above the newest that is there")
+    parser.add_argument("--step", type=int, help="of the checkpoint; default the newest")
+    parser.add_argument("--best", action="store_true", help="the checkpoint that was marked best")
+    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="makes the checkpoints' model")
+    parser.add_argument("--precision", default="float32", help="float32, float16, or int8")
+    parser.add_argument("--samples", type=Path, metavar="FILE.npy", help="examples for the check")
+    return parser
+
+
+def _export(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    mutually_exclusive({"--step": options.step, "--best": options.best})
+    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
+    logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
+    import numpy as np
+
+    from tfdist.serving.export import export_model
+    from tfdist.serving.sources import read_model
+
+    model, origin = read_model(
+        options.source, step=options.step, best=options.best, make=options.model
+    )
+    place = export_model(
+        model,
+        options.directory,
+        name=options.name,
+        version=options.version,
+        samples=np.load(options.samples) if options.samples else None,
+        precision=options.precision,
+        origin=origin,
+    )
+    print(place)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,409 @@
+"""Export of a model to a SavedModel that serves: checked first, published whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
+from tfdist.files import fsync, one_line_errors, write_json
+from tfdist.outputs.digest import weights_sha256
+from tfdist.strategy import Job, broadcast, job_of
+from tfdist.training.evaluation import predict
+
+_LOG = logging.getLogger(__name__)
+PRECISIONS = ("float32", "float16", "int8")
+SIGNATURE = "serving_default"
+MANIFEST = "manifest.json"
+_TOLERANCE = 1e-6
+_EXAMPLES = 2
+_FREE_LENGTH = 16  # of a dimension that the model leaves open
+
+
+def export_model(
+    model: keras.Model,
+    directory: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    version: int | None = None,
+    samples: Any = None,
+    precision: str = "float32",
+    validation_data: Any = None,
+    origin: Mapping[str, Any] | None = None,
+) -> Path:
+    """Export a model as ``directory/name/version``, the tree that model servers take.
+
+    The SavedModel computes what `tfdist.predict` does: random layers are off, batches may have any
+    size, inputs and outputs have their names. Before it is published its signature is called twice,
+    which must give equal bits, and compared with `tfdist.predict` on `samples` (within 1e-6, or
+    1e-6 of the largest output where that is above 1). A collective: every task of a job calls it,
+    outside of ``strategy.scope()``; the chief writes.
+
+    Args:
+      model: built; of any strategy.
+      directory: made where it does not exist.
+      name: of the model; by default the model's own.
+      version: a whole number above 0; by default one above the newest that is there.
+      samples: arrays ``[examples, ...]`` in the nest in which the model takes its inputs, for the
+        check and for the server's warm-up; by default drawn at random. A subclassed model needs
+        them, as they alone say what its inputs are.
+      precision: ``float32`` (what the model has), ``float16``, or ``int8``: weights quantized by
+        Keras' `Model.quantize`. The difference it makes is logged and in the manifest.
+      validation_data: ``x`` or ``(x, y)``: the examples on which a lower precision is measured,
+        by default `samples`. With classes as `y` the manifest has both accuracies.
+      origin: of the weights, such as run and step, for the manifest.
+
+    Returns:
+      The version directory: the SavedModel, its warm-up request, and ``manifest.json``.
+
+    Raises:
+      UsageError: the model is not built, or Keras cannot save it; the version is there already.
+      TfdistError: what was exported does not give the model's answers, or cannot be written.
+    """
+    job = job_of(model.distribute_strategy)
+    require_one_of("precision", precision, PRECISIONS)
+    nest = _inputs_of(model, samples)
+    samples = _drawn(nest) if samples is None else samples
+    wanted = predict(model, samples, batch_size=_count(samples), verbose=0)
+    measured = None
+    if precision != "float32":
+        x, y = _examples(validation_data, samples)
+        measured = _Measured(x=x, y=y, full=predict(model, x, verbose=0))
+    path = ""
+    if job.is_chief:
+        place = _place(Path(directory), name or model.name, version)
+        with _publishing(place) as unfinished:
+            served = _lowered(_local(model, job), precision)
+            inputs = _write(served, nest, unfinished)
+            export = _Export(unfinished, inputs)
+            manifest = {"version": int(place.name), "name": place.parent.name, **_versions()}
+            manifest |= export.checked(samples, None if measured else wanted)
+            if measured:
+                manifest["precision"] = {"weights": precision, **measured.against(export)}
+                _LOG.info("%s: %s", precision, manifest["precision"])
+            manifest |= {"weights_sha256": weights_sha256(model), **(origin or {})}
+            _write_warm_up(unfinished, place.parent.name, export.named(samples))
+            write_json(unfinished / MANIFEST, manifest)
+        path = str(place)
+        _LOG.info("%s: exported and checked", path)
+    return Path(broadcast(path))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Export:
+    """A SavedModel that was written, and the names of its inputs in the order of the nest."""
+
+    directory: Path
+    inputs: Sequence[tf.TensorSpec]
+
+    def named(self, x: Any) -> dict[str, tf.Tensor]:
+        """Return the inputs of a request for `x`, by name."""
+        flat = zip(self.inputs, keras.tree.flatten(x), strict=True)
+        return {spec.name: tf.cast(tf.constant(np.asarray(a)), spec.dtype) for spec, a in flat}
+
+    def checked(self, samples: Any, wanted: Any) -> dict[str, Any]:
+        """Call the signature twice; return how inputs and outputs look.
+
+        Raises TfdistError where the two differ, or are not what was `wanted`.
+        """
+        call = tf.saved_model.load(str(self.directory)).signatures[SIGNATURE]
+        first, again = (_arrays(call(**self.named(samples))) for _ in range(2))
+        for name, value in first.items():
+            if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
+                raise TfdistError(
+                    f"export: output {name!r} differs between two calls with one request: a layer "
+                    "draws at random though training=False; nothing is published"
+                )
+        if wanted is not None:
+            _require_equal(first, wanted)
+        return {
+            "inputs": {s.name: [s.dtype.name, list(s.shape)] for s in self.inputs},
+            "outputs": {n: [v.dtype.name, [None, *v.shape[1:]]] for n, v in first.items()},
+        }
+
+    def answers(self, x: Any, batch_size: int = 32) -> dict[str, np.ndarray]:
+        """Return the outputs for all examples, by name."""
+        call = tf.saved_model.load(str(self.directory)).signatures[SIGNATURE]
+        parts = []
+        for start in range(0, _count(x), batch_size):
+            batch = keras.tree.map_structure(lambda a: a[start : start + batch_size], x)  # noqa: B023
+            parts.append(_arrays(call(**self.named(batch))))
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """What a lower precision is held against: examples, classes or None, the model's answers."""
+
+    x: Any
+    y: Any
+    full: Any
+
+    def against(self, export: _Export) -> dict[str, Any]:
+        """Return how far the answers of `export` are from the model's own."""
+        lower = list(export.answers(self.x).values())
+        full = [np.asarray(a) for a in keras.tree.flatten(self.full)]
+        gaps = [np.abs(a - b) for a, b in zip(lower, full, strict=True)]
+        found: dict[str, Any] = {
+            "examples": _count(self.x),
+            "largest_difference": float(max(gap.max() for gap in gaps)),
+            "mean_difference": float(np.mean([gap.mean() for gap in gaps])),
+        }
+        if len(full) == 1 and full[0].ndim == 2 and full[0].shape[1] > 1:
+            of_lower, of_full = lower[0].argmax(1), full[0].argmax(1)
+            found["same_class"] = float(np.mean(of_lower == of_full))
+            classes = None if self.y is None else np.asarray(self.y).reshape(_count(self.x), -1)
+            if classes is not None:
+                true = classes[:, 0] if classes.shape[1] == 1 else classes.argmax(1)
+                found["accuracy"] = float(np.mean(of_lower == true))
+                found["accuracy_before"] = float(np.mean(of_full == true))
+        return found
+
+
+def _inputs_of(model: keras.Model, samples: Any) -> Any:
+    """Return the nest of a model's inputs, a `tf.TensorSpec` with a name for each."""
+    require(
+        model.built,
+        "export_model",
+        received=f"model {model.name!r}, which has no weights yet",
+        expected="a built model",
+        fix="give it an Input, or train it first",
+        code="not-built",
+    )
+    nest = getattr(model, "_inputs_struct", None)  # of a functional model
+    if nest is None and isinstance(model, keras.Sequential) and model.inputs:
+        nest = model.inputs[0]
+    if nest is None and samples is None:
+        raise UsageError(
+            "export_model",
+            received=f"model {model.name!r}, of which nothing says what inputs it takes",
+            expected="samples",
+            fix="pass samples=..., a few examples as the model's call takes them",
+            code="no-samples",
+        )
+    if nest is None:
+        paths = keras.tree.flatten_with_path(samples)
+        specs = [_spec(np.asarray(a), "_".join(map(str, path)) or "inputs") for path, a in paths]
+    else:
+        specs = [_spec(tensor, tensor.name) for tensor in keras.tree.flatten(nest)]
+    return keras.tree.pack_sequence_as(samples if nest is None else nest, specs)
+
+
+def _spec(tensor: Any, name: str) -> tf.TensorSpec:
+    dtype = tf.as_dtype(keras.backend.standardize_dtype(tensor.dtype))
+    return tf.TensorSpec([None, *tensor.shape[1:]], dtype, name=re.sub(r"\W", "_", name))
+
+
+def _drawn(nest: Any) -> Any:
+    """Return examples for inputs that nobody gave: floats in [0, 1), zeros, or empty text."""
+    rng = np.random.default_rng(0)
+
+    def draw(spec: tf.TensorSpec) -> np.ndarray:
+        shape = [_EXAMPLES, *(n or _FREE_LENGTH for n in spec.shape[1:])]
+        if spec.dtype == tf.string:
+            return np.full(shape, "")
+        values = rng.random(shape) if spec.dtype.is_floating else np.zeros(shape)
+        return values.astype(spec.dtype.as_numpy_dtype)
+
+    return keras.tree.map_structure(draw, nest)
+
+
+def _count(x: Any) -> int:
+    return len(keras.tree.flatten(x)[0])
+
+
+def _examples(validation_data: Any, samples: Any) -> tuple[Any, Any]:
+    if validation_data is None:
+        return samples, None
+    if isinstance(validation_data, tuple):
+        x, y = validation_data
+        return x, y
+    return validation_data, None
+
+
+def _arrays(outputs: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in sorted(outputs.items())}
+
+
+def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
+    """Raise TfdistError unless the answers are those of `tfdist.predict`."""
+    flat = [np.asarray(a) for a in keras.tree.flatten(wanted)]
+    for (name, value), like in zip(found.items(), flat, strict=True):
+        gap = float(np.max(np.abs(value - like), initial=0.0)) if like.dtype.kind in "fiu" else 0.0
+        scale = max(1.0, float(np.max(np.abs(like), initial=0.0))) if like.size else 1.0
+        if value.shape != like.shape or not gap <= _TOLERANCE * scale:
+            raise TfdistError(
+                f"export: output {name!r} is {gap:.3g} away from what tfdist.predict gives, of at "
+                f"most {_TOLERANCE * scale:.3g} (a predict_step of its own, or a layer that goes "
+                "by something other than inputs); nothing is published"
+            )
+
+
+def _local(model: keras.Model, job: Job) -> keras.Model:
+    """Return the model, or under a strategy of several devices a copy of this process alone."""
+    if job.kind == "single":
+        return model
+    return _copy(model)
+
+
+def _copy(model: keras.Model) -> keras.Model:
+    classes = {type(layer).__name__: type(layer) for layer in [model, *model._flatten_layers()]}
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "model.keras")
+        try:
+            model.save(path)
+            with keras.saving.custom_object_scope(classes):
+                # Not in Keras' safe mode: the file was written by the line above.
+                return keras.models.load_model(path, compile=False, safe_mode=False)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise UsageError(
+                "export_model",
+                received=f"model {model.name!r} ({str(error).splitlines()[0][:200]})",
+                expected="one that Keras can save and load again",
+                fix="give its classes get_config, as keras.saving asks for",
+                code="not-saved",
+            ) from error
+
+
+def _lowered(model: keras.Model, precision: str) -> keras.Model:
+    """Return a model with weights of that precision; the one given stays as it is."""
+    if precision == "float32":
+        return model
+    try:
+        if precision == "int8":
+            copy = _copy(model)
+            copy.quantize("int8")
+            return copy
+        copy = keras.models.clone_model(model, clone_function=_halved)
+    except ValueError as error:
+        raise UsageError(
+            f"precision {precision}",
+            received=f"model {model.name!r} ({str(error).splitlines()[0][:200]})",
+            expected="a functional or Sequential model of layers that have this precision",
+            fix="leave precision out",
+            code="unsupported-precision",
+        ) from error
+    copy.set_weights(model.get_weights())
+    return copy
+
+
+def _halved(layer: keras.Layer) -> keras.Layer:
+    config = layer.get_config()
+    if layer.compute_dtype == "float32" and not isinstance(layer, keras.layers.InputLayer):
+        config["dtype"] = "float16"
+    return type(layer).from_config(config)
+
+
+def _write(model: keras.Model, nest: Any, directory: Path) -> list[tf.TensorSpec]:
+    """Write the SavedModel; return what the signature takes, in the order of the nest."""
+    flat: list[tf.TensorSpec] = keras.tree.flatten(nest)
+
+    def serve(*inputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        outputs = model(keras.tree.pack_sequence_as(nest, list(inputs)), training=False)
+        return _by_name(model, outputs)
+
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint(SIGNATURE, serve, input_signature=flat)
+    with one_line_errors(f"export: cannot write {directory}"):
+        archive.write_out(str(directory), verbose=False)
+    return flat
+
+
+def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
+    """Return outputs by their names: those of a dict, else of the layers, else by number."""
+    paths = keras.tree.flatten_with_path(outputs)
+    names = list(getattr(model, "output_names", None) or [])
+    if isinstance(outputs, dict):
+        names = ["_".join(map(str, path)) for path, _ in paths]
+    if len(set(names)) != len(paths):
+        names = [f"output_{i}" for i in range(len(paths))]
+    floats = {n: v for n, (_, v) in zip(names, paths, strict=True)}
+    return {n: tf.cast(v, tf.float32) if v.dtype == tf.float16 else v for n, v in floats.items()}
+
+
+def _write_warm_up(directory: Path, name: str, request: Mapping[str, tf.Tensor]) -> None:
+    """Write the request that TensorFlow Serving sends to a version before it serves it."""
+    from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
+
+    predict_request = predict_pb2.PredictRequest()
+    predict_request.model_spec.name = name
+    predict_request.model_spec.signature_name = SIGNATURE
+    for key, value in request.items():
+        predict_request.inputs[key].CopyFrom(tf.make_tensor_proto(value))
+    log = prediction_log_pb2.PredictionLog(
+        predict_log=prediction_log_pb2.PredictLog(request=predict_request)
+    )
+    extra = directory / "assets.extra"
+    extra.mkdir()
+    with tf.io.TFRecordWriter(str(extra / "tf_serving_warmup_requests")) as writer:
+        writer.write(log.SerializeToString())
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "tfdist": sys.modules["tfdist"].__version__,
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+    }
+
+
+def _place(directory: Path, name: str, version: int | None) -> Path:
+    """Return the version directory to make."""
+    require(
+        re.fullmatch(r"[\w.-]+", name) and not name.startswith("."),
+        "name",
+        received=repr(name),
+        expected="letters, digits, dots, dashes and underscores",
+        fix="pass name=..., as it will be in the server's addresses",
+        code="not-a-name",
+    )
+    home = directory / name
+    there = [int(p.name) for p in home.glob("[0-9]*") if p.name.isdecimal()]
+    if version is None:
+        return home / str(max(there, default=0) + 1)
+    require_int("version", version, least=1)
+    require(
+        version not in there,
+        "version",
+        received=f"{version}, which is in {home} already",
+        expected="a version that is not there",
+        fix="leave version out for the next one; a server may hold that one",
+        code="version-exists",
+    )
+    return home / str(version)
+
+
+@contextlib.contextmanager
+def _publishing(place: Path) -> Iterator[Path]:
+    """Yield a directory to write, which has the name of `place` once the block ends without error.
+
+    Servers look at names that are numbers alone, so none sees it before.
+    """
+    unfinished = place.with_name(f".partial-{place.name}")
+    with one_line_errors(f"export: cannot write {place}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        with one_line_errors(f"export: cannot write {place}"):
+            for path in [*unfinished.rglob("*"), unfinished]:
+                fsync(path)
+            os.rename(unfinished, place)
+            fsync(place.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

@@ -1,0 +1,108 @@
+"""Where a trained model comes from: a `.keras` file, a run directory, or checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import keras
+import ml_collections
+import numpy as np
+
+from tfdist.checkpoint import CheckpointStore
+from tfdist.checkpoint.warm_start import set_weights
+from tfdist.errors import UsageError, near, require
+from tfdist.outputs.run_directory import RunDirectory
+
+
+def read_model(
+    source: Path, *, step: int | None = None, best: bool = False, make: str | None = None
+) -> tuple[keras.Model, dict[str, Any]]:
+    """Return the model of this process alone that `source` holds, and where it comes from.
+
+    Args:
+      source: a `.keras` file (read in Keras' safe mode), the run directory of a `tfdist.train`, or
+        a directory that `tfdist.BackupAndRestore` wrote.
+      step: of the checkpoint; by default the newest one.
+      best: take the checkpoint that was marked best.
+      make: ``file.py:function``, which returns the model of the checkpoints in an own program.
+
+    Raises:
+      UsageError: there is no such file or checkpoint, or it is another model's.
+    """
+    if source.suffix == ".keras":
+        require(
+            source.is_file() and step is None and not best and make is None,
+            str(source),
+            received="no such file"
+            if not source.is_file()
+            else "it with --step, --best or --model",
+            expected="a file that Keras saved, by itself",
+            fix="check the path; --step, --best and --model are for checkpoints",
+            code="not-a-source",
+        )
+        return keras.models.load_model(source, compile=False), {"file": str(source.absolute())}
+    run = RunDirectory(source)
+    config = run.read_config() if make is None else None
+    directory = run.checkpoints if config is not None or run.checkpoints.is_dir() else source
+    require(
+        source.is_dir() and (config is not None or make is not None),
+        str(source),
+        received="no such directory" if not source.is_dir() else "a directory without config.json",
+        expected="a .keras file, a run of tfdist.train, or checkpoints with --model",
+        fix="name what makes the model of your program: --model train.py:make_model",
+        code="not-a-source",
+    )
+    served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
+    store = CheckpointStore(directory)
+    checkpoint = store.read(store.best() if best else step)
+    set_weights(trained, checkpoint, where=str(directory))
+    return served, {"run": str(source.absolute()), "step": int(checkpoint.step)}
+
+
+def _made_by(make: str) -> keras.Model:
+    """Call the function that ``file.py:function`` names."""
+    path, _, name = make.rpartition(":")
+    spec = importlib.util.spec_from_file_location("model_of_export", path)
+    if not path or spec is None or spec.loader is None or not Path(path).is_file():
+        raise _bad_make(make, "no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise _bad_make(make, f"no function {name!r} in it{near(name, vars(module))}")
+    model = function()
+    if not isinstance(model, keras.Model) or not model.built:
+        raise _bad_make(make, f"{type(model).__name__} from it")
+    return model
+
+
+def _bad_make(make: str, received: str) -> UsageError:
+    return UsageError(
+        "--model",
+        received=f"{make}: {received}",
+        expected="file.py:function, which returns the built keras.Model that was trained",
+        fix="name the function that the program makes its model with",
+        code="not-a-model",
+    )
+
+
+def _of_run(config: dict[str, Any]) -> tuple[keras.Model, keras.Model]:
+    """Return a model that takes pixels as they are stored, and the one in it that was trained."""
+    from tfdist.app.models import build_model
+    from tfdist.app.recipe import load_datasets
+
+    read = ml_collections.ConfigDict(config)
+    datasets = load_datasets(read)
+    trained = build_model(
+        read.model,
+        image_shape=datasets.image_shape,
+        num_classes=datasets.num_classes,
+        dropout=read.dropout,
+    )
+    images = keras.Input(datasets.image_shape, name="image")
+    variance = np.square(np.asarray(read.augmentation.std, np.float64)).tolist()
+    mean = list(read.augmentation.mean)
+    normalize = keras.layers.Normalization(mean=mean, variance=variance, name="normalize")
+    return keras.Model(images, trained(normalize(images)), name=read.model), trained
