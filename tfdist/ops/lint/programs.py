@@ -19,7 +19,7 @@ from typing import Any
 
 from tfdist.configs import FIELDS
 from tfdist.errors import UsageError
-from tfdist.ops.lint.rules import Finding, Location, of_error
+from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 
 LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 
@@ -48,7 +48,7 @@ def check_command(
         try:
             options = parse(arguments)
         except UsageError as error:
-            yield of_error(error.code or "LCH002", _at(place, error.where), error)
+            yield of_error(_rule(error.code), _at(place, error.where), error)
             return
         if options is None or options.program.target != TRAIN:
             return
@@ -177,7 +177,7 @@ def _findings(
         )
     if "error" in answer:
         error = dict(answer["error"])
-        at, code = _at(place, error.pop("where")), error.pop("code") or "LCH002"
+        at, code = _at(place, error.pop("where")), _rule(error.pop("code"))
         yield Finding(code=code, place=at, **error)
         return
     values = answer["values"]
@@ -186,6 +186,11 @@ def _findings(
     for code, field, received, expected, fix in _together(values, replicas):
         at = _at(place, f"config.{field}")
         yield Finding(code, at, received, expected, fix)
+
+
+def _rule(code: str) -> str:
+    """Return the rule of an error: its code where that is one's, else that of a refused flag."""
+    return code if code in RULES else "LCH002"
 
 
 def _at(place: Location, where: str) -> Location:
