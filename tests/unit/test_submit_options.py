@@ -58,28 +58,7 @@ def test_those_of_a_task_whose_tf_config_the_operator_sets(
     assert config.options.startup_timeout_s == 300
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sources"),
-    [
-        ("--workers 2 --gpus 4 train.py", [{"emptyDir": {"medium": "Memory"}}]),
-        ("--workers 2 train.py", []),
-        (
-            "--gpus 2 --volume /dev/shm=/dev/shm/ train.py",
-            [{"hostPath": {"path": "/dev/shm"}}],
-        ),
-    ],
-)
-def test_pods_with_gpus_have_shared_memory(
-    arguments: str, sources: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--to", "kubernetes", "--dry_run", "--image", "x", *shlex.split(arguments)]) == 0
-    job: Any = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
-    spec = job["spec"]["template"]["spec"]
-    mounts = spec["containers"][0].get("volumeMounts", [])
-    at = {mount["name"] for mount in mounts if mount["mountPath"].rstrip("/") == "/dev/shm"}
-    volumes = spec.get("volumes", [])
-    assert {volume["name"] for volume in volumes} == at
-    assert [{k: v for k, v in vol.items() if k != "name"} for vol in volumes] == sources
+# What the pods of tests/golden have not.
 
 
 def pod_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
@@ -88,12 +67,16 @@ def pod_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return list(yaml.safe_load_all(capsys.readouterr().out))[-1]["spec"]["template"]["spec"]
 
 
+def test_shared_memory_of_the_users_own_is_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    pod = pod_of("--gpus 2 --volume /dev/shm=/dev/shm/ train.py", capsys)
+    assert pod["volumes"] == [{"name": "volume-0", "hostPath": {"path": "/dev/shm"}}]
+    (container,) = pod["containers"]
+    assert container["volumeMounts"] == [{"name": "volume-0", "mountPath": "/dev/shm/"}]
+
+
 @pytest.mark.parametrize(
     ("text", "toleration"),
     [
-        ("spot", {"operator": "Exists"}),
-        ("spot:NoExecute", {"operator": "Exists", "effect": "NoExecute"}),
-        ("spot=yes:NoSchedule", {"operator": "Equal", "value": "yes", "effect": "NoSchedule"}),
         ("spot=:NoSchedule", {"operator": "Equal", "value": "", "effect": "NoSchedule"}),
         ("spot=yes", {"operator": "Equal", "value": "yes"}),
     ],
@@ -101,30 +84,16 @@ def pod_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_toleration_is_written_as_the_taint(
     text: str, toleration: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pod = pod_of(f"--toleration example.org/gpu:NoSchedule --toleration {text} train.py", capsys)
-    first = {"key": "example.org/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    assert pod["tolerations"] == [first, {"key": "spot", **toleration}]
+    pod = pod_of(f"--toleration {text} train.py", capsys)
+    assert pod["tolerations"] == [{"key": "spot", **toleration}]
 
 
 SECCOMP = {"seccompProfile": {"type": "RuntimeDefault"}}
-GROUP = {"runAsGroup": 20, "fsGroup": 20, "fsGroupChangePolicy": "OnRootMismatch"}
 
 
-@pytest.mark.parametrize(
-    ("flag", "user"),
-    [
-        ("", {"runAsNonRoot": True}),
-        ("--run_as_user 10", {"runAsNonRoot": True, "runAsUser": 10}),
-        ("--run_as_user 10:20", {"runAsNonRoot": True, "runAsUser": 10, **GROUP}),
-    ],
-)
-def test_tasks_run_as_an_ordinary_user(
-    flag: str, user: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    pod = pod_of(f"{flag} train.py", capsys)
-    assert pod["securityContext"] == {**user, **SECCOMP}
-    own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert pod["containers"][0]["securityContext"] == own
+def test_a_user_without_a_group_has_the_images(capsys: pytest.CaptureFixture[str]) -> None:
+    pod = pod_of("--run_as_user 10 train.py", capsys)
+    assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 10, **SECCOMP}
 
 
 def test_only_who_asks_for_root_has_it(capsys: pytest.CaptureFixture[str]) -> None:

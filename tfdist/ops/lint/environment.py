@@ -69,19 +69,18 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
             yield Finding("ENV005", place_of(name), received, expected, fix)
     yield from _proxies(values, place_of)
     yield from _legacy_keras(values, place_of)
-    if values.get(settings.STRATEGY, "").strip() in _WITHOUT_PS:
+    if settings.text(values, settings.STRATEGY) in _WITHOUT_PS:
         yield from _of_ps(values, place_of)
 
 
 def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
     """Yield why a job of `count` tasks cannot be what TFDIST_STRATEGY and TFDIST_PS ask for."""
     try:
-        job_settings = settings.from_environ(
-            {n: v for n, v in values.items() if n.startswith("TFDIST_")}
-        )
+        ours = {name: value for name, value in values.items() if name.startswith("TFDIST_")}
+        job_settings = settings.from_environ(ours)
     except UsageError:
-        return  # said of the variable
-    if job_settings.groups or values.get(settings.CLUSTER, "").strip() == "none":
+        return  # the check of the variable says it
+    if job_settings.groups or settings.text(values, settings.CLUSTER) == "none":
         return
     try:
         placement.task_types(count, job_settings=job_settings)
@@ -120,18 +119,16 @@ def _one(name: str, value: str, place: Location) -> Iterator[Finding]:
 
 def _of_ps(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
     for name in (settings.SPLIT_BYTES, settings.PROFILE_PS):
-        if values.get(name, "").strip() not in ("", "0"):
-            received, fix = (
-                f"{name} in a job without ps",
-                f"unset it, or set {settings.STRATEGY}=ps",
-            )
+        if settings.text(values, name) not in ("", "0"):
+            received = f"{name} in a job without ps"
+            fix = f"unset it, or set {settings.STRATEGY}=ps"
             yield Finding("ENV009", place_of(name), received, "a ps job", fix)
 
 
 def _proxies(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
     several = _has_ours(values)
-    proxy = next((name for name in _PROXIES if values.get(name, "").strip()), None)
-    if several and proxy and not any(values.get(name, "").strip() for name in _NO_PROXY):
+    proxy = next((name for name in _PROXIES if settings.text(values, name)), None)
+    if several and proxy and not any(settings.text(values, name) for name in _NO_PROXY):
         received, expected = f"{proxy} without no_proxy", "the job's own hosts in no_proxy"
         fix = f"set no_proxy to the hosts of the job, or unset {proxy} for its tasks"
         yield Finding("ENV008", place_of(proxy), received, expected, fix)
@@ -228,9 +225,7 @@ def _options(config: TaskConfig, place: Location) -> Iterator[Finding]:
         yield Finding("TFC025", at, received, expected, fix)
     for name in () if is_ps else ("split_bytes", "profile_ps"):
         if value := getattr(config.options, name):
-            at, received = (
-                _inside(place, f"tfdist.{name}"),
-                f"{shown_json(value)} and a cluster with no ps",
-            )
+            at = _inside(place, f"tfdist.{name}")
+            received = f"{shown_json(value)} and a cluster with no ps"
             fix = "take it out, or add ps and a chief to the cluster"
             yield Finding("TFC026", at, received, "a ps job", fix)

@@ -123,14 +123,7 @@ def _text(source: LintSource) -> str | Finding:
             received = f"a zero byte at position {text.index(chr(0))}"
     except UnicodeDecodeError as error:
         received = f"byte {source.data[error.start]:#04x} at position {error.start}"
-    return (
-        Finding(
-            "LNT001",
-            Location(file=source.name),
-            received,
-            "text in UTF-8",
-            "save it as UTF-8, or name another file",
-        )
-        if received
-        else text
-    )
+    if not received:
+        return text
+    place, fix = Location(file=source.name), "save it as UTF-8, or name another file"
+    return Finding("LNT001", place, received, "text in UTF-8", fix)

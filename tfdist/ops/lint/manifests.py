@@ -111,7 +111,7 @@ class Workload:
         return [container for group in self.groups for container in group.containers]
 
     @property
-    def is_ours(self) -> bool:
+    def concerns_tfdist(self) -> bool:
         """Return whether it is about tfdist at all."""
         variables = (name for container in self.containers for name in container.lines)
         words = (word for container in self.containers for word in container.words)
@@ -158,7 +158,7 @@ def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
     jobs, services, found = _read(texts)
     yield from found
     for job in jobs:
-        if not job.is_ours:
+        if not job.concerns_tfdist:
             continue
         for code, of_group in _OF_GROUPS:
             for group in job.groups:

@@ -15,7 +15,7 @@ from tfdist.launch.options import LaunchOptions
 SCHEDULERS = ("slurm", "kubernetes")
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
-_SLURM_WORD = r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", "a name as Slurm has it"
+SLURM_WORD = r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", "a name as Slurm has it"
 _OBJECT = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of an object of Kubernetes"
 _JOB = r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '.', '_' and '-'"
 _COUNT = r"0*[1-9][0-9]{0,4}", "an integer from 1 to 99999"
@@ -130,9 +130,9 @@ FLAGS = (
         only="kubernetes",
     ),
     Flag("nodes", "N", "on how many nodes", _COUNT, "2", only="slurm"),
-    Flag("partition", "NAME", "the partition", _SLURM_WORD, only="slurm"),
-    Flag("account", "NAME", "whose hours", _SLURM_WORD, only="slurm"),
-    Flag("qos", "NAME", "the quality of service", _SLURM_WORD, only="slurm"),
+    Flag("partition", "NAME", "the partition", SLURM_WORD, only="slurm"),
+    Flag("account", "NAME", "whose hours", SLURM_WORD, only="slurm"),
+    Flag("qos", "NAME", "the quality of service", SLURM_WORD, only="slurm"),
 )
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 _LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "help"}

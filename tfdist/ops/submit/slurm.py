@@ -14,7 +14,7 @@ import math
 import re
 import shlex
 
-from tfdist.ops.submit.command import Command, wrong
+from tfdist.ops.submit.command import SLURM_WORD, Command, wrong
 from tfdist.ops.submit.request import JobRequest, request_of
 
 _MAX_SIGNAL_S = 65_535
@@ -134,9 +134,10 @@ def _check(request: JobRequest, command: Command) -> None:
         received = "it in a ps job with --gpus"
         raise wrong("nodes", received, "no --nodes", fix)
     _check_times(request)
+    pattern, expected = SLURM_WORD
     for feature in command.all("node_selector"):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", feature):
-            raise wrong("node_selector", repr(feature), "a name as Slurm has it", "correct it")
+        if not re.fullmatch(pattern, feature):
+            raise wrong("node_selector", repr(feature), expected, "correct it")
 
 
 def _check_times(request: JobRequest) -> None:
