@@ -99,8 +99,8 @@ def _as_text(findings: Sequence[Finding], checked: int) -> str:
         for finding, severity in zip(findings, severities, strict=True)
     ]
     wrong = severities.count(Severity.ERROR)
-    said = f"{count(wrong, 'error')}, {count(len(lines) - wrong, 'warning')}"
-    return "\n".join([*lines, f"{count(checked, 'file')}: {said if lines else 'no findings'}"])
+    counts = f"{count(wrong, 'error')}, {count(len(lines) - wrong, 'warning')}"
+    return "\n".join([*lines, f"{count(checked, 'file')}: {counts if lines else 'no findings'}"])
 
 
 def _as_json(findings: Sequence[Finding]) -> str:

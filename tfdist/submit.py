@@ -48,8 +48,8 @@ def _answer(command: Command) -> str:
 
 
 def _to_slurm(command: Command) -> tools.Submitted:
-    request, options = slurm.read(command)
-    script = slurm.render(request, options)
+    request = slurm.read(command)
+    script = slurm.render(request, command)
     if command.launch.dry_run:
         return tools.Submitted(text=script)
     return tools.sbatch(script, name=request.name)

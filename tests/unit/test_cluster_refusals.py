@@ -23,7 +23,7 @@ REFUSED: dict[str, list[tuple[Environ, str, str]]] = {
         ),
         ({"TFDIST_PORTS": "30000-30000"}, "TFDIST_PORTS", "ENV001"),
         ({"TFDIST_PORTS": "30000"}, "TFDIST_PORTS", "bad-ports"),
-        ({"TFDIST_PORTS": "30000-30009", "TFDIST_PORT": "1"}, "TFDIST_PORTS", "ENV001"),
+        ({"TFDIST_PORTS": "30000-30009", "TFDIST_PORT": "1"}, "TFDIST_PORTS", "exclusive"),
         ({"SLURM_STEP_NODELIST": "node[01-02"}, "SLURM_STEP_NODELIST", "bad-node-list"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST", "ENV007"),
         ({"SLURM_STEP_NODELIST": "node[01-03]"}, "SLURM_STEP_TASKS_PER_NODE", "ENV007"),

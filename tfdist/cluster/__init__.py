@@ -43,9 +43,9 @@ def read_environment(environ: Mapping[str, str]) -> TaskConfig | None:
     Raises:
         UsageError: a source is wrong, or two of them disagree; the message has both.
     """
-    told = from_environ(environ) if "TFDIST_JOB" in environ else None
-    if told is not None:
-        return told
+    config = from_environ(environ) if "TFDIST_JOB" in environ else None
+    if config is not None:
+        return config
     from tfdist.cluster import environment  # a task that our launcher starts needs none of it
 
     return environment.detect(environ)

@@ -127,34 +127,31 @@ def _mistake(address: object, *, where: str) -> UsageError:
         return UsageError(
             where, received=shown_json(address), expected=expected, fix=fix, code="TFC010"
         )
-    listed, (host, colon, port) = meant(address), address.rpartition(":")
+    listed = meant(address)
     one = shown(listed[0])
-    each = f"make each address an element of the list: {', '.join(map(shown, listed))}"
-    added = " and add a port" * (not _is_ipv6(host))
-    for is_it, detail, fix in (
-        ("," in address, "one address", each),
-        (not address.strip(), "a host and a port", f"write where the task listens, as in {one}"),
-        (
-            address.startswith("unix:"),
-            "a TCP port: TensorFlow opens no Unix socket",
-            f"write {shown(f'localhost:{_EXAMPLE_PORT}')}",
-        ),
-        ("://" in address, "no scheme", f"write {one}"),
-        (any(c.isspace() for c in address), "no spaces", f"write {one}"),
-        (
-            _is_ipv6(address) or _is_ipv6(host),
-            "an IPv6 host in brackets",
-            f"put the IPv6 host in brackets{added}: {one}",
-        ),
-        (
-            not colon or address.endswith("]"),
-            "a port too",
-            f"add the port that the task listens on, as in {one}",
-        ),
-        (not host, "a host too", f"write {one}"),
-    ):
-        if is_it:
-            return _error(address, where, detail, fix)
+    if "," in address:
+        fix = f"make each address an element of the list: {', '.join(map(shown, listed))}"
+        return _error(address, where, "one address", fix)
+    if not address.strip():
+        fix = f"write where the task listens, as in {one}"
+        return _error(address, where, "a host and a port", fix)
+    if address.startswith("unix:"):
+        fix = f"write {shown(f'localhost:{_EXAMPLE_PORT}')}"
+        return _error(address, where, "a TCP port: TensorFlow opens no Unix socket", fix)
+    if "://" in address:
+        return _error(address, where, "no scheme", f"write {one}")
+    if any(c.isspace() for c in address):
+        return _error(address, where, "no spaces", f"write {one}")
+    host, colon, port = address.rpartition(":")
+    if _is_ipv6(address) or _is_ipv6(host):
+        added = " and add a port" * (not _is_ipv6(host))
+        fix = f"put the IPv6 host in brackets{added}: {one}"
+        return _error(address, where, "an IPv6 host in brackets", fix)
+    if not colon or address.endswith("]"):
+        fix = f"add the port that the task listens on, as in {one}"
+        return _error(address, where, "a port too", fix)
+    if not host:
+        return _error(address, where, "a host too", f"write {one}")
     if not _is_port(port):
         return _port_mistake(address, where=where)
     return _host_mistake(address, where=where)

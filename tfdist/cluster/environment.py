@@ -39,8 +39,8 @@ Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
 
 def _read_tf_config(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return what TF_CONFIG says, and our variables where it leaves something open."""
-    told = tf_config.from_environ(environ)
-    return None if told is None else _with_settings(told, job_settings)
+    config = tf_config.from_environ(environ)
+    return None if config is None else _with_settings(config, job_settings)
 
 
 SOURCES: Mapping[str, Reader] = {
@@ -111,19 +111,19 @@ def _from_source(name: str, environ: Mapping[str, str], job_settings: JobSetting
     return config
 
 
-def _with_settings(told: TaskConfig, job_settings: JobSettings) -> TaskConfig:
-    """Return `told` with the strategy and the options of our variables, where it has none."""
-    asked, has = job_settings.strategy, told.options.strategy
-    if "auto" not in (asked, has) and asked != has:
-        raise _disagreement(STRATEGY, f"{asked}, and TF_CONFIG with {has}", "correct TF_CONFIG")
-    count = len(told.cluster.ps)
+def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
+    """Return `config` with the strategy and the options of our variables, where it has none."""
+    strategy, has = job_settings.strategy, config.options.strategy
+    if "auto" not in (strategy, has) and strategy != has:
+        raise _disagreement(STRATEGY, f"{strategy}, and TF_CONFIG with {has}", "correct TF_CONFIG")
+    count = len(config.cluster.ps)
     if job_settings.ps not in (None, count):
         received = f"{job_settings.ps}, and TF_CONFIG with {count} ps"
         raise _disagreement(PS, received, "correct TF_CONFIG")
-    options = told.options
+    options = config.options
     if options == JobOptions(strategy=has):
         options = job_settings.options()
-    return replace(told, options=replace(options, strategy=asked if has == "auto" else has))
+    return replace(config, options=replace(options, strategy=strategy if has == "auto" else has))
 
 
 def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]) -> None:
@@ -136,9 +136,9 @@ def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]
         _check_listed(config, text(environ, HOSTS))
 
 
-def _check_size(told: TaskConfig, environ: Mapping[str, str]) -> None:
+def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
     """Compare the number of tasks in TF_CONFIG with that of the innermost launcher."""
-    count = max(1, len(told.cluster.training_tasks()))
+    count = max(1, len(config.cluster.training_tasks()))
     sizes = dict([mpi.counted(environ), ("SLURM_STEP_NUM_TASKS", slurm.num_tasks(environ))])
     if text(environ, HOSTS):
         sizes[HOSTS] = len(ranks_of(parse_hosts(environ[HOSTS], where=HOSTS)))
@@ -152,17 +152,17 @@ def _check_size(told: TaskConfig, environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_host(told: TaskConfig, variable: str, name: str) -> None:
+def _check_host(config: TaskConfig, variable: str, name: str) -> None:
     """Refuse a TF_CONFIG that knows this host by its name, and puts the task on another."""
-    if not name or told.cluster.kind == "single":
+    if not name or config.cluster.kind == "single":
         return
-    at = {t: split_address(told.cluster.address(t))[0] for t in told.cluster.training_tasks()}
-    own = at[told.task]
+    at = {t: split_address(config.cluster.address(t))[0] for t in config.cluster.training_tasks()}
+    own = at[config.task]
     here = next((task for task, host in at.items() if same_host(host, name)), None)
     if here is not None and not same_host(own, name):
         raise UsageError(
             "TF_CONFIG",
-            received=f"{told.task} on {own} in TF_CONFIG, and {variable}={name}",
+            received=f"{config.task} on {own} in TF_CONFIG, and {variable}={name}",
             expected=f"the two to agree: TF_CONFIG has {here} on {name}",
             fix="give each task its own index in TF_CONFIG, or unset it",
             code="ENV006",
@@ -176,14 +176,14 @@ def _check_listed(found: TaskConfig, value: str) -> None:
     here = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
     listed = ranks_of(parse_hosts(value, where=HOSTS))
     known = set(here)
-    strange = [
+    unknown = [
         host
         for host in dict.fromkeys(listed)
         if host not in known
         and is_name(host)
         and not any(same_host(host, h) or not is_name(h) for h in known)
     ]
-    if (strange and not unseen) or len(listed) != len(here) + unseen:
+    if (unknown and not unseen) or len(listed) != len(here) + unseen:
         raise _disagreement(
             HOSTS,
             f"{shown(value)}, {len(listed)} tasks, in a job of {len(here) + unseen} tasks "

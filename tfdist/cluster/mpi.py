@@ -179,22 +179,22 @@ def _check_self(
     host = ranks[world.rank]
     here = [rank for rank, other in enumerate(ranks) if other == host]
     local = here.index(world.rank)
-    for name, told, follows in (
+    for name, value, follows in (
         (world.local_names[0], world.local_size, len(here)),
         (world.local_names[1], world.local_rank, local),
     ):
-        if told not in (None, follows):
+        if value not in (None, follows):
             raise contradiction(
                 name,
-                f"{told} for rank {world.rank}",
+                f"{value} for rank {world.rank}",
                 f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
                 f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
             )
-    told_host = text(environ, "PMIX_HOSTNAME")
-    if told_host and placement.is_name(host) and not placement.same_host(host, told_host):
+    own_host = text(environ, "PMIX_HOSTNAME")
+    if own_host and placement.is_name(host) and not placement.same_host(host, own_host):
         raise contradiction(
             "PMIX_HOSTNAME",
-            f"{shown(told_host)} for rank {world.rank}",
+            f"{shown(own_host)} for rank {world.rank}",
             f"{host}, where {where} puts it",
             f"write the hosts into {HOSTS} in mpirun's order, by their own names",
         )

@@ -137,7 +137,7 @@ def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = N
 
     `PORTS_PER_JOB` ports belong to it. Jobs with numbers that follow each other, as those that
     share a machine often have, get different ones; so do the steps of a job. A port that is
-    wished for goes before them, and a range is divided among the jobs.
+    set goes before them, and a range is divided among the jobs.
     """
     if job_settings is not None and job_settings.port:
         return job_settings.port

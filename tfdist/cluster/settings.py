@@ -16,7 +16,7 @@ from tfdist.cluster.address import shown
 from tfdist.cluster.job import JobOptions, check_strategy
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.spec import TASK_TYPES
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, mutually_exclusive, near
 
 LAUNCHED = "TFDIST_JOB"
 """Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
@@ -84,11 +84,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     check_strategy(strategy, where=STRATEGY, code="ENV001")
     groups, ports = text(environ, GROUPS), text(environ, PORTS)
     port = integer(environ, PORT, least=1, most=65_535)
-    if ports and port:
-        fix, received = f"unset {PORT}", f"{shown(ports)}, and {PORT}={port}"
-        raise UsageError(
-            PORTS, received=received, expected="one of the two", fix=fix, code="ENV001"
-        )
+    mutually_exclusive({PORTS: ports, PORT: port}, fix=f"unset {PORT}")
     return JobSettings(
         strategy=strategy,
         ps=integer(environ, PS, least=0),

@@ -104,22 +104,22 @@ def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
 
 def _types(groups: Sequence[int], job_settings: JobSettings, *, components: int) -> list[str]:
     """Return the type of each rank, which is in the component that `groups` says."""
-    asked = job_settings.groups
-    if not asked:
+    group_types = job_settings.groups
+    if not group_types:
         return placement.task_types(len(groups), job_settings=job_settings)
-    listed = ",".join(asked)
-    if len(asked) != components:
+    listed = ",".join(group_types)
+    if len(group_types) != components:
         raise contradiction(
             settings.GROUPS,
             f"{listed} in a job of {components} component(s)",
             "a type for each component of the job, from component 0 on",
             f"write {components} types, or unset it in a job that is not heterogeneous",
         )
-    if job_settings.evaluator and "evaluator" not in asked:
+    if job_settings.evaluator and "evaluator" not in group_types:
         fix = f"unset {settings.EVALUATOR}, or add the component"
         received, expected = f"it with {listed}", "a component of that type"
         raise contradiction(settings.EVALUATOR, received, expected, fix)
-    types = [asked[group] for group in groups]
+    types = [group_types[group] for group in groups]
     ps = types.count("ps")
     if job_settings.ps not in (None, ps):
         fix = f"unset {settings.PS}: the components say it"
@@ -193,9 +193,9 @@ def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str
             )
         groups |= {name: group for name in listed if name in wanted}
     if len(groups) < len(wanted):
-        odd = next(name for name in names if name not in groups)
+        unknown = next(name for name in names if name not in groups)
         expected = f"a node of {_GROUPS[0]}0 to {size - 1}"
-        raise contradiction("SLURM_STEP_NODELIST", shown(odd), expected, _PASS_ON)
+        raise contradiction("SLURM_STEP_NODELIST", shown(unknown), expected, _PASS_ON)
     return groups
 
 
@@ -208,12 +208,12 @@ def _node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[_Node]) -> li
     task a node is the same in all.
     """
     tasks = [node.tasks for node in nodes]
-    asked = text(environ, "SLURM_DISTRIBUTION").lower()
-    kind = re.split("[:,]", asked)[0]
+    distribution = text(environ, "SLURM_DISTRIBUTION").lower()
+    kind = re.split("[:,]", distribution)[0]
     if kind == "arbitrary":
         raise contradiction(
             "SLURM_DISTRIBUTION",
-            shown(asked),
+            shown(distribution),
             "block, cyclic or plane: no task is told where an arbitrary one puts the rest",
             "run srun with --distribution=block",
         )
@@ -247,13 +247,13 @@ def _check_self(environ: Mapping[str, str], step: _Step) -> None:
     if name and node.name != name:
         expected = f"{node.name} for SLURM_PROCID={step.rank}"
         raise contradiction("SLURMD_NODENAME", shown(name), expected, fix)
-    told = text(environ, "SLURM_GTIDS")
+    tasks_here = text(environ, "SLURM_GTIDS")
     here = ",".join(
         str(rank) for rank, index in enumerate(step.where) if index == step.where[step.rank]
     )
-    if told and told != here:
+    if tasks_here and tasks_here != here:
         expected = f"{shown(here)}, which are the tasks of {node.name}"
-        raise contradiction("SLURM_GTIDS", shown(told), expected, fix)
+        raise contradiction("SLURM_GTIDS", shown(tasks_here), expected, fix)
 
 
 def _hosts_of_ranks(environ: Mapping[str, str], step: _Step) -> list[str]:

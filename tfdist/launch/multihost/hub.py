@@ -8,12 +8,13 @@ import select
 import selectors
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tfdist.cluster.placement import join
 from tfdist.launch.multihost.agreement import differences
 from tfdist.launch.multihost.connection import Channel, Link, Message, Violation, WrongToken
+from tfdist.launch.multihost.messages import Hello, decode
 
 CHECK_EVERY_S = 0.5
 
@@ -151,7 +152,8 @@ class Hub:
     def send(self, rank: int, message: Message) -> None:
         """Send a message to a host; nothing happens if it is gone."""
         if (client := self._members.get(rank)) is not None:
-            self._with(client, lambda: client.channel.send(message))
+            with self._guarding(client):
+                client.channel.send(message)
 
     def add(self, sock: socket.socket, *, address: str) -> None:
         """Take in a connection that was accepted; it has yet to show that it knows the token."""
@@ -160,7 +162,8 @@ class Hub:
         self._make_room()
         self._clients[channel.fileno()] = client
         self._selector.register(channel.fileno(), client.events)
-        self._with(client, channel.flush)
+        with self._guarding(client):
+            channel.flush()
 
     def drop(self, rank: int, cause: str) -> None:
         """End the connection to a host; nothing happens if it is gone."""
@@ -226,7 +229,8 @@ class Hub:
 
     def _serve(self, client: _Client) -> None:
         messages: list[Message] = []
-        self._with(client, lambda: messages.extend(client.channel.read()))
+        with self._guarding(client):
+            messages = client.channel.read()
         for message in messages:
             if client.rank is not None:
                 self._news.append(MessageReceived(rank=client.rank, message=message))
@@ -234,13 +238,12 @@ class Hub:
                 self._greet(client, message)
 
     def _greet(self, client: _Client, message: Message) -> None:
-        hello = message.get("hello")
-        rank = hello.get("rank") if isinstance(hello, dict) else None
-        terms = hello.get("terms") if isinstance(hello, dict) else None
-        if not isinstance(rank, int) or not isinstance(terms, dict):
+        try:
+            hello = decode(Hello, message.get("hello"))
+        except ValueError:
             self._drop(client, "no greeting")
             return
-        found = differences(self._terms, {str(k): str(v) for k, v in terms.items()})
+        rank, found = hello.rank, differences(self._terms, hello.terms)
         if not found and not 1 <= rank < self._num_ranks:
             found = [f"rank {rank} there, 0 to {self._num_ranks - 1} here"]
         if found:
@@ -253,17 +256,19 @@ class Hub:
             client.rank = rank
             self._members[rank] = client
             self._news.append(PeerJoined(rank=rank))
-            self._with(client, lambda: client.channel.send({"welcome": rank}))
+            with self._guarding(client):
+                client.channel.send({"welcome": rank})
 
     def _refuse(self, client: _Client, *, reason: str, differs: bool) -> None:
-        message = {"refused": reason, "differs": differs}
-        self._with(client, lambda: client.channel.send(message))
+        with self._guarding(client):
+            client.channel.send({"refused": reason, "differs": differs})
         self._drop(client, reason)
 
-    def _with(self, client: _Client, action: Callable[[], object]) -> None:
-        """Do something with a connection, and drop it where that fails."""
+    @contextlib.contextmanager
+    def _guarding(self, client: _Client) -> Iterator[None]:
+        """Drop a connection where the block fails; else watch for what it has left to send."""
         try:
-            action()
+            yield
         except WrongToken:
             with contextlib.suppress(OSError, Violation):
                 client.channel.flush()
@@ -304,7 +309,8 @@ class Hub:
             elif client.channel.silent_s >= self._timeout_s:
                 self._drop(client, f"no word for {self._timeout_s:g} s")
             else:
-                self._with(client, client.channel.beat)
+                with self._guarding(client):
+                    client.channel.beat()
 
 
 def listen(address: str, port: int, *, num_hosts: int) -> socket.socket:

@@ -45,7 +45,7 @@ class Team:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group = group
-        self._hub = hub
+        self.hub = hub
         self._options = options
         self._strategy = strategy
         self._screen = screen
@@ -57,11 +57,6 @@ class Team:
         self._began = False
         self.host_of: dict[Task, int] = {}
         """The rank of the host of each task of this attempt."""
-
-    @property
-    def hub(self) -> Hub:
-        """Return the connections."""
-        return self._hub
 
     def name(self, rank: int) -> str:
         """Return the host of a rank as the user wrote it."""
@@ -98,7 +93,7 @@ class Team:
 
     def roll_call(self, *, own: str, terms: Mapping[str, str]) -> str:
         """Return who is there, at which addresses, and what all of them have in common."""
-        at = {0: own} | {rank: self._hub.address_of(rank) for rank in sorted(self._hub.present)}
+        at = {0: own} | {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
         shown = [f"{self.name(rank)} at {at[rank]}" for rank in list(at)[:_MAX_NAMES]]
         more = f" and {len(at) - len(shown)} more" if len(at) > len(shown) else ""
         alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
@@ -121,9 +116,9 @@ class Team:
         """
         self._began = True
         at = {0: [port.address for port in ports]} | {
-            rank: [placement.join(self._hub.address_of(rank), port) for port in self._ports[rank]]
+            rank: [placement.join(self.hub.address_of(rank), port) for port in self._ports[rank]]
             for rank in sorted(self._ports)
-            if rank in self._hub.present
+            if rank in self.hub.present
         }
         cluster = self._group.cluster(at, strategy=self._strategy)
         tasks = self._group.tasks(sorted(at))
@@ -141,9 +136,18 @@ class Team:
         )
         message = encode(plan)
         for rank in at.keys() - {0}:
-            self._hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
+            self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         away = [
-            _elsewhere(task, options=self._options, logs=logs)
+            # What is known here of a process on another host.
+            ProcessSpec(
+                task=task,
+                program=self._options.program,
+                argv=(),
+                env={},
+                added=(),
+                log_path=logs / f"{task}.log",
+                title="",
+            )
             for task, rank in self.host_of.items()
             if rank
         ]
@@ -162,18 +166,18 @@ class Team:
 
     def end(self, exit_code: int, *, why: str = "") -> None:
         """Tell all hosts that the job is over, and close the connections."""
-        self._hub.end({"end": exit_code, "why": why})
+        self.hub.end({"end": exit_code, "why": why})
 
     def _wait(self) -> int | None:
         """Wait for news; return a signal to stop, wherever it came from."""
         self._screen.flush()
-        left_s = max(0.0, self._hub.next_s - self._clock())
+        left_s = max(0.0, self.hub.next_s - self._clock())
         poll = select.poll()
-        for fd in (self._hub.fileno(), self._signals.fd):
+        for fd in (self.hub.fileno(), self._signals.fd):
             poll.register(fd, select.POLLIN)
         poll.poll(left_s * 1000)
-        self._hub.turn()
-        for news in self._hub.take_news():
+        self.hub.turn()
+        for news in self.hub.take_news():
             match news:
                 case Differs(rank=rank, what=what):
                     self._unlike[rank] = what
@@ -190,13 +194,13 @@ class Team:
         there = 1 + len(self._others) - len(missing)
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
-        can = self._began and self._strategy == "multiworker" and fewest is not None
-        if can and fewest is not None and workers >= fewest:
+        can_go_on = self._began and self._strategy == "multiworker"
+        if can_go_on and fewest is not None and workers >= fewest:
             left = f"{workers} worker{'s' * (workers > 1)}"
             self._screen.say(f"going on without {self._named(missing)}, with {left}")
             return
         waited = f"waited {self._options.startup_timeout_s:g} s"
-        turned_away = "; ".join(self._hub.turned_away)
+        turned_away = "; ".join(self.hub.turned_away)
         raise StartupTimeout(
             f"{there} of {len(self._group.hosts)} hosts are there: {waited} for "
             f"{self._named(missing)} at {placement.join(self.name(0), self._group.port)}"
@@ -207,7 +211,7 @@ class Team:
 
     def _missing(self) -> list[int]:
         """Return who is not ready; where some differ, who has not come."""
-        known = self._unlike.keys() | self._hub.present if self._unlike else self._ports.keys()
+        known = self._unlike.keys() | self.hub.present if self._unlike else self._ports.keys()
         return [rank for rank in self._others if rank not in known]
 
     def _differ(self) -> UsageError:
@@ -228,20 +232,6 @@ class Team:
         names = ", ".join(f"{self.name(rank)} (rank {rank})" for rank in ranks[:_MAX_NAMES])
         more = len(ranks) - _MAX_NAMES
         return names + (f" and {more} more" if more > 0 else "")
-
-
-def _elsewhere(task: Task, *, options: LaunchOptions, logs: Path) -> ProcessSpec:
-    """Return what is known here of a process on another host."""
-    environ: Mapping[str, str] = {}
-    return ProcessSpec(
-        task=task,
-        program=options.program,
-        argv=(),
-        env=environ,
-        added=(),
-        log_path=logs / f"{task}.log",
-        title="",
-    )
 
 
 _MAX_LINES, _MAX_LINE_CHARS = 20, 1000
@@ -404,7 +394,7 @@ class TeamProcesses:
         self._mute |= {task_of(name) for name in message["mute"]}
 
     def _counts(self, event: Event, *, rank: int) -> bool:
-        """Whether a request to stop counts: of those that several hosts get together, the first.
+        """Return whether a stop request counts: the first of those that several hosts get at once.
 
         A second one from the same host is meant to kill.
         """

@@ -17,6 +17,7 @@ from tfdist.launch.multihost.connection import (
     WrongToken,
     resolve,
 )
+from tfdist.launch.multihost.messages import Hello, encode
 from tfdist.launch.multihost.token import FLAG, VARIABLE
 
 _RETRY_S = 0.05  # then twice as long, up to the next
@@ -157,7 +158,8 @@ class Joining:
                 continue
             messages = channel.read()
             if channel.is_open and not has_greeted:
-                channel.send({"hello": {"rank": self.rank, "terms": dict(self.terms)}})
+                hello = Hello(rank=self.rank, terms=dict(self.terms))
+                channel.send({"hello": encode(hello)})
                 has_greeted = True
             for number, message in enumerate(messages):
                 if "welcome" in message:

@@ -1,5 +1,11 @@
 """Messages between the launchers of a job: JSON objects, the larger ones typed dataclasses.
 
+A host that comes, and host 0 when it has come::
+
+    {"hello": Hello}                           its first message
+    {"welcome": rank}                          it is in
+    {"refused": reason, "differs": bool}       it is not; where it differs it need not try again
+
 Host 0 to another::
 
     {"attempt": Attempt}                the next attempt; its tasks are not started yet
@@ -38,7 +44,7 @@ from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, 
 from tfdist.launch.multihost.connection import Message
 
 NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
-"""What reading a message that makes no sense raises."""
+"""Exceptions of reading a message that makes no sense."""
 
 T = TypeVar("T")
 
@@ -106,8 +112,17 @@ def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """First message of a host, about itself."""
+
+    rank: int
+    terms: dict[str, str]
+    """What must be the same on all hosts, the version of tfdist among it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What a host other than 0 is told of the next attempt."""
+    """Plan of the next attempt, for a host other than 0."""
 
     number: int
     run_dir: str

@@ -43,7 +43,7 @@ _LOG = re.compile(r"[\w.-]+\.log")
 
 
 class NodeTasks:
-    """Starts and ends them as host 0 says, and knows what it is to be told.
+    """This host's tasks of an attempt, started and ended as host 0 says.
 
     `cause` says why none of them can be started, where that is so; `fd` wakes `wait` up.
     """

@@ -26,7 +26,7 @@ Part = dict[str, Any]
 """Some of the fields of `HostFacts`, as JSON has them."""
 
 _STEPS = {"look": 15.0, "reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0}
-"""What all hosts do one after the other, and how long each may take."""
+"""Steps of all hosts, one after the other, and how long each may take."""
 
 _SERVE_S = 10.0
 _UNSEEN = MachineProbe(host_name="")
@@ -35,7 +35,7 @@ _MAX_WHY_CHARS = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a user asks for besides the job.
+    """Settings of a preflight besides the job.
 
     Attributes:
       quick: leave TensorFlow's servers out.
@@ -49,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightResult:
-    """What was seen, what is wrong of it, and how long it took from when all were there."""
+    """Facts of a preflight, its findings, and how long it took from when all were there."""
 
     facts: JobFacts
     findings: tuple[HostFinding, ...]
@@ -234,7 +234,7 @@ class PreflightPeer:
         return {"reaches": encode(found)}
 
     def _wire(self, present: Sequence[int]) -> Part:
-        """Measures the way to the next host that is there: each sends and takes, as in a ring."""
+        """Measure the way to the next host that is there: each sends and takes, as in a ring."""
         job = self._job
         if self._held:
             return {

@@ -45,7 +45,7 @@ class ReverseFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PortFacts:
-    """Whether a port of the job is free, and who has it where that can be told.
+    """State of a port of the job: free, or who has it where that can be told.
 
     Attributes:
       holder: the process that listens, as ``python (4711)``; empty where nobody tells.
@@ -77,7 +77,7 @@ class Proxy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineProbe:
-    """What a host has, as far as a task may use it. Sizes are in bytes; None: not known.
+    """Resources of a host that a task may use. Sizes are in bytes; None: not known.
 
     Attributes:
       versions: of what the tasks must have alike, by name.
@@ -107,7 +107,7 @@ class MachineProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """What came of connecting to a port of another host.
+    """Result of connecting to a port of another host.
 
     Attributes:
       error: why nothing came of it.
@@ -132,7 +132,7 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Directory:
-    """What a host finds in the shared directory.
+    """State of the shared directory as a host sees it.
 
     Attributes:
       error: why it cannot be used at all: it is not there, or not to be written.
@@ -178,7 +178,7 @@ class HostFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What TensorFlow's own servers on the hosts did with each other.
+    """Result of an all-reduce, a push and a pull by TensorFlow's own servers.
 
     Attributes:
       error: why it came to no result.
@@ -203,12 +203,12 @@ class Absence:
     why: str
     is_other_job: bool = False
     during: str = ""
-    """What it was asked for when it went; empty for one that was never there."""
+    """The step in which it went; empty for one that was never there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFacts:
-    """What one host knows of the whole job.
+    """Facts of all hosts of a job, as one of them knows them.
 
     Attributes:
       hosts: as the job names them.

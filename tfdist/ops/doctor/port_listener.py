@@ -43,7 +43,7 @@ MAX_PIECE_BYTES = 64 << 20
 
 PROTOCOL = "tfdist doctor 2"
 MEET, _SINK = b"meet\n", b"sink\n"
-"""What a client may ask for, all of one length; after `MEET` it is the launchers' protocol."""
+"""Requests of a client, all of one length; after `MEET` it is the launchers' protocol."""
 
 _BACKLOG = 256
 _MAX_CLIENTS = 256
@@ -244,7 +244,7 @@ def measure(address: str, port: int, *, host: int) -> Wire:
 
 @contextlib.contextmanager
 def connected(address: str, port: int) -> Iterator[tuple[socket.socket, str]]:
-    """Connects, and yields the connection and the line with which it was greeted."""
+    """Connect; yield the connection and the line with which it was greeted."""
     bare = address.strip("[]")
     with socket.create_connection((bare, port), timeout=_CONNECT_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -29,7 +29,7 @@ _STEP_MS = 10_000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves, or in the first task has the others work; returns the exit code."""
+    """Serve, or in the first task have the others work; return the exit code."""
     index, addresses = int(argv[0]), list(argv[1:])
     threading.Thread(target=_end_with_input, daemon=True).start()
     _stage("importing TensorFlow")

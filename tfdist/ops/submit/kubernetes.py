@@ -23,7 +23,6 @@ from tfdist.errors import (
     EXIT_PEER_MISSING,
     EXIT_STOPPED,
     EXIT_USAGE,
-    UsageError,
     require_one_of,
 )
 from tfdist.ops.submit.command import Command, wrong
@@ -34,6 +33,7 @@ from tfdist.ops.submit.pods import (
     Role,
     admission,
     all_labels,
+    given,
     labels,
     metadata,
     pod_options,
@@ -95,10 +95,8 @@ def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
 
 def indexed(request: JobRequest, count: int) -> Manifest:
     """Return the beginning of the spec of a Job with so many tasks."""
-    made: Manifest = {"completionMode": "Indexed", "completions": count, "parallelism": count}
-    if request.time_s:
-        made["activeDeadlineSeconds"] = request.time_s
-    return made
+    tasks = {"completionMode": "Indexed", "completions": count, "parallelism": count}
+    return given({**tasks, "activeDeadlineSeconds": request.time_s})
 
 
 def pod_failure_policy(container: str, *, again: str) -> Manifest:
@@ -249,9 +247,7 @@ def tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
         made = template(request, options, role)
         del made["spec"]["restartPolicy"]  # the operator's own
         replicas[name] = {"replicas": count, "restartPolicy": "ExitCode", "template": made}
-    policy: Manifest = {"cleanPodPolicy": "Running"}
-    if request.time_s:
-        policy["activeDeadlineSeconds"] = request.time_s
+    policy = given({"cleanPodPolicy": "Running", "activeDeadlineSeconds": request.time_s})
     spec = {"runPolicy": policy, "tfReplicaSpecs": replicas}
     kind = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob"}
     return [{**kind, "metadata": metadata(request, options), "spec": spec}]
@@ -316,13 +312,10 @@ def render(request: JobRequest, options: PodOptions, *, kind: str) -> str:
     """
     _check_name(request, kind=kind)
     if request.launch.evaluator and kind in _WITHOUT_EVALUATOR:
-        raise UsageError(
-            "--evaluator",
-            received=f"it with --kind {kind}: {_WITHOUT_EVALUATOR[kind]}",
-            expected="--kind jobset, which waits for the last checkpoint and starts all together",
-            fix="use --kind jobset, or leave --evaluator out",
-            code="bad-value",
-        )
+        received = f"it with --kind {kind}: {_WITHOUT_EVALUATOR[kind]}"
+        expected = "--kind jobset, which waits for the last checkpoint and starts all together"
+        fix = "use --kind jobset, or leave --evaluator out"
+        raise wrong("evaluator", received, expected, fix)
     made = [admission(request, options), *KINDS[kind](request, options)]
     return text_of(made, comments=_comments(request, options, kind=kind))
 

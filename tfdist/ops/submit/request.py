@@ -225,7 +225,7 @@ def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str)
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Returns whether `value`, given for `name`, looks like a secret itself."""
+    """Return whether `value`, given for `name`, looks like a secret itself."""
     return bool(value) and bool(names_a_secret(name) or _KNOWN.search(value))
 
 

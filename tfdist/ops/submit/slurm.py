@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from dataclasses import dataclass
 
 from tfdist.ops.submit.command import Command, wrong
 from tfdist.ops.submit.request import JobRequest, request_of
@@ -70,41 +69,23 @@ exit "$code"
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOptions:
-    """What only Slurm has; None leaves it to the cluster's configuration."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    nodes: int | None = None
-    features: tuple[str, ...] = ()
-
-
-def read(command: Command) -> tuple[JobRequest, SlurmOptions]:
-    """Return the job of a command line, and what only Slurm has."""
+def read(command: Command) -> JobRequest:
+    """Return the job of a command line."""
     form, pattern = "/path/of/a/file", r"/[^\0\n]+"
-    request = request_of(command, runs="runs", secret_form=form, secret_pattern=pattern)
-    return request, SlurmOptions(
-        partition=command.one("partition"),
-        account=command.one("account"),
-        qos=command.one("qos"),
-        nodes=command.count("nodes"),
-        features=command.all("node_selector"),
-    )
+    return request_of(command, runs="runs", secret_form=form, secret_pattern=pattern)
 
 
-def render(request: JobRequest, options: SlurmOptions) -> str:
-    """Return the batch script.
+def render(request: JobRequest, command: Command) -> str:
+    """Return the batch script; `command` has what only Slurm has.
 
     Raises:
         UsageError: a job that Slurm cannot be asked for in this way.
     """
-    _check(request, options)
+    _check(request, command)
     components = _components(request)
     blocks = []
     for number, (_, tasks, gpus) in enumerate(components):
-        lines = _component(request, options, tasks=tasks, gpus=gpus)
+        lines = _component(request, command, tasks=tasks, gpus=gpus)
         if not number:
             lines = _whole_job(request) + lines
         blocks.append("\n".join(f"#SBATCH {line}" for line in lines))
@@ -133,7 +114,7 @@ def render(request: JobRequest, options: SlurmOptions) -> str:
     )
 
 
-def _check(request: JobRequest, options: SlurmOptions) -> None:
+def _check(request: JobRequest, command: Command) -> None:
     if not _NAME.fullmatch(request.name):
         expected = "letters, digits, '.', '_' and '-'"
         fix = "write --name mnist, for example"
@@ -143,16 +124,17 @@ def _check(request: JobRequest, options: SlurmOptions) -> None:
         received = "1 with --strategy multiworker"
         expected = "2 or more: to Slurm a step of one task is a process by itself"
         raise wrong("workers", received, expected, fix)
-    if options.nodes is not None and options.nodes > request.num_tasks:
+    nodes = command.count("nodes")
+    if nodes is not None and nodes > request.num_tasks:
         fix = f"use --nodes {request.num_tasks} or fewer"
-        received, expected = f"{options.nodes}", f"at most {request.num_tasks}, the tasks"
+        received, expected = f"{nodes}", f"at most {request.num_tasks}, the tasks"
         raise wrong("nodes", received, expected, fix)
-    if options.nodes is not None and len(_components(request)) > 1:
+    if nodes is not None and len(_components(request)) > 1:
         fix = "leave --nodes out: the ps are on nodes of their own"
         received = "it in a ps job with --gpus"
         raise wrong("nodes", received, "no --nodes", fix)
     _check_times(request)
-    for feature in options.features:
+    for feature in command.all("node_selector"):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", feature):
             raise wrong("node_selector", repr(feature), "a name as Slurm has it", "correct it")
 
@@ -187,11 +169,11 @@ def _whole_job(request: JobRequest) -> list[str]:
     ]
 
 
-def _component(request: JobRequest, options: SlurmOptions, *, tasks: int, gpus: int) -> list[str]:
+def _component(request: JobRequest, command: Command, *, tasks: int, gpus: int) -> list[str]:
     lines = [f"--ntasks={tasks}"]
     cpus, memory_mib = request.resources.cpus, request.resources.memory_mib
-    if options.nodes:
-        lines += [f"--nodes={options.nodes}", f"--ntasks-per-node={-(-tasks // options.nodes)}"]
+    if nodes := command.count("nodes"):
+        lines += [f"--nodes={nodes}", f"--ntasks-per-node={-(-tasks // nodes)}"]
     if cpus:
         lines.append(f"--cpus-per-task={cpus}")
     if memory_mib:  # of each task: Slurm counts it by node, by CPU or by GPU
@@ -201,10 +183,10 @@ def _component(request: JobRequest, options: SlurmOptions, *, tasks: int, gpus: 
     if request.time_s:
         lines.append(f"--time={_clock(request.time_s)}")
     for name in ("partition", "account", "qos"):
-        if value := getattr(options, name):
+        if value := command.one(name):
             lines.append(f"--{name}={value}")
-    if options.features:
-        lines.append(f"--constraint={'&'.join(options.features)}")
+    if features := command.all("node_selector"):
+        lines.append(f"--constraint={'&'.join(features)}")
     return lines
 
 

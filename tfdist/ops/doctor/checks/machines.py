@@ -241,7 +241,7 @@ MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines, 
 # Checks that hosts have the same software and equivalent processors.
 
 NEEDED = ("tensorflow", "keras", "numpy", "tfdist")
-"""What a host must have at all."""
+"""Packages that a host must have at all."""
 
 _CODES = {
     "python": "D502",
