@@ -164,7 +164,6 @@ class _Decision:
         state = self._state
         state.straggler_deadline_s = self._now_s + STRAGGLER_GRACES * state.rules.grace_s
         state.is_done = True
-        self._end_servers()
         for served in filter(state.serves_nobody, state.root_cause.tasks):
             state.root_cause.forget(served)  # they have seen it before
 
