@@ -200,6 +200,36 @@ def test_a_worker_that_hangs_has_its_stacks_printed_and_ends_the_job():
     assert (state.failure.at_s, state.failure.step, state.exit_code) == (2.0, 30, 1)
 
 
+def test_a_task_that_never_gets_a_process_hangs_and_one_that_has_ended_does_not():
+    state = job((W0, W1), hang_timeout_s=HANG_S, states={W1: "S"})
+    begin = [Awakening(at_s=0.0, events=(Begin(task=task),)) for task in (W0, W1)]
+    came = Awakening(at_s=0.25, events=(Started(task=W1, pid=7, at_s=0.25),))
+    spoke = Awakening(at_s=1.0, events=(beat(W1, 1.0, step=1),))
+    over = Awakening(at_s=2.5, events=(ended(W1, 2.5, 0),))
+    later = [Awakening(at_s=float(n)) for n in range(3, 70)]
+    decided = replay(state, *begin, came, spoke, over, *later)
+    at_s, (shown, signalled) = decided[2]
+    assert (at_s, shown.task, signalled) == (60.0 + HANG_S, W0, Signal(W0, TERM))
+    assert shown.cause == "hangs: has not started: silent for 65 s (it has no process)"
+
+
+def test_what_a_worker_raises_while_it_is_killed_is_no_failure_of_the_next_process():
+    state = job(PS_JOB, max_restarts=1)
+    decided = replay(
+        state,
+        *begun(PS_JOB),
+        Awakening(at_s=1.0, events=(Raised(task=W1, exit_code=1, cause="ValueError", at_s=1.0),)),
+        Awakening(at_s=1.0 + GRACE_S),  # its process does not end
+        Awakening(at_s=11.5, events=(Raised(task=W1, exit_code=1, cause="KeyError", at_s=11.5),)),
+        Awakening(at_s=12.0, events=(ended(W1, 12.0, -KILL),)),
+        Awakening(at_s=12.5, events=(Started(task=W1, pid=8, at_s=12.5),)),
+        Awakening(at_s=12.5 + 2 * GRACE_S),
+    )
+    assert decided[4][1] == [KillOne(W1)]
+    assert decided[5][1][-1] == Start(spec(W1, restart=1))
+    assert len(decided) == 6
+
+
 def test_sigterm_lets_the_chief_save_before_its_servers_end():
     state = job(PS_JOB, max_restarts=3)
     decided = replay(

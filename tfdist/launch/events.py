@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,13 @@ def task_of(name: object) -> Task:
     if match is None:
         raise ValueError("no task's name")
     return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
+
+
+def named(tasks: Iterable[Task], *, most: int = 8) -> str:
+    """Return the tasks as a list for a person, the first ones only where there are many."""
+    names = [str(task) for task in tasks]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:

@@ -306,14 +306,15 @@ class TaskFactory:
         self._screen = screen
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._mark = secrets.token_hex(8)
         self._starter: Starter | None = None
         self._given = _socket_of(job.options.fork_server)
         self._evidence = KillEvidence()
 
     def __enter__(self) -> TaskFactory:
         self._stack.callback(self._evidence.close)
-        self._guard = GuardianClient(self._mark, environ=self._job.environ, say=self._screen.say)
+        self._guard = GuardianClient(
+            secrets.token_hex(8), environ=self._job.environ, say=self._screen.say
+        )
         self._stack.callback(self._guard.close)
         self._stack.callback(self._guard.end_all)
         self._stack.callback(self._close_starter)
@@ -356,7 +357,7 @@ class TaskFactory:
             return self._starter
         given, self._given = self._given, None  # the first; another would be started here
         server = ForkStarter(
-            environ={**shared_environment(specs), MARK: self._mark},
+            environ={**shared_environment(specs), MARK: self._guard.mark},
             log_path=fork_log,
             open_files=open_files,
             clock=time.monotonic,

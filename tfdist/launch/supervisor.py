@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
 from tfdist.launch.diagnosis import root_of
-from tfdist.launch.events import Awakening, Beat, Begin, Ended, Event, Raised, Started, StopRequest
+from tfdist.launch.events import (
+    Awakening,
+    Beat,
+    Begin,
+    Ended,
+    Event,
+    Raised,
+    Started,
+    StopRequest,
+    named,
+)
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import AttemptReport, Failure, signal_name
 from tfdist.launch.restart_policy import RestartDecision
@@ -43,7 +53,6 @@ STACKS_S = 0.5
 """How long the stacks of a task that hangs may take to come into its log."""
 
 _GIVE_UP_S = 10.0  # after SIGKILL, for a process that not even that ends
-_MAX_NAMES = 8
 
 
 class Processes(Protocol):
@@ -69,13 +78,6 @@ class Screen(Protocol):
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Return the last lines of a task's output."""
-
-
-def named(tasks: Iterable[Task]) -> str:
-    """Return the tasks as a list for a person, the first ones only where there are many."""
-    names = [str(task) for task in tasks]
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def decide(state: JobState, awakening: Awakening) -> list[Action]:
@@ -162,7 +164,6 @@ class _Decision:
         state = self._state
         state.straggler_deadline_s = self._now_s + STRAGGLER_GRACES * state.rules.grace_s
         state.is_done = True
-        self._end_servers()
         for served in filter(state.serves_nobody, state.root_cause.tasks):
             state.root_cause.forget(served)  # they have seen it before
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, TaskPendingWork
+from tfdist.launch.events import Beat, TaskPendingWork, named
 from tfdist.phases import UNTIMED
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
@@ -38,7 +38,6 @@ _SLEEPS = {
     "D": "its process waits for a disk",
     "Z": "its process has ended, and its parent does not say so",
 }
-_MAX_NAMES = 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,11 +148,8 @@ def _age(task: Watched, now_s: float) -> str:
 
 
 def _waits(waiting: Iterable[Watched], *, but: Watched) -> str:
-    names = [str(task.task) for task in waiting if task is not but]
-    if not names:
-        return ""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"; {', '.join(names[:_MAX_NAMES])}{more} wait{'s' * (len(names) == 1)} for it"
+    tasks = [task.task for task in waiting if task is not but]
+    return f"; {named(tasks, most=4)} wait{'s' * (len(tasks) == 1)} for it" if tasks else ""
 
 
 _CHECK_EVERY_S = 1.0
