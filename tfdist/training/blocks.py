@@ -110,6 +110,11 @@ def decide(
     )
 
 
+def any_task(job: Job, value: bool, *, of: str) -> bool:
+    """Return True in every task when `value` is true in some task. A collective."""
+    return bool(sum_over_tasks(job, np.array([float(value)]), of=of)[0])
+
+
 class BlockRunner:
     """Runs a program of a model block by block, and reads the metrics in between.
 

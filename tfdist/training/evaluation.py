@@ -6,15 +6,13 @@ import random
 from typing import Any
 
 import keras
-import numpy as np
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
 from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building
-from tfdist.training.blocks import BlockRunner, Decision, decide
+from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
@@ -78,8 +76,10 @@ def predict(
     looks = _some_task_looks(listed, mode="predict", stop=model.stop_predicting)
     batches: list[Any] = []
     computed = engine_for(job).outputs(program, 0, total)
-    while len(batches) < total and not (looks and batches and _asked(job, model.stop_predicting)):
+    while len(batches) < total:
         step = len(batches)
+        if looks and step and any_task(job, model.stop_predicting, of="wishes to stop predicting"):
+            break
         listed.on_predict_batch_begin(step)
         batches.append(next(computed))
         listed.on_predict_batch_end(step, {"outputs": batches[-1]})
@@ -96,11 +96,6 @@ def _some_task_looks(callbacks: Any, *, mode: str, stop: bool) -> bool:
     """Return True in every task when the chief stops, or has a callback for each batch."""
     looks = any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)
     return bool(broadcast(looks or stop))
-
-
-def _asked(job: Job, stop: bool) -> bool:
-    """Return True in every task when some task has asked to stop. A collective."""
-    return bool(sum_over_tasks(job, np.array([float(stop)]), of="wishes to stop evaluating")[0])
 
 
 class Evaluation:

@@ -23,7 +23,7 @@ from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import resume
-from tfdist.training.blocks import BlockRunner, Decision, decide
+from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.callbacks import (
     ResumeAware,
     StepScheduled,
@@ -238,9 +238,9 @@ class TrainLoop:
 
     def _agree_to_stop(self) -> bool:
         """End the training in every task when a callback of some task has. A collective."""
-        mine = np.array([float(self._model.stop_training)])
-        self._model.stop_training = bool(sum_over_tasks(self._job, mine, of="wishes to stop")[0])
-        return bool(self._model.stop_training)
+        stop = any_task(self._job, self._model.stop_training, of="wishes to stop")
+        self._model.stop_training = stop
+        return stop
 
     def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
         """Report once that the loss is NaN or infinite; like Keras, the run goes on."""

@@ -43,8 +43,8 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
             _take(backup, job)
             backup.close()  # until the training begins: what comes before it may be refused
         saved = backups[0].saved()
-    told = broadcast(None if saved is None else dataclasses.asdict(saved))
-    return None if told is None else RunState(**told)
+    state = broadcast(None if saved is None else dataclasses.asdict(saved))
+    return None if state is None else RunState(**state)
 
 
 def _take(backup: BackupAndRestore, job: Job) -> None:
@@ -55,7 +55,7 @@ def _take(backup: BackupAndRestore, job: Job) -> None:
     """
     options = job.config.options if job.config else JobOptions()
     deadline_s = time.monotonic() + options.startup_timeout_s
-    is_told = False
+    is_logged = False
     while True:
         try:
             return backup.prepare()
@@ -65,9 +65,9 @@ def _take(backup: BackupAndRestore, job: Job) -> None:
             if time.monotonic() >= deadline_s:
                 waited = f"waited {options.startup_timeout_s:g} s for the attempt before"
                 raise StartupTimeout(f"{waited}: {error}") from error
-            if not is_told:
+            if not is_logged:
                 _LOG.warning("waiting for the attempt before to end: %s", error)
-            is_told = True
+            is_logged = True
         time.sleep(_AGAIN_S)
 
 
