@@ -235,7 +235,7 @@ def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_of_fit() -> Iterable[str]:
-    from tfdist.training import fit  # the trials need it, and it takes a moment
+    from tfdist.training.fitting import fit  # the trials need it, and it takes a moment
 
     return inspect.signature(fit).parameters
 

@@ -25,8 +25,7 @@ from typing import Any
 import keras_tuner
 
 from tfdist.configs import check
-from tfdist.configs.check import unknown
-from tfdist.configs.fields import flat
+from tfdist.configs.fields import flat, unknown
 from tfdist.errors import TfdistError, UsageError, require
 
 _Build = Callable[[Any, Any], object]
