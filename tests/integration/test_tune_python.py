@@ -34,6 +34,7 @@ from tfdist.tuning.from_python import TunerSweep
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import SearchOptions
 from tfdist.tuning.own_tuner import imports_of, own_program
+from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import (
     Assignment,
     Completed,
@@ -69,8 +70,13 @@ def make_tuner(tmp_path: Path, model: Any = build, **options: Any) -> Any:
     return keras_tuner.RandomSearch(model, directory=str(tmp_path), project_name="p", **options)
 
 
+def sweep_of(tuner: Any, sweep_dir: Path, **fitting: Any) -> TunerSweep:
+    program = TrialProgram(command=(), name="program", file=__file__)
+    return TunerSweep(tuner, SearchOptions(sweep_dir=sweep_dir), program, fitting)
+
+
 def described_by(tuner: Any, sweep_dir: Path, **fitting: Any) -> dict[str, Any]:
-    return TunerSweep(tuner, SearchOptions(sweep_dir=sweep_dir), fitting).describe()
+    return sweep_of(tuner, sweep_dir, **fitting).describe()
 
 
 @pytest.mark.parametrize("given", [build, OwnFit()], ids=["build", "own_fit"])
@@ -612,7 +618,7 @@ def own_chief(kind: Any, sweep_dir: Path, disk: Disk, *, at: int | None = None) 
         search_of=search_of,
         at=at,
         how="within",
-        plan=TunerSweep(tuner, SearchOptions(sweep_dir=sweep_dir), {}).plan(BEGUN),
+        plan=sweep_of(tuner, sweep_dir).plan(BEGUN),
         begun={"max_trials": tuner.oracle.max_trials},
     )
 

@@ -119,7 +119,7 @@ def search(
         if join is not None:
             sys.exit(sweep.join(options, _trial_program(), os.environ))
         fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
-        exit_code, state = sweep.run(TunerSweep(tuner, options, fitting))
+        exit_code, state = sweep.run(TunerSweep(tuner, options, _trial_program(), fitting))
         _raise_unless_done(exit_code, state, options.sweep_dir)
     else:
         complete_space(tuner)
@@ -130,13 +130,20 @@ class TunerSweep(Sweep):
     """A sweep over what a tuner of KerasTuner's searches.
 
     Args:
+      program: this one, which each trial runs again.
       fitting: the arguments of the fit.
     """
 
     options: SearchOptions
 
-    def __init__(self, tuner: Any, options: SearchOptions, fitting: Mapping[str, Any]) -> None:
-        super().__init__(options, _trial_program(), os.environ)
+    def __init__(
+        self,
+        tuner: Any,
+        options: SearchOptions,
+        program: TrialProgram,
+        fitting: Mapping[str, Any],
+    ) -> None:
+        super().__init__(options, program, os.environ)
         self.first_seed = int(tuner.oracle.seed)
         self._tuner = tuner
         self._fitting = fitting

@@ -130,7 +130,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
             best = state.ranked()[0]
             begin_retraining(sweep_dir, journal, state, best=best.id)
             retraining = Retraining(sweep.runner, sweep.retraining(best, state.begun))
-            with _told_to_stop(retraining):
+            with _stop_signals_to(retraining):
                 exit_code = retraining.run()
         return exit_code, state
 
@@ -156,7 +156,7 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
                 observer=screen,
             )
             screen.begin(chief.state)
-            with _told_to_stop(chief):
+            with _stop_signals_to(chief):
                 exit_code = chief.run()
             screen.end(chief.state)
     finally:
@@ -196,10 +196,10 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
 
 
 @contextmanager
-def _told_to_stop(asked: Chief | Retraining) -> Iterator[None]:
+def _stop_signals_to(stoppable: Chief | Retraining) -> Iterator[None]:
     """Have signals ask for a stop, and give them back."""
     before = {
-        signum: signal.signal(signum, lambda received, _: asked.stop(received))
+        signum: signal.signal(signum, lambda received, _: stoppable.stop(received))
         for signum in STOP_SIGNALS
     }
     try:
