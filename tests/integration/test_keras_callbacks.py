@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.training.engines.synchronous import SynchronousEngine
 
 RNG = np.random.RandomState(0)

@@ -8,7 +8,7 @@ import time
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.ps import workers as workers_module
 from tfdist.ps.workers import HeartbeatTimeout, WorkerPool

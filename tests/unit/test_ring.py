@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import neighbours
 from tfdist.strategy.group import naming_lost_peer

@@ -13,7 +13,8 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import TaskConfig, phases
+from tfdist import phases
+from tfdist.cluster import TaskConfig
 from tfdist.ps.members import send_versions
 from tfdist.strategy.chief_watch import wait_for_chief_to_end
 from tfdist.strategy.versions import own_versions

@@ -23,7 +23,7 @@ from tensorflow.python.distribute.coordinator import coordinator_context
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import executor as tf_executor
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.ps.clock import InFlight
 from tfdist.ps.members import Members

@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
-from tfdist.cluster import phases, read_environment
+from tfdist import phases
+from tfdist.cluster import read_environment
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 

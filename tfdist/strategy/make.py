@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import phases
 from tfdist.cluster import (
     JobOptions,
     Task,
     TaskConfig,
-    phases,
     read_environment,
     resolved_strategy,
     settings,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import keras
 import numpy as np
 
+from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.preemption import StopRequested, StopRequests, signal_of
-from tfdist.cluster import phases
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks

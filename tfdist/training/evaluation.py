@@ -10,8 +10,8 @@ import keras
 import numpy as np
 from keras.src.utils.python_utils import pythonify_logs
 
+from tfdist import phases
 from tfdist.checkpoint.preemption import SIGNALS, StopRequested, StopRequests, signal_of
-from tfdist.cluster import phases
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 
 import keras
 
+from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.checkpoint.best import less_is_better
 from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.checkpoint.warm_start import set_weights
-from tfdist.cluster import phases
 from tfdist.errors import EXIT_OK, Stopped, UsageError, near
 from tfdist.outputs.evaluations import Evaluations
 from tfdist.outputs.tensorboard import ScalarWriter

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.data.order import example_at, example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import GraphSource, batch_spec, lean_options, unpack

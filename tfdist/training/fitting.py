@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.preemption import StopRequests
 from tfdist.checkpoint.warm_start import load_weights
-from tfdist.cluster import phases
 from tfdist.strategy import broadcast
 from tfdist.training import building, inputs, resume
 from tfdist.training.arguments import require_frequency, require_whole

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.checkpoint.preemption import SIGNALS, StopRequested, StopRequests, signal_of
-from tfdist.cluster import phases
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.program import StepProgram

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.data.source import unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.stream_graph import Reading, read, serialized
