@@ -1,4 +1,4 @@
-"""Variable placement of a ps job: on the server with the fewest bytes.
+"""Variable placement of a ps job: on the server with the fewest bytes; which ones are split.
 
 TensorFlow takes the servers in turn, whatever the size of a variable
 (tensorflow/python/distribute/parameter_server_strategy_v2.py, `_create_variable_round_robin`), so
@@ -17,11 +17,40 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
     ParameterServerStrategyV2Extended,
 )
 
-from tfdist.ps.balance import Balance, rows_of_parts
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy.devices import server_of
 
 _LOG = logging.getLogger(__name__)
+
+
+class Balance:
+    """The bytes on each parameter server of a job, in the order in which variables are made."""
+
+    def __init__(self, num_ps: int) -> None:
+        self._sizes_bytes = [0] * num_ps
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """The bytes on each ps, by its index."""
+        return tuple(self._sizes_bytes)
+
+    def next(self) -> int:
+        """Return the index of the ps with the fewest bytes, the first of several."""
+        return self._sizes_bytes.index(min(self._sizes_bytes))
+
+    def add(self, index: int, size_bytes: int) -> None:
+        """Count a variable that was made on a ps."""
+        self._sizes_bytes[index] += size_bytes
+
+
+def rows_of_parts(rows: int, *, size_bytes: int, split_bytes: int, num_ps: int) -> tuple[int, ...]:
+    """The rows of each part of a variable of so many rows and bytes; one part: it stays whole.
+
+    As few parts as make none larger than `split_bytes`, but no more than there are ps, and of
+    the same number of rows or one less.
+    """
+    parts = max(min(num_ps, rows, -(-size_bytes // split_bytes)), 1)
+    return tuple(rows // parts + (index < rows % parts) for index in range(parts))
 
 
 class BalancedExtended(ParameterServerStrategyV2Extended):
