@@ -61,7 +61,7 @@ def _prove(run_dir: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_as_json(proof)))
     else:
-        print("\n".join(_told(proof, run_dir)))
+        print("\n".join(_report(proof, run_dir)))
     return EXIT_OK if proof.proved else EXIT_FAILED
 
 
@@ -70,21 +70,21 @@ def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
 
     from tfdist.audit.files import read_directory
     from tfdist.audit.merge import merged
-    from tfdist.audit.proof import ranges, steps_of
+    from tfdist.audit.proof import Tally, ranges
 
     files = [read_directory(_ledger_of(path)) for path in (run_dir, other)]
     damaged = [file.damaged for found in files for file in found if file.damaged]
     ledgers = [merged(found) for found in files]
     end = min(ledger.end for ledger in ledgers)
-    mine, theirs = (steps_of(ledger) for ledger in ledgers)
+    mine, theirs = map(Tally, ledgers)
     same = (mine.counts[:end] == theirs.counts[:end]) & (mine.hashes[:end] == theirs.hashes[:end])
     examples = np.flatnonzero(~same).tolist()
     content: list[int] | None = None
     if mine.content is not None and theirs.content is not None:
         content = np.flatnonzero(mine.content[:end] != theirs.content[:end]).tolist()
     if as_json:
-        told = {"steps": end, "other_examples": examples, "other_content": content}
-        print(json.dumps({**told, "damaged": damaged}))
+        report = {"steps": end, "other_examples": examples, "other_content": content}
+        print(json.dumps({**report, "damaged": damaged}))
     else:
         print("".join(f"{line}\n" for line in damaged), end="")
         print(f"steps 0 to {end - 1} are in both")
@@ -95,9 +95,7 @@ def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
 
 
 def _ledger_of(run_dir: str) -> Path:
-    from tfdist.audit.files import DIRECTORY
-
-    inside = Path(run_dir) / DIRECTORY
+    inside = RunDirectory(run_dir).ledger
     return inside if inside.is_dir() else Path(run_dir)
 
 
@@ -110,7 +108,7 @@ def _order(header: Any, positions: Any) -> Any:
     )
 
 
-def _told(proof: Proof, run_dir: str) -> list[str]:
+def _report(proof: Proof, run_dir: str) -> list[str]:
     ledger, header = proof.ledger, proof.ledger.header
     lines = [
         f"{run_dir}: {header.num_examples:,} examples, batches of {header.global_batch_size:,}, "

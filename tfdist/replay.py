@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    print(to_json(dataclasses.asdict(found)) if arguments.json else "\n".join(_told(found)))
+    print(to_json(dataclasses.asdict(found)) if arguments.json else "\n".join(_report(found)))
     return EXIT_OK
 
 
@@ -76,11 +76,12 @@ def _config_of(run_dir: str) -> dict[str, Any]:
             received="no config.json of tfdist.train",
             expected="a run of python -m tfdist.train: a program of your own cannot be run again",
             fix="name the directory that has the run's config.json",
+            code="not-a-run",
         )
     return config
 
 
-def _told(found: Replay) -> list[str]:
+def _report(found: Replay) -> list[str]:
     start = "the initial weights" if found.restored_step is None else (
         f"the checkpoint of step {found.restored_step}"
     )  # fmt: skip

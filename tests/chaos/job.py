@@ -137,7 +137,7 @@ def _callbacks(
 
     import tfdist
     from tfdist.app.reporter import RunReporter
-    from tfdist.outputs.progress import ProgressDisplay
+    from tfdist.outputs.terminal import ProgressDisplay
 
     (args.out / "best").mkdir(exist_ok=True)
     own = keras.callbacks

@@ -12,7 +12,6 @@ import pytest
 
 import tfdist.data.digits
 from tfdist.data import tfds
-from tfdist.data.digits.builder import _every_nth_of_each_label
 from tfdist.errors import UsageError
 
 IN_A_FRESH_PROCESS = """
@@ -65,12 +64,6 @@ def test_the_splits_are_the_same_every_time(splits, tmp_path):
     x, y = again.gather(np.arange(again.num_examples))
     assert np.array_equal(x, splits["test"][0])
     assert np.array_equal(y, splits["test"][1])
-
-
-def test_every_fifth_of_each_label_is_chosen():
-    labels = np.array([1, 0] * 10 + [2] * 4)
-    chosen = np.flatnonzero(_every_nth_of_each_label(labels))
-    assert chosen.tolist() == [8, 9, 18, 19]
 
 
 def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(tmp_path):

@@ -10,11 +10,11 @@ import tensorflow as tf
 import tfdist
 from tfdist.audit.files import read_directory
 from tfdist.audit.merge import merged, pair_hash
-from tfdist.audit.proof import prove, steps_of
+from tfdist.audit.proof import Tally, prove
 from tfdist.audit.recorder import Ledger
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop
-from tfdist.data.mixing import mix
+from tfdist.data.draws import mix
 from tfdist.data.order import example_at_numpy
 from tfdist.data.python_indexed import PythonSource
 from tfdist.errors import UsageError
@@ -137,7 +137,7 @@ def test_the_same_examples_augmented_alike_whatever_the_number_of_replicas(
             model = keras.Sequential(layers)
             model.compile("sgd", "mse")
         fit(model, tmp_path / str(replicas), data=(source,), epochs=2)
-        steps[replicas] = steps_of(merged(read_directory(tmp_path / str(replicas))))
+        steps[replicas] = Tally(merged(read_directory(tmp_path / str(replicas))))
     for replicas in (2, 3):
         for name in ("counts", "hashes", "content"):
             assert np.array_equal(getattr(steps[1], name), getattr(steps[replicas], name)), name
@@ -184,8 +184,9 @@ def test_it_says_with_how_many_threads_sums_were_rounded(strategies, tmp_path, m
 def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
     from tfdist.audit.recorder import recorded
     from tfdist.strategy.job import Job
+    from tfdist.training.engines import engine_for
     from tfdist.training.inputs import Length, prepare
-    from tfdist.training.session import Session
+    from tfdist.training.program import program_of
 
     job = Job(strategy=strategies[3], kind="mirrored")
     model = make(strategies[3])
@@ -195,11 +196,10 @@ def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
         from tfdist.training import building
 
         building.build(model, job, data.batch_spec, first_batch=data.first_batch)
-        session = Session(model, job)
-        program = session.program("train_step", data.feed, seed=1)
+        program = program_of(model, job, "train_step", data.feed, seed=1)
         if with_ledger:
             program = recorded(program, data, job, mode="full", sink=lambda record: None)
-        function = session.engine._compile_range(program)
+        function = engine_for(job)._compile_block(program)
         bounds = [tf.constant(0, tf.int64), tf.constant(2, tf.int64)]
         graph = function.get_concrete_function(*bounds).graph.as_graph_def()
         nodes = [n.op for f in graph.library.function for n in f.node_def]

@@ -18,9 +18,8 @@ from tfdist.errors import PeerLost
 from tfdist.ps import engine as engine_module
 from tfdist.ps.engine import ParameterServerEngine
 from tfdist.ps.workers import WorkerPool
-from tfdist.training import building
-from tfdist.training.engines import base
-from tfdist.training.engines.base import naming_a_lost_server
+from tfdist.training import building, engines
+from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.program import StepProgram
 
 
@@ -174,7 +173,7 @@ def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, gone, raised, m
     members = SimpleNamespace(missing=lambda: gone)
     monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
-    monkeypatch.setattr(base, "current_job", lambda: job)
+    monkeypatch.setattr(engines, "current_job", lambda: job)
     with pytest.raises(raised) as told, naming_a_lost_server():
         raise error
     assert raised is not PeerLost or str(told.value) == "ps-1 does not answer any more"
@@ -188,7 +187,7 @@ def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch):
     members = SimpleNamespace(missing=lambda: ["ps-1"])
     monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
-    monkeypatch.setattr(base, "current_job", lambda: job)
+    monkeypatch.setattr(engines, "current_job", lambda: job)
     monkeypatch.setattr(building, "job_for", lost)
     monkeypatch.setattr(building, "require_compiled_functions", lost)
     loop = object.__new__(tfdist.StepLoop)

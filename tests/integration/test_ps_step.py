@@ -150,7 +150,7 @@ def shifted(batch, **which):
 
 @pytest.mark.parametrize("transform", [None, shifted])
 def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform):
-    source = ArraySource(X).with_transform(transform)
+    source = ArraySource(X, transform=transform)
     plan = EpochPlan.uniform(epochs=2, examples=20, global_batch_size=4)
     order = Order(examples=20, shuffle=True)
     feed = GraphFeed(source, plan, layout=Layout(), seed=1, order=order)

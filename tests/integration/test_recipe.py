@@ -11,7 +11,6 @@ import pytest
 import tensorflow_datasets as tfds
 
 from tfdist.app import recipe
-from tfdist.app.datasets import load_datasets
 from tfdist.app.models import MODELS, build_model
 from tfdist.configs import FIELDS, base
 from tfdist.errors import UsageError
@@ -122,7 +121,7 @@ def test_image_sets_are_loaded_augmented_and_normalised(name: str, tmp_path: Any
         "augmentation.std": (50.0,),
     }
     with tfds.testing.mock_data(num_examples=20):
-        datasets = load_datasets(config_with(**changes))
+        datasets = recipe.load_datasets(config_with(**changes))
     assert datasets.num_classes == 10
     assert datasets.image_shape == ((28, 28, 1) if name == "mnist" else (32, 32, 3))
     validation = datasets.validation
@@ -143,7 +142,7 @@ def test_numbers_that_do_not_fit_the_channels_are_one_line(tmp_path: Any) -> Non
         tfds.testing.mock_data(num_examples=4),
         pytest.raises(UsageError, match=r"augmentation\.std: received 2 numbers; expected 1"),
     ):
-        load_datasets(config_with(**changes))
+        recipe.load_datasets(config_with(**changes))
 
 
 def test_data_that_are_not_images_are_one_line(tmp_path: Any) -> None:
@@ -152,7 +151,7 @@ def test_data_that_are_not_images_are_one_line(tmp_path: Any) -> None:
         tfds.testing.mock_data(num_examples=4),
         pytest.raises(UsageError, match="'iris': received examples of"),
     ):
-        load_datasets(config_with(**changes))
+        recipe.load_datasets(config_with(**changes))
 
 
 def test_a_schedule_in_examples_does_not_change_with_the_batch_size(tmp_path: Path) -> None:

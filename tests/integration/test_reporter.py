@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from tfdist.app.reporter import RunReporter
-from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.terminal import ProgressDisplay
 from tfdist.training.epochs import EpochPlan
 
 

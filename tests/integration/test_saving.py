@@ -16,8 +16,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.checkpoint import CheckpointStore, identity, state
-from tfdist.checkpoint import shards as shards_module
+from tfdist.checkpoint import CheckpointStore, state
+from tfdist.checkpoint import format as format_module
 from tfdist.errors import TfdistError, UsageError
 from tfdist.strategy import group, job_of
 from tfdist.training import inputs, resume
@@ -125,7 +125,7 @@ def fail_at(monkeypatch, step):
             return super().write(data)
 
     monkeypatch.setattr(CheckpointStore, "write", watched)
-    monkeypatch.setattr(shards_module, "FileIO", File)
+    monkeypatch.setattr(format_module, "FileIO", File)
 
 
 @pytest.mark.parametrize("step", [8, 20], ids=["before the next save", "at the end"])
@@ -308,7 +308,7 @@ def described(*, strides=1, rate=0.1, smoothing=0.5, clipnorm=1.0):
         keras.optimizers.MultiOptimizer(inner),
         loss=["mse", keras.losses.BinaryCrossentropy(label_smoothing=smoothing)],
     )
-    return json.loads(json.dumps(identity.describe(model)))
+    return json.loads(json.dumps(state.configuration_of(model)))
 
 
 @pytest.mark.parametrize(
@@ -321,9 +321,9 @@ def described(*, strides=1, rate=0.1, smoothing=0.5, clipnorm=1.0):
     ],
 )
 def test_settings_that_no_variable_shows_are_compared(change, named):
-    identity.require_same(described(), described(), where="here")
+    state.require_same_configuration(described(), described(), where="here")
     with pytest.raises(UsageError, match=named):
-        identity.require_same(described(), described(**change), where="here")
+        state.require_same_configuration(described(), described(**change), where="here")
 
 
 def test_exact_refuses_another_number_of_replicas(strategies, tmp_path, caplog):

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from scipy import sparse
 
 from tfdist.data import mapped
 from tfdist.data.arrays import ArraySource
-from tfdist.data.order import example_at
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import batch_spec, lean_options
@@ -68,6 +68,9 @@ def test_arrays_are_packed_and_converted_as_keras_does():
     assert {name: spec.dtype for name, spec in x.items()} == {"a": tf.float32, "b": tf.float32}
     assert y == (tf.TensorSpec([], tf.int64), tf.TensorSpec([3], tf.float32))
     assert weight == (tf.TensorSpec([], tf.float32),) * 2  # one for each output
+    assert isinstance(ArraySource(X).element_spec, tf.TensorSpec)
+    assert len(ArraySource([X, X]).element_spec) == 1
+    assert len(ArraySource(X, Y, sample_weight=np.ones(20)).element_spec) == 3
 
 
 def test_arrays_follow_floatx():
@@ -89,11 +92,6 @@ def test_arrays_equal_what_keras_array_adapter_gives():
     for mine, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
         assert mine.dtype == other.dtype
         assert np.array_equal(mine, other)
-
-
-def test_inputs_alone_are_packed_as_keras_does():
-    assert isinstance(ArraySource(X).element_spec, tf.TensorSpec)
-    assert len(ArraySource([X, X]).element_spec) == 1
 
 
 def test_gather_takes_any_order_repeats_and_nothing():
@@ -124,8 +122,6 @@ def test_strings_and_missing_targets_pass():
     source = ArraySource(np.array(["a", "bb"]), None, sample_weight=None)
     assert source.gather([1]).numpy() == [b"bb"]
     assert ArraySource(np.array(["a", "bb"], object)).element_spec.dtype == tf.string
-    packed = ArraySource(X, Y, sample_weight=np.ones(20)).element_spec
-    assert len(packed) == 3
 
 
 def test_pandas_is_converted_as_keras_does():
@@ -139,29 +135,32 @@ def test_pandas_is_converted_as_keras_does():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "where", "code"),
     [
-        (lambda: ArraySource(X, Y[:19]), "x: 20, y: 19"),
-        (lambda: ArraySource({"a": X, "b": X[:3]}), r"x\['a'\]: 20, x\['b'\]: 3"),
-        (lambda: ArraySource(X[:0]), "x: 0"),
-        (lambda: ArraySource(X, 3), "y: received int '3'"),
-        (lambda: ArraySource(np.float32(1)), "x: received a scalar"),
-        (lambda: ArraySource(np.array([1, "a"], object)), r"Python objects \(int, str\)"),
-        (lambda: ArraySource(tf.ragged.constant([[1], [1, 2]])), "RaggedTensor"),
-        (lambda: ArraySource(X, (Y, Y), sample_weight=(Y,)), "one array per output"),
+        (lambda: ArraySource(X, Y[:19]), "data", "lengths-differ"),
+        (lambda: ArraySource({"a": X, "b": X[:3]}), "data", "lengths-differ"),
+        (lambda: ArraySource(X[:0]), "data", "lengths-differ"),
+        (lambda: ArraySource(X, 3), "y", "not-an-array"),
+        (lambda: ArraySource(np.float32(1)), "x", "not-an-array"),
+        (lambda: ArraySource(np.array([1, "a"], object)), "x", "mixed-objects"),
+        (lambda: ArraySource(tf.ragged.constant([[1], [1, 2]])), "x", "not-dense"),
+        (lambda: ArraySource(sparse.eye(3)), "x", "not-dense"),
+        (lambda: ArraySource(X, (Y, Y), sample_weight=(Y,)), "sample_weight", "structures-differ"),
     ],
 )
-def test_bad_arrays_are_refused_in_one_line(make, message):
-    with pytest.raises(UsageError, match=message) as error:
+def test_bad_arrays_are_refused(make, where, code):
+    with pytest.raises(UsageError) as error:
         make()
-    assert "\n" not in str(error.value)
+    assert (error.value.where, error.value.code) == (where, code)
 
 
-def test_scipy_sparse_is_refused_with_the_reason():
-    from scipy import sparse
-
-    with pytest.raises(UsageError, match="no fixed size"):
-        ArraySource(sparse.eye(3))
+def test_arrays_of_other_lengths_are_named():
+    with pytest.raises(UsageError) as error:
+        ArraySource({"a": X, "b": X[:3]})
+    assert str(error.value) == (
+        "data: received arrays of x['a']: 20, x['b']: 3; expected the same number of examples, "
+        "at least one, in every array. Fix: check how the arrays were cut"
+    )
 
 
 # Arrays in files
@@ -178,10 +177,12 @@ def test_a_memory_map_is_read_from_its_own_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "view", [np.s_[2:], np.s_[::2], np.s_[:, 1:]], ids=["unaligned", "strided", "columns"]
+    ("view", "dtype"),
+    [(np.s_[2:], "f8"), (np.s_[::2], "f8"), (np.s_[:, 1:], "f8"), (np.s_[:], ">f8")],
+    ids=["unaligned", "strided", "columns", "foreign byte order"],
 )
-def test_a_view_that_cannot_be_mapped_is_copied_once_and_says_so(tmp_path, caplog, view):
-    np.save(tmp_path / "x.npy", X)
+def test_a_view_that_cannot_be_mapped_is_copied_once_and_says_so(tmp_path, caplog, view, dtype):
+    np.save(tmp_path / "x.npy", X.astype(dtype))
     array = np.load(tmp_path / "x.npy", mmap_mode="r")[view]
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -207,13 +208,6 @@ def test_private_changes_of_a_memory_map_are_kept(tmp_path):
     array[3] = 7
     source = ArraySource(array)
     assert np.array_equal(source.gather([3]), np.full([1, 3], 7))
-
-
-def test_a_foreign_byte_order_is_copied(tmp_path):
-    X.astype(">f8").tofile(tmp_path / "x.bin")
-    array = np.memmap(tmp_path / "x.bin", ">f8", "r", shape=X.shape)
-    source = ArraySource(array, cache_dir=tmp_path / "cache")
-    assert np.array_equal(source.gather([5]), X[[5]].astype(np.float32))
 
 
 def test_arrays_past_the_limit_are_spilled_and_the_files_end_with_the_source(tmp_path):
@@ -327,23 +321,22 @@ def test_a_py_dataset_gives_whole_batches():
     assert dataset.ended == 1
 
 
-def test_a_py_dataset_that_gives_no_batch_is_refused():
+@pytest.mark.parametrize(
+    ("batch", "code"),
+    [
+        (3, "not-a-batch"),
+        ((tf.sparse.eye(2), np.zeros(2)), "not-dense"),
+        ((tf.ragged.constant([[1], [2, 3]]), np.zeros(2)), "not-dense"),
+    ],
+)
+def test_a_py_dataset_that_gives_no_batch_is_refused(batch, code):
     class Wrong(Batches):
         def __getitem__(self, index):
-            return 3
+            return batch
 
-    with pytest.raises(UsageError, match=r"Wrong\[0\]: received a int"):
+    with pytest.raises(UsageError) as error:
         PyDatasetSource(Wrong())
-
-
-@pytest.mark.parametrize("rows", [tf.sparse.eye(2), tf.ragged.constant([[1], [2, 3]])])
-def test_a_py_dataset_of_sparse_or_ragged_batches_is_refused(rows):
-    class Wrong(Batches):
-        def __getitem__(self, index):
-            return rows, np.zeros(2)
-
-    with pytest.raises(UsageError, match=r"Wrong\[0\]: received a (Sparse|Ragged)Tensor"):
-        PyDatasetSource(Wrong())
+    assert (error.value.where, error.value.code) == ("Wrong[0]", code)
 
 
 # Streams
@@ -355,9 +348,6 @@ def test_a_dataset_of_batches_is_a_stream():
     assert source.num_batches == 3
     assert source.element_spec == (tf.TensorSpec([3], tf.float64), tf.TensorSpec([], tf.int64))
     assert not source.is_endless
-
-
-def test_lengths_that_are_not_known_are_not_guessed():
     batches = tf.data.Dataset.from_tensor_slices(Y).batch(2)
     assert StreamSource(batches.repeat()).is_endless
     assert StreamSource(batches.repeat()).num_batches is None
@@ -417,27 +407,30 @@ def test_each_kind_is_recognised(x, kind):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None,), "x: received None"),
-        (([1, 2],), "np.asarray"),
-        (("mnist",), r"x: received str 'mnist';.* Fix: pass tfdist.data.load\('mnist', 'train'\)"),
-        (("x" * 99,), r"tfdist.data.load\('mnist', 'train'\)"),
-        (("",), r"tfdist.data.load\('mnist', 'train'\)"),
-        (((i for i in range(2)),), "from_generator"),
-        ((tf.data.Dataset.from_tensors(X), Y), "y: received y beside a tf.data.Dataset"),
-        ((Batches(), Y), "y: received y beside a PyDataset"),
-        ((Squares(), Y), "y: received y beside a collection"),
-        ((ArraySource(X), Y), "y: received y beside a tfdist source"),
+        ({"x": None}, "x: received None"),
+        ({"x": [1, 2]}, "np.asarray"),
+        (
+            {"x": "mnist"},
+            r"x: received str 'mnist';.* Fix: pass tfdist.data.load\('mnist', 'train'\)",
+        ),
+        ({"x": "x" * 99}, r"tfdist.data.load\('mnist', 'train'\)"),
+        ({"x": ""}, r"tfdist.data.load\('mnist', 'train'\)"),
+        ({"x": (i for i in range(2))}, "from_generator"),
+        ({"x": tf.data.Dataset.from_tensors(X), "y": Y}, "y: received y beside a tf.data.Dataset"),
+        (
+            {"x": tf.data.Dataset.from_tensors(X), "sample_weight": Y},
+            "sample_weight: received sample_weight beside a tf.data.Dataset",
+        ),
+        ({"x": Batches(), "y": Y}, "y: received y beside a PyDataset"),
+        ({"x": Squares(), "y": Y}, "y: received y beside a collection"),
+        ({"x": ArraySource(X), "y": Y}, "y: received y beside a tfdist source"),
     ],
 )
 def test_what_is_no_data_is_refused_in_one_line(arguments, message):
     with pytest.raises(UsageError, match=message) as error:
-        as_source(*arguments)
+        as_source(**arguments)
+    assert error.value.code in ("unsupported-data", "exclusive")
     assert "\n" not in str(error.value)
-
-
-def test_weights_beside_a_dataset_are_refused():
-    with pytest.raises(UsageError, match="sample_weight beside a"):
-        as_source(tf.data.Dataset.from_tensors(X), sample_weight=Y)
 
 
 def from_generator():
@@ -471,8 +464,9 @@ def through_py_function():
 def test_python_is_refused_under_ps_with_the_reason(source):
     for strategy in ("single", "mirrored", "multiworker"):
         check_supported(source, strategy)
-    with pytest.raises(UsageError, match="Python") as error:
+    with pytest.raises(UsageError) as error:
         check_supported(source, "ps")
+    assert error.value.code == "python-under-ps"
     assert "\n" not in str(error.value)
 
 
@@ -486,9 +480,9 @@ def test_layers_with_variables_in_the_data_are_refused_under_ps_with_the_reason(
     dense.build((None, 3))
     for source in (with_a_layer(dense, [[1.0, 2.0, 3.0]]), with_a_layer(lookup, [[1, 2]])):
         check_supported(source, "single")
-        with pytest.raises(UsageError, match="uses a variable or a table") as error:
+        with pytest.raises(UsageError) as error:
             check_supported(source, "ps")
-        assert "\n" not in str(error.value)
+        assert error.value.code == "variables-under-ps"
     scaled = keras.layers.Normalization(mean=1.0, variance=2.0)
     check_supported(with_a_layer(scaled, [[1.0]]), "ps")
 
@@ -504,19 +498,3 @@ def test_layers_with_variables_in_the_data_are_refused_under_ps_with_the_reason(
 )
 def test_graphs_are_taken_under_ps(source):
     check_supported(source, "ps")
-
-
-# Order and source together
-
-
-def test_every_example_comes_once_in_each_pass():
-    source = ArraySource(X, Y)
-
-    def batch(step):
-        positions = step * 8 + tf.range(8, dtype=tf.int64)
-        return source.gather(example_at(positions, num_examples=20, seed=2, shuffle=True))
-
-    steps = tf.data.Dataset.range(5).map(batch).with_options(lean_options())
-    seen = np.concatenate([y for _, y in steps.as_numpy_iterator()])
-    assert np.array_equal(np.sort(seen[:20]), Y)
-    assert np.array_equal(np.sort(seen[20:]), Y)

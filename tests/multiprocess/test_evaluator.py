@@ -17,8 +17,7 @@ from tests.multiprocess.jobs import report
 from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
 from tests.multiprocess.warm import QUIET
 from tfdist.cluster import hold_ports
-from tfdist.outputs.evaluations import Evaluations
-from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.run_directory import Evaluations, RunDirectory
 
 PROGRAM = Path(__file__).parent / "programs" / "evaluated.py"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.cluster import NODES
 from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, Slurm, assert_same, summary_of
-from tfdist.outputs.evaluations import Evaluations
+from tfdist.outputs.run_directory import Evaluations
 
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
 TRAIN = (PROGRAM, *CONFIG)

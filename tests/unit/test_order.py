@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.mixing import mix, mix_tensor, stream
+from tfdist.data.draws import mix, mix_tensor, stream
 from tfdist.data.order import example_at, example_at_numpy
 from tfdist.errors import UsageError
 
@@ -49,22 +49,11 @@ def test_a_large_set_is_addressed_by_index():
     assert n // 2 < examples.max() < n
 
 
-def test_one_call_may_straddle_passes():
+def test_one_call_may_straddle_passes_in_any_order_and_be_empty():
     n = 10
-    together = order(np.arange(5, 27), n=n)
     passes = np.concatenate([one_pass(n, number=number) for number in range(3)])
-    assert np.array_equal(together, passes[5:27])
-
-
-def test_positions_may_come_in_any_order_and_repeat():
-    n = 50
-    whole = one_pass(n)
-    positions = np.array([49, 0, 7, 7, 3])
-    assert np.array_equal(order(positions, n=n), whole[positions])
-
-
-def test_no_positions_give_no_examples():
-    assert order(np.zeros(0, np.int64), n=10).shape == (0,)
+    for positions in (np.arange(5, 27), np.array([29, 0, 7, 7, 13]), np.zeros(0, np.int64)):
+        assert np.array_equal(order(positions, n=n), passes[positions])
 
 
 def test_passes_differ():
@@ -125,8 +114,9 @@ def test_batches_of_sorted_data_are_balanced_like_random_ones(n):
 
 
 def test_no_examples_are_refused():
-    with pytest.raises(UsageError, match="0 examples"):
+    with pytest.raises(UsageError) as error:
         order([0], n=0)
+    assert error.value.code == "no-examples"
 
 
 def test_the_hash_is_that_of_splitmix64():

@@ -1,9 +1,10 @@
-"""The run directory: whose it is, and that its files are whole."""
+"""The run directory and the files of an evaluator: whose they are, and that they are whole."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.outputs.run_directory import Claim, RunDirectory
+from tfdist.outputs.run_directory import Claim, Evaluations, RunDirectory
 
 CONFIG = {"seed": 3, "optimizer": "adam", "augmentation": {"random_flip": False}}
 
@@ -24,18 +25,10 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 def test_a_new_directory_is_claimed_with_its_configuration(directory: RunDirectory) -> None:
     assert directory.read_config() is None
+    assert not directory.path.exists()
     assert directory.claim(CONFIG) is Claim.NEW
     assert directory.read_config() == CONFIG
     assert json.loads((directory.path / "config.json").read_text()) == CONFIG
-
-
-def test_creating_the_object_touches_nothing(directory: RunDirectory) -> None:
-    assert not directory.path.exists()
-
-
-def test_the_launchers_logs_do_not_make_it_somebodys(directory: RunDirectory) -> None:
-    (directory.path / "logs" / "attempt-1").mkdir(parents=True)
-    assert directory.claim(CONFIG) is Claim.NEW
 
 
 def test_an_unfinished_run_is_resumed_and_a_finished_one_said_so(directory: RunDirectory) -> None:
@@ -78,16 +71,13 @@ def test_a_claim_is_withdrawn_without_a_trace_of_its_own(directory: RunDirectory
     assert directory.claim({"seed": 9}) is Claim.NEW
 
 
-def test_keys_that_are_free_may_differ(directory: RunDirectory) -> None:
-    directory.claim(CONFIG)
-    other = {**CONFIG, "seed": None, "augmentation": {"random_flip": True}}
-    assert directory.claim(other, free=("seed", "augmentation.random_flip")) is Claim.RESUMED
-    assert directory.read_config() == CONFIG
-
-
-def test_tuples_are_the_lists_that_json_makes_of_them(directory: RunDirectory) -> None:
-    directory.claim({"mean": (0.5, 0.25)})
-    assert directory.claim({"mean": (0.5, 0.25)}) is Claim.RESUMED
+def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory: RunDirectory) -> None:
+    directory.claim({**CONFIG, "mean": (0.5, 0.25)})
+    assert directory.claim({**CONFIG, "mean": (0.5, 0.25)}) is Claim.RESUMED
+    other = {"mean": (0.5, 0.25), "seed": None, "augmentation": {"random_flip": True}}
+    free = ("seed", "augmentation.random_flip", "optimizer")
+    assert directory.claim(other, free=free) is Claim.RESUMED
+    assert directory.read_config() == {**CONFIG, "mean": [0.5, 0.25]}
 
 
 def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(
@@ -171,3 +161,31 @@ def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path: 
     (tmp_path / "config.json").write_text("seed: 3")
     with pytest.raises(UsageError, match="not JSON"):
         RunDirectory(tmp_path).claim(CONFIG)
+
+
+# The files of an evaluator
+
+
+def test_a_step_that_is_done_again_takes_back_the_lines_from_it_on(tmp_path: Path) -> None:
+    files = Evaluations(tmp_path)
+    assert files.lines() == []
+    for step in (7, 14, 21, 14):
+        files.write(files.with_line({"step": step, "val_loss": math.nan}))
+    with open(files.metrics_file, "a") as file:
+        file.write('{"step": 1')  # cut short by a crash
+    assert files.lines() == [{"step": step, "val_loss": None} for step in (7, 14)]
+
+
+def test_all_of_it_goes_where_the_checkpoints_go(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    files = Evaluations(folder)
+    assert not files.is_stop_requested
+    files.ask_to_stop({"step": 14, "best_step": 7})
+    assert files.is_stop_requested
+    files.write([{"step": 14}])
+    files.best_file.touch()
+    folder.rename(tmp_path / "old")
+    assert (files.is_stop_requested, files.lines(), files.best_file.exists()) == (False, [], False)
+    with pytest.raises(TfdistError, match="evaluator, in"):
+        files.write([{"step": 1}])

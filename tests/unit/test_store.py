@@ -1,11 +1,15 @@
-"""The checkpoint store: what was written is read, or the one before it, whatever happens."""
+"""The checkpoint store: what was written is read, or the one before it, whatever happens.
+
+Kill -9 at each write, full and read-only disks, damage, and second writers included.
+"""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,10 +23,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.checkpoint import manifest as manifest_module
-from tfdist.checkpoint import shards as shards_module
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
+from tfdist.checkpoint import format as format_module
+from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import TfdistError, UsageError
+
+EARLIER = Path(__file__).parent / "data" / "run" / "checkpoints"
 
 
 def arrays_of(step: int) -> dict[str, np.ndarray]:
@@ -87,6 +92,17 @@ def test_every_number_comes_back_with_its_bytes(
     assert read.shape == shape
     assert read.dtype == array.dtype.newbyteorder("=") if array.dtype.str[0] == ">" else array.dtype
     np.testing.assert_array_equal(read, array)
+
+
+def test_the_format_is_that_of_every_version(store: CheckpointStore) -> None:
+    """The checkpoint in `data` is of a run before the modules of the format were joined."""
+    (golden,) = EARLIER.glob("step-*")
+    checkpoint = CheckpointStore(EARLIER).read()
+    assert (checkpoint.step, checkpoint.best) == (6, True)
+    assert checkpoint.meta["callbacks"]["EarlyStopping-0"]["best_epoch"] == 1
+    again = store.write(6, checkpoint.arrays, meta=checkpoint.meta, best=True)
+    for name in ("arrays.bin", "manifest.json"):
+        assert (again / name).read_bytes() == (golden / name).read_bytes()
 
 
 def test_views_are_written_as_they_look(store: CheckpointStore) -> None:
@@ -256,7 +272,7 @@ def _refuse_reading(monkeypatch: pytest.MonkeyPatch, refused: Path, number: int)
         with File(path, "rb") as file:
             return file.read()
 
-    monkeypatch.setattr(shards_module, "FileIO", File)
+    monkeypatch.setattr(format_module, "FileIO", File)
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
 
 
@@ -322,10 +338,11 @@ def test_a_newer_format_is_refused_and_left_alone(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as later:
-        later.setattr(manifest_module, "VERSION", manifest_module.VERSION + 1)
+        later.setattr(format_module, "VERSION", format_module.VERSION + 1)
         path = write(store, 1)
     store.close()
-    for attempt in (store.read, store.steps, lambda: write(CheckpointStore(store.directory), 2)):
+    other = CheckpointStore(store.directory)
+    for attempt in (store.read, store.steps, other.prepare, lambda: write(other, 2)):
         with pytest.raises(UsageError, match="format version 2"):
             attempt()
     assert os.listdir(store.directory / path.name)
@@ -359,46 +376,49 @@ def test_threads_may_write_at_once(tmp_path: Path) -> None:
     store.close()
 
 
-# Errors at every point of a write; kills are in test_store_faults.py
+# Errors and kills at every point of a write
+
+CHANGES = ("mkdir", "replace", "rename", "unlink", "rmdir", "fsync", "ftruncate", "pwrite")
 
 
-class Points:
-    """Counts the points at which a write touches the disk, and acts at one of them."""
+def act_at(
+    monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None], *, after: bool
+) -> list[int]:
+    """Act once at the point with this number; return the count of points, kept up to date.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, at: int, act: Callable[[], None]):
-        self.count = 0
-        self._at = at
-        self._act = act
-        for module, name in ((os, "fsync"), (os, "replace"), (os, "mkdir"), (shutil, "rmtree")):
-            monkeypatch.setattr(module, name, self._around(getattr(module, name)))
-        points = self
+    Points are before each call that changes the disk, `after` it too, and in the middle of writes.
+    """
+    count = [0]
 
-        class File(FileIO):
-            def write(self, data: Any) -> int:
-                if points._reached():
-                    super().write(data[: len(data) // 2])
-                    points._act()
-                written = super().write(data)
-                if points._reached():
-                    points._act()
-                return written
+    def point() -> None:
+        count[0] += 1
+        if count[0] == number:
+            act()
 
-        monkeypatch.setattr(shards_module, "FileIO", File)
-
-    def _reached(self) -> bool:
-        self.count += 1
-        return self.count == self._at
-
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._reached():
-                self._act()
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            point()
             result = function(*args, **kwargs)
-            if self._reached():
-                self._act()
+            if after:
+                point()
             return result
 
-        return wrapped
+        return call
+
+    for name in CHANGES:
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+
+    class File(FileIO):
+        def write(self, data: Any) -> int:
+            point()
+            half = super().write(data[: len(data) // 2])
+            point()
+            written = half + super().write(data[half:])
+            point()
+            return written
+
+    monkeypatch.setattr(format_module, "FileIO", File)
+    return count
 
 
 def _error_of(call: Callable[[], Any]) -> str | None:
@@ -409,28 +429,31 @@ def _error_of(call: Callable[[], Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("number", "says"),
-    [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only"), (errno.EIO, "Input/output")],
-)
-def test_an_error_at_any_point_is_one_line_and_loses_nothing(
-    tmp_path: Path, number: int, says: str
-) -> None:
-    def fail() -> None:
-        raise OSError(number, os.strerror(number))
+def test_an_error_at_any_point_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
+    errors = {
+        errno.ENOSPC: "No space left",
+        errno.EROFS: "Read-only",
+        errno.EIO: "Input/output",
+    }
 
-    for point in range(1, 200):
+    for point, (number, says) in zip(range(1, 200), itertools.cycle(errors.items()), strict=False):
+
+        def fail(number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
         store = CheckpointStore(tmp_path / str(point), keep=2)
         for step in (1, 2):
             write(store, step)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            points = Points(monkeypatch, at=point, act=fail)
+            count = act_at(monkeypatch, point, fail, after=True)
             error = _error_of(lambda store=store: write(store, 3))
-        if points.count < point:
+        if count[0] < point:
             break
-        assert error is not None
-        assert says in error
-        assert "\n" not in error
+        if error is None:  # what is no longer kept could not be removed
+            assert_is(store.read(), 3)
+        else:
+            assert says in error
+            assert "\n" not in error
         assert store.read().step in (2, 3)
         assert_is(store.read(2), 2)
         write(store, 4)
@@ -438,6 +461,58 @@ def test_an_error_at_any_point_is_one_line_and_loses_nothing(
         store.close()
     else:
         raise AssertionError("the write did not end")
+
+
+def killed_in_a_save(directory: Path, step: int, *, at: int) -> bool:
+    """Saves in a child that is killed at the point; False where the save has fewer points."""
+    child = os.fork()
+    if child == 0:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            act_at(monkeypatch, at, lambda: os.kill(os.getpid(), signal.SIGKILL), after=False)
+            store = CheckpointStore(directory, keep=2)
+            store.prepare()
+            write(store, step)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def newest_whole(directory: Path) -> int:
+    """The step of the newest readable checkpoint, whose every byte is right."""
+    checkpoint = CheckpointStore(directory).read()
+    assert_is(checkpoint, checkpoint.step)
+    return checkpoint.step
+
+
+def test_a_kill_at_each_write_of_a_save_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    seen = []
+    for point in range(1, 200):
+        directory = tmp_path / str(point)
+        before = CheckpointStore(directory, keep=2)
+        for step in (1, 2):
+            write(before, step)
+        before.close()
+        killed = killed_in_a_save(directory, 3, at=point)
+        seen.append(newest_whole(directory))
+        if not killed:
+            break
+        # The next process is killed too, somewhere in its cleaning up or writing.
+        killed_in_a_save(directory, 4, at=point * 7 % 40 + 1)
+        assert newest_whole(directory) in (seen[-1], 4)
+        after = CheckpointStore(directory, keep=2)
+        after.prepare()
+        assert hidden_leftovers(directory) == []
+        write(after, 5)
+        assert newest_whole(directory) == 5
+        assert hidden_leftovers(directory) == []
+        assert len(after.steps()) == 2
+        after.close()
+    assert not killed
+    assert seen == sorted(seen)  # the old one up to the rename, the new one from there on
+    assert set(seen) == {2, 3}
+    assert len(seen) > 30
 
 
 def test_nothing_is_renamed_before_it_is_on_the_disk(
@@ -495,16 +570,242 @@ def test_a_directory_without_permission_is_one_line(
         write(CheckpointStore(tmp_path), 1)
 
 
-def test_a_file_in_the_way_is_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "checkpoints"
-    file.write_text("")
-    with pytest.raises(TfdistError, match="checkpoints"):
-        write(CheckpointStore(file), 1)
-
-
 def test_the_store_needs_no_tensorflow() -> None:
     program = (
         "import sys, tfdist.checkpoint.store as s;"
         "assert not {'tensorflow', 'keras'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# A disk that is full
+
+
+class _Budget:
+    """What stands in for a small file system where none may be mounted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+        left = size_bytes
+
+        class File(FileIO):
+            def write(self, data: Any) -> int:
+                nonlocal left
+                if left <= 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written = super().write(data[:left])
+                left -= written
+                return written
+
+        monkeypatch.setattr(format_module, "FileIO", File)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with room for two checkpoints and a half."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = _mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place))
+    if not mounted:
+        _Budget(monkeypatch, 250_000)
+    yield place
+    if mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _mount(*arguments: str) -> bool:
+    if os.geteuid() != 0:
+        return False
+    return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
+
+
+def test_a_full_disk_in_the_middle_of_a_save_is_one_line_and_loses_nothing(
+    small_disk: Path,
+) -> None:
+    store = CheckpointStore(small_disk, keep=3)
+    store.prepare()
+    arrays = {"x": np.zeros(25_000, np.float32)}  # 100 kB
+    for step in (1, 2):
+        store.write(step, arrays, meta={})
+    with pytest.raises(TfdistError) as caught:
+        store.write(3, arrays, meta={})
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "checkpoint of step 3" in message
+    assert "No space left on device" in message
+    assert "the newest is of step 2" in message
+    assert caught.value.exit_code == 1
+    assert hidden_leftovers(small_disk) == []
+    assert [store.read(step).step for step in store.steps()] == [1, 2]
+    store.close()
+
+
+def _fill(descriptor: int) -> None:
+    while True:
+        os.write(descriptor, b"x" * 4096)
+
+
+def test_a_disk_that_is_full_already_is_an_error_before_any_training(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.path.ismount(small_disk):
+        filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
+        with pytest.raises(OSError, match="No space"):
+            _fill(filler)
+        os.close(filler)
+    else:
+        _Budget(monkeypatch, 0)
+    with pytest.raises(TfdistError, match=r"No space left on device .*none was saved before"):
+        CheckpointStore(small_disk / "checkpoints").prepare()
+
+
+# A place where nothing can be written
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A directory with one checkpoint, then made read-only, for root too."""
+    place = tmp_path / "read-only"
+    place.mkdir()
+    mounted = _mount("-t", "tmpfs", "tmpfs", str(place))
+    store = CheckpointStore(place)
+    write(store, 1)
+    store.close()
+    if mounted:
+        assert _mount("-o", "remount,ro", str(place))
+    else:
+        place.chmod(0o555)
+    yield place
+    if mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+    else:
+        place.chmod(0o755)
+
+
+def test_a_read_only_directory_is_a_usage_error_at_once(read_only: Path) -> None:
+    store = CheckpointStore(read_only)
+    with pytest.raises(UsageError, match=r"received (Read-only file system|Permission denied);"):
+        store.prepare()
+    assert_is(store.read(), 1)
+
+
+def test_a_path_below_a_file_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
+        with pytest.raises(UsageError, match=r"received Not a directory; .*Fix: choose another"):
+            CheckpointStore(path).prepare()
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def _lose_the_files(source: Path, target: Path) -> None:
+    os.mkdir(target)
+    for name in os.listdir(source):
+        os.unlink(source / name)
+    os.rmdir(source)
+
+
+@pytest.mark.parametrize("replace", [_refuse, _lose_the_files, lambda source, target: None])
+def test_a_file_system_that_does_not_rename_directories_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: Callable[..., None]
+) -> None:
+    directory = tmp_path / "checkpoints"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(UsageError, match="does not rename a directory"):
+            CheckpointStore(directory).prepare()
+    assert not directory.exists()
+
+
+def test_a_store_that_could_not_be_prepared_lets_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = CheckpointStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", _refuse)
+        with pytest.raises(UsageError):
+            refused.prepare()
+    other = CheckpointStore(tmp_path)
+    other.prepare()
+    with pytest.raises(UsageError, match="a second writer"):
+        refused.prepare()
+    other.close()
+
+
+def test_a_directory_that_was_only_tried_out_is_given_back(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.prepare()
+    store.close()
+    assert os.listdir(tmp_path) == []
+    store.prepare()
+    write(store, 1)
+    store.close()
+    there = CheckpointStore(tmp_path / "there")
+    there.directory.mkdir()
+    there.prepare()
+    there.close()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "there"]
+    assert_is(store.read(), 1)
+
+
+# A write beside the training: one at a time, errors come back, no thread is left
+
+
+def test_the_next_piece_waits_for_the_one_before() -> None:
+    before = set(threading.enumerate())
+    background, may_end, events = Background("test"), threading.Event(), []
+
+    def first() -> None:
+        may_end.wait(30)
+        events.append("first")
+
+    background.start(first)
+    assert background.busy
+    threading.Timer(0.05, may_end.set).start()
+    background.start(lambda: events.append("second"))
+    background.wait()
+    assert events == ["first", "second"]
+    assert not background.busy
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_error_is_had_once_and_by_default_where_the_next_piece_begins() -> None:
+    background, ran = Background("test"), []
+    background.start(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        background.start(lambda: ran.append(1))
+    assert ran == []
+    background.start(lambda: ran.append(2))
+    background.wait()
+    assert ran == [2]
+    background.start(lambda: 1 / 0)
+    assert isinstance(background.join(), ZeroDivisionError)
+    assert background.join() is None
+
+
+PROGRAM = """
+import sys, threading
+import numpy as np
+from tfdist.checkpoint.store import Background, CheckpointStore
+
+class Slow(dict):
+    def __getitem__(self, name):
+        threading.main_thread().join()   # the interpreter is ending
+        return super().__getitem__(name)
+
+store = CheckpointStore(sys.argv[1])
+background = Background("checkpoint")
+background.start(lambda: store.write(3, Slow(x=np.ones(1000)), meta={}))
+raise {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["RuntimeError", "KeyboardInterrupt", "SystemExit(4)"])
+def test_a_program_that_ends_lets_the_write_end_first(tmp_path: Path, end: str) -> None:
+    program = PROGRAM.replace("{end}", end)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=60
+    )
+    assert ended.returncode != 0
+    assert CheckpointStore(tmp_path).read().step == 3

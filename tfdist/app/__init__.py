@@ -3,8 +3,7 @@
 The configurations themselves are in `tfdist.configs`, which loads no TensorFlow.
 
     run        from a checked configuration to the summary of the run
-    recipe     length, learning rate, optimizer and model of a configuration
+    recipe     data, length, learning rate, optimizer and model of a configuration
     models     the networks that it can name
-    datasets   the data that it can name
-    reporter   what is told while the run goes on
+    reporter   what is shown and logged while the run goes on
 """

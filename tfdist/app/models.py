@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 from keras import layers
 
-from tfdist.errors import UsageError, near
+from tfdist.errors import require_one_of
 
 
 def build_model(
@@ -24,13 +24,7 @@ def build_model(
     Raises:
       UsageError: there is no model of this name, or images are too small for it.
     """
-    if name not in MODELS:
-        raise UsageError(
-            "model",
-            received=f"{name!r}{near(name, MODELS)}",
-            expected=f"one of {', '.join(MODELS)}",
-            fix="name one of them",
-        )
+    require_one_of("model", name, MODELS)
     images = keras.Input(image_shape, name="image")
     features = MODELS[name](images, dropout)
     # float32 whatever the precision: a softmax over float16 logits overflows early.

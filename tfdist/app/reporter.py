@@ -9,10 +9,9 @@ from typing import Any
 
 import keras
 
-from tfdist.outputs.profiler import StepProfiler
-from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.tensorboard import ScalarWriter
+from tfdist.outputs.tensorboard import ScalarWriter, StepProfiler
+from tfdist.outputs.terminal import ProgressDisplay
 from tfdist.training.epochs import EpochPlan
 
 _LOG = logging.getLogger(__name__)

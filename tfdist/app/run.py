@@ -12,24 +12,23 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.app import recipe
-from tfdist.app.datasets import Datasets, load_datasets
 from tfdist.app.reporter import RunReporter
 from tfdist.checkpoint import BackupAndRestore
 from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE
 from tfdist.errors import Stopped, TfdistError, UsageError
-from tfdist.outputs import plot, table
+from tfdist.outputs import plot
 from tfdist.outputs.digest import state_sha256, weights_sha256
-from tfdist.outputs.profiler import StepProfiler
-from tfdist.outputs.progress import ProgressDisplay
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
+from tfdist.outputs.tensorboard import StepProfiler
+from tfdist.outputs.terminal import ProgressDisplay, show_result, strategy_line
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
-from tfdist.training import fit
 from tfdist.training.building import bytes_on_servers
-from tfdist.training.engines.base import naming_a_lost_server
+from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
+from tfdist.training.fitting import fit
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
@@ -94,8 +93,8 @@ def _run_as_task(
     strategy = make_strategy(
         config.strategy, devices_per_worker=config.devices_per_worker or None, environ=environ
     )
-    told = [claim is Claim.FINISHED, seed, str(directory.path)]
-    finished, seed, path = broadcast(told)
+    of_chief = [claim is Claim.FINISHED, seed, str(directory.path)]
+    finished, seed, path = broadcast(of_chief)
     directory = RunDirectory(path)
     try:
         if finished:
@@ -120,7 +119,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
     reporter = RunReporter(directory, plan, display=display, profiler=_profiler(config, directory))
     try:
-        datasets = load_datasets(config)
+        datasets = recipe.load_datasets(config)
         with strategy.scope():
             model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
         done = _fit(config, model, datasets, directory, reporter, seed=seed)
@@ -145,7 +144,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
 def _fit(
     config: Any,
     model: keras.Model,
-    datasets: Datasets,
+    datasets: recipe.Datasets,
     directory: RunDirectory,
     reporter: RunReporter,
     *,
@@ -261,24 +260,24 @@ def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
 
 
 def _show(config: Any, summary: Mapping[str, Any], directory: RunDirectory) -> None:
-    title = f"{config.dataset}, {config.model}: {table.strategy_line(summary)}"
+    title = f"{config.dataset}, {config.model}: {strategy_line(summary)}"
     path = plot.draw(directory.read_metrics(), directory.plot_file, title=title)
-    table.show(summary, run_dir=str(directory.path), plot=str(path) if path else None)
+    show_result(summary, run_dir=str(directory.path), plot=str(path) if path else None)
 
 
 def _say_finished(directory: RunDirectory) -> dict[str, Any]:
     summary = directory.read_summary() or {}
     logger.info("the run in %s is finished; --overwrite runs it again", directory.path)
     path = str(directory.plot_file) if directory.plot_file.exists() else None
-    table.show(summary, run_dir=str(directory.path), plot=path)
+    show_result(summary, run_dir=str(directory.path), plot=path)
     return summary
 
 
 def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
     """Return the configuration's directory, else the launcher's, else a new one under `runs`."""
-    told = task.options.run_dir if task else None
+    given = task.options.run_dir if task else None
     name = f"{now:%Y%m%d-%H%M%S}-{config.dataset.replace('/', '-')}-{config.model}"
-    return config.run_dir or told or f"runs/{name}"
+    return config.run_dir or given or f"runs/{name}"
 
 
 def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:

@@ -25,7 +25,6 @@ import numpy as np
 from tfdist.errors import TfdistError, UsageError
 
 MODES = ("hash", "full")
-DIRECTORY = "ledger"
 _FORMAT = "tfdist ledger 1"
 _NAME = re.compile(r"attempt-(\d+)-([A-Za-z0-9_.-]+)\.bin")
 _HEAD = struct.Struct("<IIqqii")
@@ -108,20 +107,20 @@ class LedgerFile:
 
     path: Path
     header: Header
-    places: tuple[RecordLocation, ...]
+    locations: tuple[RecordLocation, ...]
     cut_bytes: int = 0
     damaged: str = ""
 
-    def read(self, place: RecordLocation) -> Record:
+    def read(self, location: RecordLocation) -> Record:
         """Read one record."""
         with open(self.path, "rb") as file:
-            file.seek(place.start)
-            arrays = from_bytes(file.read(place.size_bytes))
+            file.seek(location.start)
+            arrays = from_bytes(file.read(location.size_bytes))
         return Record(
-            first=place.first,
-            last=place.last,
-            worker=place.worker,
-            begun=place.begun,
+            first=location.first,
+            last=location.last,
+            worker=location.worker,
+            begun=location.begun,
             arrays=arrays,
         )
 
@@ -146,7 +145,7 @@ class LedgerWriter:
     def close(self) -> None:
         """Close the file; nothing is lost without it."""
         if self._file is not None:
-            # What could not be written is tried once more; `append` has told of it.
+            # What could not be written is tried once more; `append` has raised it.
             with contextlib.suppress(OSError):
                 self._file.close()
 
@@ -187,6 +186,7 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
             received="no ledger",
             expected="the files of a run that kept one",
             fix="start the run with --config.ledger=full or hash, or tfdist.fit(ledger=...)",
+            code="no-ledger",
         )
     read = [(attempt, path, scan(path)) for attempt, path in found]
     headers = {attempt: file.header for attempt, _, file in read if file is not None}
@@ -197,7 +197,7 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
         elif attempt in headers:
             task = path.stem.partition(f"attempt-{attempt}-")[2]
             header = dataclasses.replace(headers[attempt], task=task)
-            files.append(LedgerFile(path=path, header=header, places=()))
+            files.append(LedgerFile(path=path, header=header, locations=()))
     return files
 
 
@@ -213,22 +213,22 @@ def scan(path: Path) -> LedgerFile | None:
 
 def _scanned(file: BinaryIO, line: bytes, path: Path) -> LedgerFile:
     header = _header(line, path)
-    places: list[RecordLocation] = []
+    locations: list[RecordLocation] = []
     at, size_bytes = len(line), os.fstat(file.fileno()).st_size
     cut_bytes, damaged = 0, ""
     while at < size_bytes:
         try:
-            place = _next_place(file, at)
+            location = _next_location(file, at)
         except _Changed:
             damaged = f"{path.name}: damaged from byte {at} on ({size_bytes - at} bytes unread)"
             break
-        if place is None:
+        if location is None:
             cut_bytes = size_bytes - at
             break
-        places.append(place)
-        at = place.start + place.size_bytes
+        locations.append(location)
+        at = location.start + location.size_bytes
     return LedgerFile(
-        path=path, header=header, places=tuple(places), cut_bytes=cut_bytes, damaged=damaged
+        path=path, header=header, locations=tuple(locations), cut_bytes=cut_bytes, damaged=damaged
     )
 
 
@@ -262,13 +262,14 @@ def _header(line: bytes, path: Path) -> Header:
             received="a file that does not begin like a ledger of this version",
             expected=f"{_FORMAT!r}",
             fix="read it with the tfdist that wrote it, or take it out of the directory",
+            code="other-format",
         ) from error
     if _first_line(header) != line:
         raise TfdistError(f"ledger {path}: its first line was changed")
     return header
 
 
-def _next_place(file: BinaryIO, at: int) -> RecordLocation | None:
+def _next_location(file: BinaryIO, at: int) -> RecordLocation | None:
     """The record at a byte, None for one that was cut; raises _Changed."""
     file.seek(at)
     head = file.read(_HEAD.size)

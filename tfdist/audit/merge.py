@@ -90,7 +90,9 @@ class LedgerAttempt:
     def valid(self) -> Iterator[tuple[LedgerFile, RecordLocation]]:
         """Its records of steps that count; the last of each file may reach past `limit`."""
         for file in self.files:
-            yield from ((file, place) for place in file.places if place.first < self.limit)
+            yield from (
+                (file, location) for location in file.locations if location.first < self.limit
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +121,9 @@ class Merged:
 
     def records(self) -> Iterator[tuple[LedgerAttempt, str, Record]]:
         """Every record that counts, cut where it stops to count, in the order of the steps."""
-        places = [(a, file, place) for a in self.attempts for file, place in a.valid()]
-        for attempt, file, place in sorted(places, key=lambda found: found[2].first):
-            record = file.read(place)
+        locations = [(a, file, location) for a in self.attempts for file, location in a.valid()]
+        for attempt, file, location in sorted(locations, key=lambda found: found[2].first):
+            record = file.read(location)
             last = min(record.last, attempt.limit)
             kept = tuple(array[: last - record.first] for array in record.arrays)
             cut = dataclasses.replace(record, last=last, arrays=kept)
@@ -137,7 +139,7 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
     groups: dict[int, list[LedgerFile]] = {}
     for file in files:
         groups.setdefault(file.header.attempt, []).append(file)
-    groups = {n: group for n, group in groups.items() if any(file.places for file in group)}
+    groups = {n: group for n, group in groups.items() if any(file.locations for file in group)}
     if not groups:
         raise TfdistError("ledger: no step is recorded")
     for group in groups.values():
@@ -158,12 +160,12 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
 
 
 def _attempt(files: Sequence[LedgerFile], *, limit: int) -> LedgerAttempt:
-    places = [place for file in files for place in file.places]
+    locations = [location for file in files for location in file.locations]
     return LedgerAttempt(
         header=files[0].header,
         files=tuple(files),
-        first=min(place.first for place in places),
-        last=max(place.last for place in places),
+        first=min(location.first for location in locations),
+        last=max(location.last for location in locations),
         limit=limit,
     )
 
@@ -174,11 +176,11 @@ def _recorded_by_all(files: Sequence[LedgerFile]) -> int:
     A task begins a range when all have recorded the one before: of one that has no file yet, the
     others have a single record.
     """
-    first = min(place.first for file in files for place in file.places)
+    first = min(location.first for file in files for location in file.locations)
     are_all_there = len(files) == files[0].header.num_tasks
-    if not are_all_there and all(len(file.places) < 2 for file in files):
+    if not are_all_there and all(len(file.locations) < 2 for file in files):
         return first
-    return min(max((place.last for place in file.places), default=first) for file in files)
+    return min(max((location.last for location in file.locations), default=first) for file in files)
 
 
 def _require_one_attempt(files: Sequence[LedgerFile]) -> None:

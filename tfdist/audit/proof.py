@@ -30,7 +30,7 @@ class PassProof:
       missed: how many never came.
       first_repeated: the first ten.
       first_missed: the first ten.
-      steps: where it differs from the order of the run, the first ten; told by a hash.
+      steps: where it differs from the order of the run, the first ten; shown by a hash.
     """
 
     number: int
@@ -50,7 +50,16 @@ class PassProof:
 
 
 class Tally:
-    """Counts what the records of a run say."""
+    """What the records of a run say, counted over all tasks.
+
+    Attributes:
+      total: examples of the steps that are recorded.
+      num_passes: passes that these belong to.
+      counts: examples of each step.
+      hashes: sum of their hashes.
+      content: sum of the checksums of their content; None where an attempt did not record it.
+      repeats: steps with an example that came before in its pass, where each is recorded.
+    """
 
     def __init__(self, ledger: Merged) -> None:
         self._ledger = ledger
@@ -58,17 +67,18 @@ class Tally:
         self._full = ledger.is_full
         self.total = int(ledger.plan.firsts[ledger.end])
         self.num_passes = -(-self.total // self._num_examples)
-        self.step_counts = np.zeros(ledger.end, np.int64)
-        self.step_hashes = np.zeros(ledger.end, np.uint64)
-        self.content = np.zeros(ledger.end, np.uint64)
+        self.counts = np.zeros(ledger.end, np.int64)
+        self.hashes = np.zeros(ledger.end, np.uint64)
+        self.content = np.zeros(ledger.end, np.uint64) if ledger.is_full else None
         self.repeats = np.zeros(ledger.end, bool)
         self._seen: dict[int, Array] = {}
         self._sums: dict[int, tuple[int, int]] = {}
         self._strays: list[int] = []
         self._twice: list[str] = []
+        for _, _, record in ledger.records():
+            self._add(record)
 
-    def add(self, record: Record) -> None:
-        """Count one record in."""
+    def _add(self, record: Record) -> None:
         if record.begun > 1:
             who = f" (last by worker-{record.worker})" if record.worker >= 0 else ""
             steps = ranges(range(record.first, record.last))
@@ -84,9 +94,9 @@ class Tally:
         if self._strays:
             steps = ranges(sorted(set(self._strays)))
             problems.append(f"steps {steps}: examples or passes that the run does not have")
-        wrong = np.flatnonzero(self.step_counts != self._ledger.plan.sizes[: self._ledger.end])
+        wrong = np.flatnonzero(self.counts != self._ledger.plan.sizes[: self._ledger.end])
         if len(wrong):
-            found = f"{self.step_counts[wrong[0]]} instead of {self._ledger.plan.sizes[wrong[0]]}"
+            found = f"{self.counts[wrong[0]]} instead of {self._ledger.plan.sizes[wrong[0]]}"
             steps = ranges(wrong)
             problems.append(f"steps {steps}: not their number of examples (the first: {found})")
         return problems
@@ -116,10 +126,11 @@ class Tally:
         indices, passes, content = record.arrays
         rows = slice(record.first, record.last)
         there = indices >= 0
-        self.step_counts[rows] += there.sum(axis=(1, 2))
+        self.counts[rows] += there.sum(axis=(1, 2))
         hashes = np.where(there, pair_hash(indices, passes), np.uint64(0))
-        self.step_hashes[rows] += hashes.sum(axis=(1, 2), dtype=np.uint64)
-        self.content[rows] += content.astype(np.uint64)
+        self.hashes[rows] += hashes.sum(axis=(1, 2), dtype=np.uint64)
+        if self.content is not None:
+            self.content[rows] += content.astype(np.uint64)
         step_of = np.broadcast_to(
             np.arange(record.first, record.last)[:, None, None], indices.shape
         )[there]
@@ -142,8 +153,8 @@ class Tally:
     def _add_sums(self, record: Record) -> None:
         lowest, counts, sums = record.arrays
         rows = slice(record.first, record.last)
-        self.step_counts[rows] += counts.sum(axis=1)
-        self.step_hashes[rows] += sums.sum(axis=1, dtype=np.uint64)
+        self.counts[rows] += counts.sum(axis=1)
+        self.hashes[rows] += sums.sum(axis=1, dtype=np.uint64)
         for more in range(counts.shape[1]):
             passes = lowest + more
             own = (passes >= 0) & (passes < self.num_passes)
@@ -199,7 +210,7 @@ class Tally:
                 break
             positions = np.arange(firsts[step], firsts[step + 1])
             hashes = pair_hash(order(ledger.header, positions), positions // self._num_examples)
-            if hashes.sum(dtype=np.uint64) != self.step_hashes[step]:
+            if hashes.sum(dtype=np.uint64) != self.hashes[step]:
                 found.append(step)
         return tuple(found)
 
@@ -252,15 +263,6 @@ class Proof:
         return not self.problems and passes and all(part.proved for part in self.epochs)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Steps:
-    """Each step in numbers, over all tasks: examples, sum of hashes, sum of content."""
-
-    counts: Array
-    hashes: Array
-    content: Array | None
-
-
 def prove(files: Sequence[LedgerFile], *, order: Order, steps_done: int | None = None) -> Proof:
     """Report whether each example of each pass was consumed exactly once.
 
@@ -273,8 +275,6 @@ def prove(files: Sequence[LedgerFile], *, order: Order, steps_done: int | None =
     if steps_done is not None and ledger.end < steps_done:
         problems.append(f"steps {ledger.end} to {steps_done - 1}: done and not recorded")
     tally = Tally(ledger)
-    for _, _, record in ledger.records():
-        tally.add(record)
     problems += tally.problems()
     passes = tuple(tally.prove_pass(number, order) for number in range(tally.num_passes))
     return Proof(
@@ -282,18 +282,6 @@ def prove(files: Sequence[LedgerFile], *, order: Order, steps_done: int | None =
         passes=passes,
         epochs=_epochs(ledger, tally, passes),
         problems=tuple(problems),
-    )
-
-
-def steps_of(ledger: Merged) -> Steps:
-    """Sum up each step, to compare it with that of another run."""
-    tally = Tally(ledger)
-    for _, _, record in ledger.records():
-        tally.add(record)
-    return Steps(
-        counts=tally.step_counts,
-        hashes=tally.step_hashes,
-        content=tally.content if ledger.is_full else None,
     )
 
 
@@ -314,13 +302,13 @@ def _coverage(ledger: Merged) -> list[str]:
             )
         for file in attempt.files:
             times = np.zeros(last, np.int64)
-            for place in file.places:
-                times[place.first : min(place.last, last)] += 1
-            for wrong, told in ((times == 0, "not recorded"), (times > 1, "recorded twice")):
+            for location in file.locations:
+                times[location.first : min(location.last, last)] += 1
+            for wrong, finding in ((times == 0, "not recorded"), (times > 1, "recorded twice")):
                 if wrong[start:].any():
                     steps = ranges(np.flatnonzero(wrong[start:]) + start)
                     who = f"by {file.header.task} in attempt {header.attempt}"
-                    problems.append(f"steps {steps}: {told} {who}")
+                    problems.append(f"steps {steps}: {finding} {who}")
     if (covered == 0).any():
         problems.append(f"steps {ranges(np.flatnonzero(covered == 0))}: in no attempt")
     return problems
@@ -333,7 +321,7 @@ def _epochs(ledger: Merged, tally: Tally, passes: Sequence[PassProof]) -> tuple[
         if first >= last:
             break
         steps: Any = slice(int(first), last)
-        sizes, counts = plan.sizes[steps], tally.step_counts[steps]
+        sizes, counts = plan.sizes[steps], tally.counts[steps]
         touched = range(
             int(plan.firsts[first]) // ledger.header.num_examples,
             int(plan.firsts[last] - 1) // ledger.header.num_examples + 1,

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.audit.files import MODES, Header, LedgerWriter, Record, next_attempt
-from tfdist.data.mixing import mix_tensor, stream
-from tfdist.errors import UsageError, near
+from tfdist.data.draws import mix_tensor, stream
+from tfdist.errors import UsageError, require_one_of
 from tfdist.strategy import Job
 from tfdist.strategy.devices import threads_of_an_operation
 from tfdist.strategy.group import sum_over_tasks
@@ -42,13 +42,8 @@ class Ledger:
     def __init__(
         self, directory: str | os.PathLike[str], *, mode: Literal["full", "hash"] = "full"
     ) -> None:
-        if mode not in MODES:
-            raise UsageError(
-                "Ledger",
-                received=f"mode={mode!r}{near(str(mode), MODES)}",
-                expected=f"one of {', '.join(MODES)}",
-                fix="mode='full' lists every example, mode='hash' takes less room",
-            )
+        fix = "mode='full' lists every example, mode='hash' takes less room"
+        require_one_of("Ledger: mode", mode, MODES, fix=fix)
         self._directory = directory
         self._mode = mode
         self._writer: LedgerWriter | None = None
@@ -84,6 +79,7 @@ def recorded(
             received=f"data that come ready: {data.source.describe()}",
             expected="data by index, whose examples have numbers",
             fix="pass arrays, a map-style dataset or a TFDS name, or leave the ledger out",
+            code="unsupported-data",
         )
     feed.records = True
     recorder = Recorder(

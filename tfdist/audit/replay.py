@@ -14,21 +14,21 @@ from ml_collections import ConfigDict
 from tensorflow.python.distribute import values_util
 
 from tfdist.app import recipe
-from tfdist.app.datasets import load_datasets
 from tfdist.audit.files import Record, read_directory
 from tfdist.audit.merge import merged
 from tfdist.audit.recorder import recorded
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.configs import base
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.run_directory import DONE, RunDirectory
-from tfdist.strategy import current_job, make_strategy
+from tfdist.strategy import Job, current_job, make_strategy
 from tfdist.training import building
+from tfdist.training.blocks import BlockRunner
+from tfdist.training.engines import engine_for
 from tfdist.training.inputs import Data, Length, prepare
-from tfdist.training.program import StepProgram
-from tfdist.training.session import Session
+from tfdist.training.program import StepProgram, program_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,17 +96,19 @@ def replay(
     directory = RunDirectory(run_dir)
     store = CheckpointStore(directory.checkpoints)
     _require_step(step, recipe.plan_of(config).total_steps, directory.read_summary() or {})
-    place = step_environment_of(directory, store, config, step=step, kind=kind, replicas=replicas)
+    environment = step_environment_of(
+        directory, store, config, step=step, kind=kind, replicas=replicas
+    )
     make_strategy(
-        "single" if place.replicas == 1 else "mirrored",
-        devices_per_worker=place.replicas,
-        threads=place.threads or None,
+        "single" if environment.replicas == 1 else "mirrored",
+        devices_per_worker=environment.replicas,
+        threads=environment.threads or None,
         environ={},
     )
     checkpoint = nearest(store, step)
     with _policy(config.precision):
-        session, data = _session(config, fresh=checkpoint is None)
-        return _replayed(session, data, store, checkpoint, step=step, seed=config.seed)
+        blocks, data = _blocks(config, fresh=checkpoint is None)
+        return _replayed(blocks, data, store, checkpoint, step=step)
 
 
 def config_of(settings: Mapping[str, Any]) -> Any:
@@ -129,13 +131,14 @@ def nearest(store: CheckpointStore, step: int) -> Checkpoint | None:
 def _require_step(step: int, total: int, summary: Mapping[str, Any]) -> None:
     if summary.get("status") == DONE:  # which a callback may have ended early
         total = min(total, int(summary["steps"]))
-    if not 0 <= step < total:
-        raise UsageError(
-            "--step",
-            received=step,
-            expected=f"0 to {total - 1}: the run has {total} steps",
-            fix="name the number of steps that came before it",
-        )
+    require(
+        0 <= step < total,
+        "--step",
+        received=step,
+        expected=f"0 to {total - 1}: the run has {total} steps",
+        fix="name the number of steps that came before it",
+        code="out-of-range",
+    )
 
 
 @contextlib.contextmanager
@@ -148,13 +151,13 @@ def _policy(name: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def _session(config: Any, *, fresh: bool) -> tuple[Session, Data]:
-    """Return the model and the data as the run had them before its first step."""
+def _blocks(config: Any, *, fresh: bool) -> tuple[BlockRunner, Data]:
+    """Return the training of the model, and the data, as the run had them before its first step."""
     job = current_job()
     assert job is not None
     keras.utils.set_random_seed(config.seed)
     plan = recipe.plan_of(config)
-    datasets = load_datasets(config)
+    datasets = recipe.load_datasets(config)
     with job.strategy.scope():
         model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
     data = prepare(
@@ -173,35 +176,40 @@ def _session(config: Any, *, fresh: bool) -> tuple[Session, Data]:
     building.build(model, job, data.batch_spec, first_batch=data.first_batch)
     if config.initial_weights and fresh:
         load_weights(model, config.initial_weights, job=job)
-    return Session(model, job), data
+    return _runner(
+        model, job, program_of(model, job, "train_step", data.feed, seed=config.seed)
+    ), data
+
+
+def _runner(model: keras.Model, job: Job, program: StepProgram) -> BlockRunner:
+    return BlockRunner(model, job, engine_for(job), program, phase="step")
 
 
 def _replayed(
-    session: Session,
+    blocks: BlockRunner,
     data: Data,
     store: CheckpointStore,
     checkpoint: Checkpoint | None,
     *,
     step: int,
-    seed: int,
 ) -> Replay:
-    model, job = session.model, session.job
+    model, job = blocks.model, blocks.job
     if checkpoint is not None:
         where = f"checkpoint {store.directory}"
-        state.require_same(model, checkpoint.meta["variables"], where=where)
+        state.require_same_variables(model, checkpoint.meta["variables"], where=where)
         state.restore(model, job, checkpoint.arrays)
-    program = session.program("train_step", data.feed, seed=seed)
     start = checkpoint.step if checkpoint else 0
     if start < step:
-        session.run(program, start, step)
-    session.reset_metrics()
+        blocks.run(start, step, looked_at=True)
+    blocks.reset_metrics()
     before = state.capture(model, job)
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-    metrics = session.metrics(program, session.run(program, step, step + 1))
+    blocks.run(step, step + 1, looked_at=True)
+    metrics = blocks.metrics(blocks.logs)
     after = state.capture(model, job)
     hashes = weights_sha256(model), state_sha256(model)
     state.restore(model, job, before)
-    record, norms = _observed(session, program, data, step=step)
+    record, norms = _observed(blocks, data, step=step)
     same = _same_bits(after, state.capture(model, job))
     indices, passes = (array[0] for array in record.arrays[:2])
     rows = [row >= 0 for row in indices]
@@ -227,14 +235,13 @@ def _replayed(
     )
 
 
-def _observed(
-    session: Session, program: StepProgram, data: Data, *, step: int
-) -> tuple[Record, dict[str, float]]:
+def _observed(blocks: BlockRunner, data: Data, *, step: int) -> tuple[Record, dict[str, float]]:
     """Run the step with an eye on its gradients and its examples."""
     records: list[Record] = []
-    looking = recorded(program, data, session.job, mode="full", sink=records.append)
-    with _noting_gradients(session.model) as (names, norms):
-        session.run(looking, step, step + 1)
+    model, job = blocks.model, blocks.job
+    looking = recorded(blocks.program, data, job, mode="full", sink=records.append)
+    with _noting_gradients(model) as (names, norms):
+        _runner(model, job, looking).run(step, step + 1, looked_at=True)
     return records[0], dict(zip(names, map(float, norms.numpy()), strict=False))
 
 
@@ -297,10 +304,10 @@ def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepEnvironment:
-    """Where a step ran; `replicas` is None and `threads` 0 where that is not known."""
+    """Where a step ran; `threads` is 0 where that is not known."""
 
     kind: str
-    replicas: int | None
+    replicas: int
     threads: int = 0
 
 
@@ -314,16 +321,16 @@ def step_environment_of(
     replicas: int | None,
 ) -> StepEnvironment:
     """Where the run did the step, by what it wrote down; `kind` and `replicas` go before that."""
-    told = next(
-        (place for place in _told(directory, store, config, step) if place is not None), None
-    )
-    if (told is not None and told.kind == "ps") or config.strategy == "ps":
+    found = _recorded(directory, store, config, step)
+    recorded_as = next((each for each in found if each is not None), None)
+    if (recorded_as is not None and recorded_as.kind == "ps") or config.strategy == "ps":
         raise UsageError(
             f"run directory {directory.path}",
             received="a run under strategy ps",
             expected="single, mirrored or multiworker",
             fix="nothing: a step of ps depends on which workers' updates came before it, and not "
             "on the step alone",
+            code="ps-run",
         )
     if replicas is not None and (replicas < 1 or (kind == "single" and replicas != 1)):
         raise UsageError(
@@ -331,23 +338,25 @@ def step_environment_of(
             received=f"{replicas} with --strategy {kind or 'mirrored'}",
             expected="1" if kind == "single" else "at least 1",
             fix="say --strategy mirrored and how many, or leave --replicas out",
+            code="out-of-range",
         )
-    count = replicas or (1 if kind == "single" else told.replicas if told else None)
+    count = replicas or (1 if kind == "single" else recorded_as.replicas if recorded_as else None)
     if count is None:
         raise UsageError(
             f"run directory {directory.path}",
             received="neither a ledger nor a checkpoint nor a summary that tells the replicas",
             expected="to know on how many the step ran",
             fix="say --strategy single, or --replicas N",
+            code="unknown-replicas",
         )
     return StepEnvironment(
-        kind=kind or (told.kind if told else "single"),
+        kind=kind or (recorded_as.kind if recorded_as else "single"),
         replicas=count,
-        threads=told.threads if told else 0,
+        threads=recorded_as.threads if recorded_as else 0,
     )
 
 
-def _told(
+def _recorded(
     directory: RunDirectory, store: CheckpointStore, config: Any, step: int
 ) -> Iterator[StepEnvironment | None]:
     """What the run wrote down of where the step ran, the surest first."""
@@ -373,13 +382,13 @@ def _by_checkpoint(meta: Mapping[str, Any]) -> StepEnvironment | None:
 
 def _by_ledger(directory: RunDirectory, step: int) -> StepEnvironment | None:
     try:
-        ledger = merged(read_directory(directory.path / "ledger"))
+        ledger = merged(read_directory(directory.ledger))
     except TfdistError:
         return None
     for attempt in ledger.attempts:
         if attempt.first <= step < min(attempt.last, attempt.limit):
-            told = attempt.header
+            header = attempt.header
             return StepEnvironment(
-                kind=told.strategy, replicas=told.num_replicas, threads=told.threads
+                kind=header.strategy, replicas=header.num_replicas, threads=header.threads
             )
     return None

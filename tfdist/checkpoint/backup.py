@@ -12,11 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint import callback_state, identity, state
-from tfdist.checkpoint.background import Background
+from tfdist.checkpoint import callback_state, state
 from tfdist.checkpoint.best import Best
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
-from tfdist.errors import UsageError
+from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
+from tfdist.errors import UsageError, require_int, require_number
 from tfdist.strategy import Job, broadcast, is_chief
 from tfdist.strategy.devices import threads_of_an_operation
 
@@ -85,8 +84,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        _require_interval("every_steps", every_steps, whole=True)
-        _require_interval("every_s", every_s, whole=False)
+        fix = "leave it out, or give the interval between two checkpoints"
+        if every_steps is not None:
+            every_steps = require_int(
+                "BackupAndRestore: every_steps", every_steps, least=1, fix=fix
+            )
+        if every_s is not None:
+            name, unit = "BackupAndRestore: every_s", "seconds"
+            every_s = require_number(name, every_s, above=0, unit=unit, fix=fix)
         self.store = CheckpointStore(directory, keep=keep)
         self.exact = exact
         self.best = best
@@ -128,7 +133,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def saved(self) -> RunState | None:
         """What the newest checkpoint says of the run, None where there is none. Chief only.
 
-        Where there are some and none is whole, that is told and the run starts over.
+        Where there are some and none is whole, a warning says so and the run starts over.
         """
         try:
             checkpoint = self.store.read_newest()
@@ -163,7 +168,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             **dataclasses.asdict(run),
             "variables": state.names_of(model),
             "callbacks": callback_state.get_states(others),
-            "configuration": self._configuration or identity.describe(model),
+            "configuration": self._configuration or state.configuration_of(model),
             "place": _place(job),
         }
         self._background.start(lambda: self.store.write(run.step, arrays, meta=meta, best=best))
@@ -189,7 +194,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)
         state.restore(model, job, checkpoint.arrays if checkpoint else None)
-        told = broadcast(
+        saved = broadcast(
             None
             if checkpoint is None
             else {
@@ -198,13 +203,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             }
         )
         kept = callback_state.best_weights_in(checkpoint.arrays) if checkpoint else None
-        self._saved_run = RunState(**told["run"])
+        self._saved_run = RunState(**saved["run"])
         others = callbacks.callbacks
-        callback_state.set_states(others, told["callbacks"])
+        callback_state.set_states(others, saved["callbacks"])
         callback_state.set_best_weights(others, state.all_from_chief(job, kept))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._configuration = identity.describe(self.model)
+        self._configuration = state.configuration_of(self.model)
         if is_chief():
             self.prepare()
 
@@ -222,9 +227,9 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _require_same(self, model: keras.Model, job: Job, meta: Mapping[str, Any]) -> None:
         where = f"checkpoint {self.store.directory}"
-        state.require_same(model, meta["variables"], where=where)
-        mine = self._configuration or identity.describe(model)
-        identity.require_same(meta.get("configuration"), mine, where=where)
+        state.require_same_variables(model, meta["variables"], where=where)
+        mine = self._configuration or state.configuration_of(model)
+        state.require_same_configuration(meta.get("configuration"), mine, where=where)
         before, now = meta.get("place", {}), _place(job)
         differences = [
             f"{n} {before[n]} -> {now[n]}" for n in now if before.get(n, now[n]) != now[n]
@@ -235,13 +240,14 @@ class BackupAndRestore(keras.callbacks.Callback):
                 received=f"exact=True and {', '.join(differences)}",
                 expected="the same, so that the run can end with the same bits",
                 fix="start it as it was started, or leave exact=True out",
+                code="not-exact",
             )
         if differences:
             _LOG.info("resumed with %s: the same run, not the same bits", ", ".join(differences))
 
 
 def _place(job: Job) -> dict[str, Any]:
-    """On what the last bits of a run depend beside the run itself, as far as it can be told."""
+    """On what the last bits of a run depend beside the run itself, as far as it is known."""
     return {
         "strategy": job.kind,
         "replicas": job.num_replicas,
@@ -249,19 +255,6 @@ def _place(job: Job) -> dict[str, Any]:
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
     }
-
-
-def _require_interval(name: str, value: Any, *, whole: bool) -> None:
-    if value is None:
-        return
-    kind = int if whole else int | float
-    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-        raise UsageError(
-            "BackupAndRestore",
-            received=f"{name}={value!r}",
-            expected=f"more than 0 {'steps, a whole number' if whole else 'seconds'}",
-            fix=f"leave {name} out, or give the interval between two checkpoints",
-        )
 
 
 def _run_state(checkpoint: Checkpoint) -> RunState:

@@ -76,7 +76,8 @@ class Best:
                 "BackupAndRestore: best",
                 received=f"{name!r}{near(name, logs)}",
                 expected=f"one of {', '.join(map(str, logs))}",
-                fix="name a figure that fit logs at an epoch's end",
+                fix="name a metric that fit logs at an epoch's end",
+                code="unknown-value",
             )
         if not self._warned:
             _LOG.warning("an epoch without validation has no %s: it is not marked best", name)
@@ -96,4 +97,5 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
         received=f"mode={mode!r} for {name!r}",
         expected='"min" or "max", or "auto" with a name that tells (val_loss, val_accuracy)',
         fix='say mode="min" where less of it is better, else mode="max"',
+        code="unknown-direction",
     )

@@ -113,6 +113,7 @@ def _frozen(name: str, state: Any) -> Any:
             received=f"a state that JSON cannot say ({error})",
             expected="numbers, strings, lists and dicts of them",
             fix="turn arrays into lists with .tolist(), NumPy numbers into int or float",
+            code="not-json",
         ) from error
 
 

@@ -1,12 +1,19 @@
-"""A model's variables as arrays and back, under every strategy.
+"""State of a model as arrays and back, under every strategy, and the configuration it belongs to.
 
 Weights and optimizer slots are the same on every replica; metric totals are each replica's own,
 and are kept so: a total that was summed and divided differs in its last bit.
+
+The configuration is compared when a run is resumed: plain values of ``get_config``, lists of
+numbers, regularizers and constraints of optimizer, layers and losses. Left out is what may change
+between the attempts of a run, or does so by itself: names, seeds (draws follow from the run's
+seed), the learning rate (the checkpoint's, or the program's schedule), and whether a layer is
+trainable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,7 +24,10 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_bytes, sum_over_tasks
 
 _DIFFERENCES_SHOWN = 4
+_FREE = frozenset(["name", "seed", "learning_rate", "trainable", "dtype", "initial_scale"])
+_BY_CLASS = ("_regularizer", "_constraint")
 Arrays = dict[str, np.ndarray[Any, Any]]
+Settings = dict[str, Any]
 
 
 def variables_of(model: keras.Model) -> dict[str, Any]:
@@ -68,14 +78,14 @@ def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
 def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
     """Return the chief's `arrays`, of any types and shapes, in every task. A collective."""
     mine = {name: np.asarray(array) for name, array in (arrays or {}).items()}
-    told = broadcast({name: [array.dtype.name, array.shape] for name, array in mine.items()})
+    specs = broadcast({name: [array.dtype.name, array.shape] for name, array in mine.items()})
     return {
         name: sum_bytes(
             job,
             mine[name] if job.is_chief else np.zeros(shape, np.dtype(dtype)),
             of="an array of the chief's",
         )
-        for name, (dtype, shape) in told.items()
+        for name, (dtype, shape) in specs.items()
     }
 
 
@@ -87,7 +97,21 @@ def names_of(model: keras.Model) -> dict[str, list[Any]]:
     }
 
 
-def require_same(
+def configuration_of(model: keras.Model) -> dict[str, list[Settings]]:
+    """Return the model's optimizers (from the outermost inwards), layers and losses, as JSON."""
+    loss = getattr(model, "loss", None)
+    losses = keras.tree.flatten(loss) if isinstance(loss, list | tuple | dict) else [loss]
+    return {
+        "optimizer": [_settings(optimizer) for optimizer in _optimizers(model.optimizer)],
+        "layer": [
+            {**_settings(layer), "precision": layer.dtype_policy.name}
+            for layer in model._flatten_layers(include_self=False, recursive=True)
+        ],
+        "loss": [_settings(each) for each in losses],
+    }
+
+
+def require_same_variables(
     model: keras.Model, saved: Mapping[str, Any], *, where: str, group: str = ""
 ) -> None:
     """Raise UsageError that names the differences between a saved state and the model's.
@@ -104,16 +128,41 @@ def require_same(
         for name in sorted(paths, key=_natural)
         if mine.get(name, [])[1:] != list(saved.get(name, []))[1:]
     ]
+    _require_none(
+        differences,
+        where=where,
+        received="a checkpoint of another model: ",
+        expected="the variables of this model and optimizer",
+        code="another-model",
+    )
+
+
+def require_same_configuration(
+    saved: Mapping[str, Sequence[Settings]] | None, mine: dict[str, list[Settings]], *, where: str
+) -> None:
+    """Raise UsageError that names the settings in which a saved run differs; None passes."""
+    differences = [] if saved is None else list(_differences(saved, mine))
+    _require_none(
+        differences,
+        where=where,
+        received="a checkpoint of another configuration: ",
+        expected="the optimizer and the layers it was saved with",
+        code="another-configuration",
+    )
+
+
+def _require_none(
+    differences: Sequence[str], *, where: str, received: str, expected: str, code: str
+) -> None:
     if differences:
         more = len(differences) - _DIFFERENCES_SHOWN
-        rest = f"; and {more} more" if more > 0 else ""
+        shown = [*differences[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
         raise UsageError(
             where,
-            received="a checkpoint of another model: "
-            + "; ".join(differences[:_DIFFERENCES_SHOWN])
-            + rest,
-            expected="the variables of this model and optimizer",
+            received=received + "; ".join(shown),
+            expected=expected,
             fix="use another directory, or start from its weights with initial_weights",
+            code=code,
         )
 
 
@@ -184,3 +233,60 @@ def _shown(entry: Any) -> str:
 def _natural(name: str) -> tuple[str, int]:
     group, _, index = name.partition("/")
     return group, int(index)
+
+
+def _differences(
+    saved: Mapping[str, Sequence[Settings]], mine: dict[str, list[Settings]]
+) -> Iterator[str]:
+    for group, now in mine.items():
+        before = saved.get(group, [])
+        if len(before) != len(now):
+            yield f"{len(before)} {group}s -> {len(now)}"
+            continue
+        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old["class"] != new["class"]:
+                yield f"{group} {i} {old['class']} -> {new['class']}"
+                continue
+            for key in sorted({*old, *new}):
+                if old.get(key) != new.get(key):
+                    yield f"{group} {i} ({new['class']}) {key} {old.get(key)} -> {new.get(key)}"
+
+
+def _optimizers(optimizer: Any) -> Iterator[Any]:
+    while optimizer is not None:
+        yield optimizer
+        yield from getattr(optimizer, "optimizers", ())  # of a MultiOptimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def _settings(thing: Any) -> Settings:
+    if thing is None or isinstance(thing, str):
+        return {"class": str(thing)}
+    try:
+        config = thing.get_config()
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        config = {}  # a class of the user's own that says nothing of itself
+    plain = _plain(config) if isinstance(config, dict) else {}
+    return {**plain, "class": getattr(thing, "__name__", type(thing).__name__)}
+
+
+def _plain(config: Settings) -> Settings:
+    """Those of the settings that are compared, as JSON has them."""
+    plain: Settings = {}
+    for key, value in config.items():
+        if key in _FREE:
+            continue
+        if value is None or isinstance(value, bool | int | float | str):
+            plain[key] = value
+        elif _is_numbers(value):
+            plain[key] = json.loads(json.dumps(value))  # tuples as lists
+        elif key.endswith(_BY_CLASS) and isinstance(value, dict):
+            plain[key] = {"class": value.get("class_name"), **_plain(value.get("config") or {})}
+    return plain
+
+
+def _is_numbers(value: Any) -> bool:
+    """Return whether a setting is a list of numbers, or of such lists, as a layer's strides are."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_numbers, value))
+    return value is None or isinstance(value, bool | int | float)

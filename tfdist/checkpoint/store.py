@@ -9,28 +9,44 @@ again. TensorFlow is not needed to read or write one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tfdist.checkpoint import files
-from tfdist.checkpoint import shards as shard_files
-from tfdist.checkpoint.manifest import VERSION, Damaged, Manifest, NewerFormat, Unreadable
-from tfdist.errors import TfdistError, UsageError
+from tfdist.checkpoint.format import (
+    Damaged,
+    Manifest,
+    Unreadable,
+    check_sizes,
+    read_arrays,
+    read_manifest,
+    write_bytes,
+    write_checkpoint,
+)
+from tfdist.errors import TfdistError, UsageError, require_int
 from tfdist.files import FileLock, Held, fsync
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
 _LOCK = ".lock"
+_UNFINISHED, _DISCARDED, _PROBE = ".unfinished-", ".discarded-", "probe"
+# What a second try with the same path cannot cure.
+_WRONG_PATH = frozenset(
+    (
+        *(errno.EACCES, errno.EPERM, errno.EROFS),
+        *(errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT),
+    )
+)
 
 
 class SecondWriter(UsageError):
@@ -52,7 +68,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class _Place:
+class _Location:
     serial: int
     step: int
     path: Path
@@ -66,15 +82,8 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise UsageError(
-                "checkpoint: keep",
-                received=repr(keep),
-                expected="a whole number of at least 1",
-                fix="say keep=3",
-            )
         self._directory = Path(directory)
-        self._keep = keep
+        self._keep = require_int("checkpoint: keep", keep, least=1, fix="say keep=3")
         self._writing = threading.Lock()
         self._lock = FileLock(self._directory / _LOCK)
         self._made = False
@@ -97,14 +106,14 @@ class CheckpointStore:
             held = self._lock.held
             try:
                 self._become_the_writer()
-                files.try_out(self._directory)
+                _try_out(self._directory)
             except BaseException as error:
                 if not held:
                     self._give_up()
                 if not isinstance(error, OSError):
                     raise
-                told = files.wrong_path(self._directory, error) or self._failed("", error)
-                raise told from error
+                refusal = _wrong_path(self._directory, error)
+                raise refusal or self._failed("checkpoints in ", error) from error
 
     def write(
         self,
@@ -126,11 +135,11 @@ class CheckpointStore:
         Manifest(step=step, best=best, meta=meta, shards={}, arrays={}).to_bytes()
         with self._writing, self._one_line_errors(step):
             self._become_the_writer()
-            serial = max((place.serial for place in self._places()), default=0) + 1
+            serial = max((location.serial for location in self._locations()), default=0) + 1
             name = f"step-{step:09d}.{serial}"
-            unfinished = self._directory / f"{files.UNFINISHED}{name}"
+            unfinished = self._directory / f"{_UNFINISHED}{name}"
             try:
-                files.write_files(unfinished, arrays=arrays, step=step, best=best, meta=meta)
+                write_checkpoint(unfinished, arrays, step=step, best=best, meta=meta)
                 os.replace(unfinished, self._directory / name)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -141,7 +150,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps of the whole checkpoints, in the order they were written."""
-        return [place.step for place, _ in self._sound()]
+        return [location.step for location, _ in self._sound()]
 
     def latest(self) -> int | None:
         """Return the step that was written last, None where there is none."""
@@ -150,12 +159,12 @@ class CheckpointStore:
 
     def newest_name(self) -> str | None:
         """Return the name of the directory that was written last, whole or not."""
-        places = self._places()
-        return places[-1].path.name if places else None
+        locations = self._locations()
+        return locations[-1].path.name if locations else None
 
     def best(self) -> int | None:
         """Return the step of the last checkpoint written with `best`."""
-        steps = [place.step for place, manifest in self._sound() if manifest.best]
+        steps = [location.step for location, manifest in self._sound() if manifest.best]
         return steps[-1] if steps else None
 
     def read(self, step: int | None = None) -> Checkpoint:
@@ -168,20 +177,22 @@ class CheckpointStore:
         may not read it; Unreadable, a TfdistError, where it may be whole and cannot be read now;
         and NothingWhole, another, where all are damaged.
         """
-        places = [p for p in reversed(self._places()) if step is None or p.step == step]
-        if not places:
+        locations = [
+            each for each in reversed(self._locations()) if step is None or each.step == step
+        ]
+        if not locations:
             raise self._nothing_to_read(step)
         problems = []
-        for place in places:
+        for location in locations:
             try:
-                return self._read(place)
+                return self._read(location)
             except Damaged as error:
-                if not os.path.lexists(place.path):  # the writer has removed it, for a newer one
+                if not os.path.lexists(location.path):  # the writer has removed it, for a newer one
                     return self.read(step)
-                problems.append(f"{place.path.name} is damaged ({error})")
-                if len(problems) < len(places) and place.path not in self._known_damaged:
+                problems.append(f"{location.path.name} is damaged ({error})")
+                if len(problems) < len(locations) and location.path not in self._known_damaged:
                     logger.warning("%s: %s; using the one before", self._directory, problems[-1])
-                self._known_damaged.add(place.path)
+                self._known_damaged.add(location.path)
         raise NothingWhole(f"{self._directory}: no readable checkpoint: {'; '.join(problems)}")
 
     def read_named(self, name: str) -> Checkpoint | None:
@@ -189,87 +200,71 @@ class CheckpointStore:
         the writer removes it meanwhile. Raises UsageError for a newer format, or one that this user
         may not read."""
         try:
-            return self._read(next(p for p in self._places() if p.path.name == name))
+            return self._read(next(p for p in self._locations() if p.path.name == name))
         except (StopIteration, Damaged, Unreadable) as error:
             logger.info("%s: %s was not read: %s", self._directory, name, error or "it is gone")
             return None
 
     def read_newest(self) -> Checkpoint | None:
         """As `read`, but None where the directory has no checkpoint at all."""
-        return self.read() if self._places() else None
+        return self.read() if self._locations() else None
 
     def close(self) -> None:
         """Let another writer in; remove a directory that was made for it and never used."""
         with self._writing:
             self._give_up()
 
-    def _read(self, place: _Place) -> Checkpoint:
-        manifest = self._manifest(place)
-        arrays = {}
-        for name, shard in manifest.shards.items():
-            entries = {key: e for key, e in manifest.arrays.items() if e.shard == name}
-            arrays.update(
-                shard_files.read_shard(place.path / shard.file, shard=shard, entries=entries)
-            )
-        ordered = {key: arrays[key] for key in manifest.arrays}
+    def _read(self, location: _Location) -> Checkpoint:
+        manifest = read_manifest(location.path)
         return Checkpoint(
-            step=manifest.step, arrays=ordered, meta=manifest.meta, best=manifest.best
+            step=manifest.step,
+            arrays=read_arrays(location.path, manifest),
+            meta=manifest.meta,
+            best=manifest.best,
         )
 
-    def _manifest(self, place: _Place) -> Manifest:
-        try:
-            return Manifest.read(place.path)
-        except NewerFormat as error:
-            raise UsageError(
-                f"checkpoint {place.path}",
-                received=error,
-                expected=f"{VERSION} or lower",
-                fix="use the tfdist that wrote it, or a later one",
-            ) from error
-
-    def _places(self) -> list[_Place]:
+    def _locations(self) -> list[_Location]:
         """Return the checkpoints there are, whole or not, oldest first."""
         try:
             names = os.listdir(self._directory)
         except FileNotFoundError:
             return []
         except OSError as error:
-            told = f"checkpoints in {self._directory}: {error.strerror}"
-            raise files.wrong_path(self._directory, error) or TfdistError(told) from error
+            message = f"checkpoints in {self._directory}: {error.strerror}"
+            raise _wrong_path(self._directory, error) or TfdistError(message) from error
         return sorted(
-            _Place(serial=int(match[2]), step=int(match[1]), path=self._directory / name)
+            _Location(serial=int(match[2]), step=int(match[1]), path=self._directory / name)
             for name in names
             if (match := _NAME.fullmatch(name))
         )
 
-    def _sound(self) -> list[tuple[_Place, Manifest]]:
+    def _sound(self) -> list[tuple[_Location, Manifest]]:
         """Those whose manifest reads and whose shards have their length; bytes are not read."""
         sound = []
-        for place in self._places():
+        for location in self._locations():
             with contextlib.suppress(Damaged):
-                manifest = self._manifest(place)
-                for shard in manifest.shards.values():
-                    shard_files.check_size(place.path / shard.file, shard=shard)
-                if place.path not in self._known_damaged:
-                    sound.append((place, manifest))
+                manifest = read_manifest(location.path)
+                check_sizes(location.path, manifest)
+                if location.path not in self._known_damaged:
+                    sound.append((location, manifest))
         return sound
 
     def _discard_old(self) -> None:
         """Remove what is neither among the last `keep` nor the best; the damaged do not count."""
         sound = self._sound()
-        kept = {place.path for place, _ in sound[-self._keep :]}
-        kept.update([place.path for place, manifest in sound if manifest.best][-1:])
-        for place in self._places():
-            if place.path not in kept:
+        kept = {location.path for location, _ in sound[-self._keep :]}
+        kept.update([location.path for location, manifest in sound if manifest.best][-1:])
+        for location in self._locations():
+            if location.path not in kept:
                 # Out of sight in one move first, so that a crash leaves none half deleted.
-                discarded = self._directory / f"{files.DISCARDED}{place.path.name}"
-                os.replace(place.path, discarded)
+                discarded = self._directory / f"{_DISCARDED}{location.path.name}"
+                os.replace(location.path, discarded)
                 shutil.rmtree(discarded, ignore_errors=True)
 
     def _become_the_writer(self) -> None:
         if self._lock.held:
             return
-        self._made = files.make_directory(self._directory)
+        self._made = _make_directory(self._directory)
         self._sound()  # refuses a directory of a later format before it is touched
         try:
             self._lock.acquire()
@@ -279,14 +274,15 @@ class CheckpointStore:
                 received=f"a second writer while process {held.holder} writes there",
                 expected="one writer",
                 fix="end the other run, or give this one a directory of its own",
+                code="second-writer",
             ) from held
         for leftover in os.listdir(self._directory):
-            if leftover.startswith((files.UNFINISHED, files.DISCARDED)):
+            if leftover.startswith((_UNFINISHED, _DISCARDED)):
                 shutil.rmtree(self._directory / leftover, ignore_errors=True)
 
     def _give_up(self) -> None:
         if self._made and self._lock.held:
-            files.remove_unused(self._directory, but=_LOCK)
+            _remove_unused(self._directory)
         self._made = False
         self._lock.release()
 
@@ -297,6 +293,7 @@ class CheckpointStore:
             received="no checkpoint" if step is None else f"step {step}",
             expected=f"one of {steps}" if steps else "a directory with a checkpoint",
             fix="check the path and the step",
+            code="no-checkpoint",
         )
 
     @contextlib.contextmanager
@@ -306,8 +303,127 @@ class CheckpointStore:
         except OSError as error:
             raise self._failed(f"checkpoint of step {step} in ", error) from error
 
-    def _failed(self, what: str, error: OSError) -> TfdistError:
+    def _failed(self, where: str, error: OSError) -> TfdistError:
+        """Return what is wrong and what is safe, in one line."""
+        free = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(OSError):
+                free = f" ({shutil.disk_usage(self._directory).free >> 20} MiB free)"
         newest = None
         with contextlib.suppress(OSError, TfdistError):
             newest = self.latest()
-        return files.failure(self._directory, error, what=what, newest=newest)
+        safe = "none was saved before"
+        if newest is not None:
+            safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
+        reason = f"{error.strerror or error}{free}; {safe}"
+        return TfdistError(f"{where}{self._directory}: {reason}")
+
+
+class Background:
+    """Runs one piece of work at a time in a thread that ends with it.
+
+    The thread is not a daemon: an interpreter that ends waits for it. To be used by one thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True while a piece of work is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Start `work`, once the one before has ended; raise the error of that one instead."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(work,), name=self._name)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return once nothing is under way; raise, once, what went wrong."""
+        error = self.join()
+        if error is not None:
+            raise error
+
+    def join(self) -> BaseException | None:
+        """Return once nothing is under way: what went wrong and was not raised yet, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
+
+def _make_directory(directory: Path) -> bool:
+    """Make the directory of a store, and those above it; False where it was there. Or OSError."""
+    if directory.is_dir():
+        return False
+    if directory.exists():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    _make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    fsync(directory.parent)
+    return True
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove a directory where nothing but the lock is in it."""
+    with contextlib.suppress(OSError):
+        if os.listdir(directory) == [_LOCK]:
+            os.unlink(directory / _LOCK)
+            os.rmdir(directory)
+
+
+def _try_out(directory: Path) -> None:
+    """Write, rename and remove a small directory as a checkpoint is.
+
+    Raises OSError where that cannot be done, and UsageError on a file system that takes the files
+    and does not rename their directory as a whole.
+    """
+    source, target = directory / f"{_UNFINISHED}{_PROBE}", directory / f"{_DISCARDED}{_PROBE}"
+    try:
+        os.mkdir(source)
+        write_bytes(source / _PROBE, b"\0")
+        fsync(source)
+        _try_rename(source, target)
+    finally:
+        for leftover in (source, target):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _try_rename(source: Path, target: Path) -> None:
+    try:
+        os.replace(source, target)
+        moved = not source.exists() and (target / _PROBE).read_bytes() == b"\0"
+        problem = "" if moved else "the files did not come along"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise UsageError(
+            f"checkpoints in {target.parent}",
+            received=f"a file system that does not rename a directory ({problem})",
+            expected="one on which a directory is renamed at once, as a local one does",
+            fix="write checkpoints to a local disk, and copy them",
+            code="no-rename",
+        )
+
+
+def _wrong_path(directory: Path, error: OSError) -> UsageError | None:
+    """Return what to raise for an error that the choice of `directory` brings, else None."""
+    if error.errno not in _WRONG_PATH:
+        return None
+    return UsageError(
+        f"checkpoints in {directory}",
+        received=error.strerror,
+        expected="a directory that can be made and written",
+        fix="choose another directory, or give this user the right to write there",
+        code="unwritable",
+    )

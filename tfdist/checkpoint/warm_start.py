@@ -13,7 +13,7 @@ import numpy as np
 
 from tfdist.checkpoint import state
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, near, require
 from tfdist.strategy import Job
 
 _LOG = logging.getLogger(__name__)
@@ -48,13 +48,14 @@ def load_weights(
 
     job = job or job_of(model.distribute_strategy)
     path = os.fspath(path)
-    if not model.built or not model.weights:
-        raise UsageError(
-            "load_weights",
-            received="a model that has no weights yet",
-            expected="a built model",
-            fix="give it an Input, or let fit load them: fit(..., initial_weights=path)",
-        )
+    require(
+        model.built and model.weights,
+        "load_weights",
+        received="a model that has no weights yet",
+        expected="a built model",
+        fix="give it an Input, or let fit load them: fit(..., initial_weights=path)",
+        code="not-built",
+    )
     wanted = _wanted(model, layers)
     values = _read(model, path, wanted, best=best) if job.is_chief else {}
     for name, variable in wanted.items():
@@ -77,6 +78,7 @@ def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
                 received=f"layer {name!r}{near(name, names)}",
                 expected=f"layers of the model: {', '.join(names)}",
                 fix="name layers as the model names them",
+                code="unknown-value",
             )
     wanted: dict[str, Any] = {}
     of_layers: set[int] = set()
@@ -123,6 +125,7 @@ def _checked(values: dict[str, Any], wanted: dict[str, Any], *, path: str) -> di
                 received=f"{shape} for {variable.path}{near(key, values)}",
                 expected=f"shape {tuple(variable.shape)}",
                 fix="give the layers their names in the file, or choose some with layers=[...]",
+                code="another-model",
             )
     return values
 
@@ -161,7 +164,7 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
 
     Raises UsageError for another model's.
     """
-    state.require_same(model, checkpoint.meta["variables"], where=where, group="weights")
+    state.require_same_variables(model, checkpoint.meta["variables"], where=where, group="weights")
     for i, variable in enumerate(model.weights):
         if "seed_generator" not in variable.path:
             variable.assign(checkpoint.arrays[f"weights/{i}"])
@@ -191,4 +194,5 @@ def _unreadable(path: str, received: str) -> UsageError:
         received=received,
         expected="a .keras file, a .weights.h5 file, or a directory of BackupAndRestore",
         fix="check the path",
+        code="no-weights",
     )

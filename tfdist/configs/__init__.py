@@ -12,7 +12,6 @@ No TensorFlow is loaded to read or check a configuration.
 
 from __future__ import annotations
 
-from tfdist.configs.check import check
-from tfdist.configs.fields import FIELDS, base
+from tfdist.configs.fields import FIELDS, base, check
 
 __all__ = ["FIELDS", "base", "check"]

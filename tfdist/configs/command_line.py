@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.argument_parser import is_plain
-from tfdist.configs.check import check, unknown
-from tfdist.configs.fields import FIELDS, flat
+from tfdist.configs.fields import FIELDS, check, flat, unknown
 from tfdist.errors import UsageError, near
 
 if TYPE_CHECKING:
@@ -57,7 +56,11 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
         raise _wrong_type(str(error)) from None
     except flags.Error as error:
         raise UsageError(
-            "command line", received=error, expected="--flag=value", fix="see --help"
+            "command line",
+            received=error,
+            expected="--flag=value",
+            fix="see --help",
+            code="not-a-flag",
         ) from None
     if rest:
         raise UsageError(
@@ -65,6 +68,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
             received=f"{rest[0]!r}",
             expected="flags only",
             fix="write --config=FILE, --config.field=value",
+            code="not-a-flag",
         )
     if not values.help:
         check(values.config)
@@ -82,6 +86,7 @@ def load(path: str) -> ConfigDict:
             received=f"{path!r}, which is no file{near(path, near_by)}",
             expected="the path of a config file",
             fix="check the path; configs/ has examples",
+            code="missing-file",
         )
     try:
         config = runpy.run_path(path)["get_config"]()
@@ -148,6 +153,7 @@ def _unknown_flag(name: str) -> UsageError:
         received=f"unknown flag --{name}{near(name, _FLAGS) or near(f'config.{name}', _dotted())}",
         expected="--config, --config.FIELD or --overwrite",
         fix="see --help",
+        code="unknown-flag",
     )
 
 

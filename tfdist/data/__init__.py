@@ -1,6 +1,16 @@
 """Data as a function of the step: sources, their order, and augmentation.
 
-The names are resolved on first use (PEP 562).
+    resolve         which source the user's data become; by default arrays
+    source          what every source gives: examples by index, or batches one after the other
+    arrays          arrays in memory, or `mapped` from files
+    tfrecord, tfds  records by their number; a TFDS split as one of these sources
+    python_indexed  examples or batches by index, read by Python code
+    stream          a `tf.data.Dataset` of batches, of whose graph `stream_graph` reads a copy
+    order, draws    the example at each position and its random numbers, as functions of integers
+    augment         transforms of a batch of images
+    cache           files made once for all processes of a machine
+
+The public names are resolved on first use (PEP 562).
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import mapped
-from tfdist.data.array_input import as_column, describe_lengths
 from tfdist.data.cache import SpillDirectory
 from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError
@@ -49,7 +48,7 @@ class ArraySource(GraphSource):
         sample_weight = _weight_per_output(y, sample_weight)
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
         columns = {
-            name: _map_present(functools.partial(as_column, where=name), part)
+            name: _map_present(functools.partial(_as_column, where=name), part)
             for name, part in parts.items()
         }
         self.transform = transform
@@ -119,11 +118,7 @@ class _Column:
 
     @property
     def size_bytes(self) -> int:
-        if self.file is not None:
-            return int(np.prod(self.file.shape)) * self.file.dtype.size
-        assert self._tensor is not None
-        size = 16 if self._tensor.dtype == tf.string else self._tensor.dtype.size
-        return int(np.prod(self._tensor.shape)) * size
+        return _size_bytes(self.file or self._tensor)
 
     def held(self) -> tf.Tensor:
         """Return the eager tensor of this process, made on first use; functions capture it."""
@@ -146,7 +141,7 @@ def _place(packed: Nest, *, memory_limit_bytes: int, cache_dir: Path | None) -> 
     for leaf in leaves:
         if isinstance(leaf, np.memmap) and (file := mapped.of_memmap(leaf, cache_dir=cache_dir)):
             files[id(leaf)] = file
-    in_memory = sum(_array_bytes(leaf) for leaf in leaves if id(leaf) not in files)
+    in_memory = sum(_size_bytes(leaf) for leaf in leaves if id(leaf) not in files)
     spill = None
     if in_memory > memory_limit_bytes:
         spill = SpillDirectory(cache_dir)
@@ -191,11 +186,12 @@ def _to_tensor(leaf: Any, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(tf.identity(leaf), dtype)
 
 
-def _array_bytes(leaf: Any) -> int:
-    if isinstance(leaf, np.ndarray):
-        return int(leaf.nbytes)
-    size = 16 if leaf.dtype == tf.string else leaf.dtype.size
-    return int(np.prod(leaf.shape)) * size
+def _size_bytes(array: Any) -> int:
+    """Return the bytes of an array, a tensor, or a mapped file; a string counts as its handle."""
+    if isinstance(array, np.ndarray):
+        return int(array.nbytes)
+    size = 16 if array.dtype == tf.string else array.dtype.size
+    return int(np.prod(array.shape)) * size
 
 
 def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
@@ -217,6 +213,7 @@ def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
             received="a structure that is not that of y",
             expected="one array per output in y, in the same structure, or one for all",
             fix="name the outputs alike in y and sample_weight",
+            code="structures-differ",
         ) from None
     return sample_weight
 
@@ -231,8 +228,115 @@ def _common_length(columns: dict[str, Nest]) -> int:
     if len(lengths) != 1 or 0 in lengths:
         raise UsageError(
             "data",
-            received=f"arrays of {describe_lengths(columns) or 'no examples'}",
+            received=f"arrays of {_describe_lengths(columns) or 'no examples'}",
             expected="the same number of examples, at least one, in every array",
             fix="check how the arrays were cut",
+            code="lengths-differ",
         )
     return lengths.pop()
+
+
+# Array-like input as a NumPy array or an eager tensor.
+
+
+def is_array(value: object) -> bool:
+    """Tell whether Keras would take `value` as an array (pandas, JAX and torch included)."""
+    return (
+        isinstance(value, np.ndarray | tf.Tensor | tf.SparseTensor | tf.RaggedTensor)
+        or hasattr(value, "__array__")
+        or _is_scipy_sparse(value)
+    )
+
+
+def _as_column(value: Any, *, where: str) -> Any:
+    """Return `value` as NumPy array (memmaps stay memmaps) or dense eager tensor.
+
+    Raises `UsageError`, which begins with `where`, for what cannot be indexed by example.
+    """
+    require_dense(value, where=where)
+    if not is_array(value):
+        raise UsageError(
+            where,
+            received=f"{type(value).__name__} {str(value)[:60]!r}",
+            expected="an array, a tensor, or a tuple or dict of them",
+            fix="wrap it in np.asarray(...)",
+            code="not-an-array",
+        )
+    array = _to_array(value)
+    if isinstance(array, np.ndarray) and array.dtype.kind == "O":
+        array = _strings(array, where=where)
+    if len(array.shape) == 0:
+        raise UsageError(
+            where,
+            received="a scalar",
+            expected="an array with an axis of examples",
+            fix="pass one entry for each example",
+            code="not-an-array",
+        )
+    return array
+
+
+def require_dense(value: Any, *, where: str) -> None:
+    """Raise `UsageError`, which begins with `where`, for a sparse or ragged array."""
+    if _is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
+        raise UsageError(
+            where,
+            received=f"a {type(value).__name__}",
+            expected="a dense array: rows of sparse and ragged arrays have no fixed size",
+            fix="pass .toarray() or .to_tensor(), or a tf.data.Dataset of batches",
+            code="not-dense",
+        )
+
+
+def _describe_lengths(parts: dict[str, Any]) -> str:
+    """Return such as ``x: 100, y['a']: 99`` for the arrays of each part."""
+    found = []
+    for name, part in parts.items():
+        for path, leaf in _with_paths(part, name):
+            found.append(f"{path}: {leaf.shape[0]}")
+    return ", ".join(found)
+
+
+def _with_paths(nest: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(nest, dict):
+        pairs = nest.items()
+    elif isinstance(nest, tuple):
+        pairs = enumerate(nest)  # type: ignore[assignment]
+    else:
+        return [] if nest is None else [(path, nest)]
+    return [found for key, part in pairs for found in _with_paths(part, f"{path}[{key!r}]")]
+
+
+def _to_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray | tf.Tensor):
+        return value
+    if isinstance(value, tf.Variable):
+        return tf.identity(value)
+    if _is_pandas(value):
+        # Keras gives a Series of n numbers the shape (n, 1).
+        array = value.to_numpy()
+        return array[:, None] if array.ndim == 1 else array
+    if hasattr(value, "detach") and hasattr(value, "cpu"):
+        value = value.detach().cpu()
+    return np.asarray(value)
+
+
+def _strings(array: np.ndarray[Any, Any], *, where: str) -> np.ndarray[Any, Any]:
+    if all(isinstance(item, str | bytes) for item in array.flat):
+        return array
+    kinds = sorted({type(item).__name__ for item in array.flat})
+    raise UsageError(
+        where,
+        received=f"an array of Python objects ({', '.join(kinds[:4])})",
+        expected="numbers, or strings throughout",
+        fix="convert the columns to one number type (.astype), or pass them as a dict",
+        code="mixed-objects",
+    )
+
+
+def _is_pandas(value: object) -> bool:
+    return type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "to_numpy")
+
+
+def _is_scipy_sparse(value: object) -> bool:
+    return type(value).__module__.startswith("scipy.sparse") and hasattr(value, "tocoo")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.mixing import mix, stream
-from tfdist.errors import UsageError
+from tfdist.data.draws import mix, stream
+from tfdist.errors import require
 
 # With TensorFlow's usual 4 rounds neighbours stay correlated (0.4 at a million examples) and
 # batches of sorted data are not balanced like random ones; from 8 on no such trace was measured.
@@ -93,10 +93,11 @@ def _is_cut_short(num_examples: int) -> bool:
 
 
 def _require_examples(num_examples: int) -> None:
-    if num_examples < 1:
-        raise UsageError(
-            "data",
-            received=f"{num_examples} examples",
-            expected="at least one example",
-            fix="check the files or arrays the data comes from",
-        )
+    require(
+        num_examples >= 1,
+        "data",
+        received=f"{num_examples} examples",
+        expected="at least one example",
+        fix="check the files or arrays the data comes from",
+        code="no-examples",
+    )

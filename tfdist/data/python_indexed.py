@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.array_input import require_dense
+from tfdist.data.arrays import require_dense
 from tfdist.data.source import Nest, Source, Transform
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 
 _NUMBER = int | float | str | bytes | np.generic
 
@@ -43,13 +43,14 @@ class PythonSource(Source):
         convert: Callable[[Any], Nest] | None = None,
         transform: Transform | None = None,
     ) -> None:
-        if len(examples) == 0:
-            raise UsageError(
-                type(examples).__name__,
-                received="no examples",
-                expected="at least one",
-                fix="check the split or the files it reads",
-            )
+        require(
+            len(examples),
+            type(examples).__name__,
+            received="no examples",
+            expected="at least one",
+            fix="check the split or the files it reads",
+            code="no-examples",
+        )
         self._examples = examples
         self._convert = convert or _unchanged
         self._num_examples = len(examples)
@@ -106,13 +107,14 @@ class PyDatasetSource(Source):
         self._dataset = dataset
         self.transform = transform
         count = self.num_batches
-        if count == 0:
-            raise UsageError(
-                type(dataset).__name__,
-                received="no batches",
-                expected="at least one",
-                fix="check __len__ (or num_batches) of the PyDataset",
-            )
+        require(
+            count != 0,
+            type(dataset).__name__,
+            received="no batches",
+            expected="at least one",
+            fix="check __len__ (or num_batches) of the PyDataset",
+            code="no-examples",
+        )
         first = [self.fetch_batch(index) for index in range(min(2, count or 2))]
         self._spec = tf.nest.map_structure(_batch_leaf_spec, *first)
 
@@ -151,6 +153,7 @@ class PyDatasetSource(Source):
                 received=f"a {type(batch).__name__}",
                 expected="(x,), (x, y), (x, y, sample_weight) or a dict",
                 fix="return a tuple of arrays",
+                code="not-a-batch",
             )
         where = f"{type(self._dataset).__name__}[{index}]"
         return tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
@@ -237,6 +240,7 @@ def _stack(
                 received=f"shape {array.shape}",
                 expected=f"shape {tuple(spec.shape)}, that of the first example",
                 fix="pad or crop the examples to one shape",
+                code="shapes-differ",
             )
         result[row] = array if array.ndim else array[()]
     return result

@@ -8,16 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data.array_input import is_array
-from tfdist.data.arrays import ArraySource
+from tfdist.data.arrays import ArraySource, is_array
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import Nest, Source
-from tfdist.data.stream import (
-    InputFunctionSource,
-    StreamSource,
-    python_operation,
-    takes_from_its_process,
-)
+from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.data.stream_graph import python_operation, takes_from_its_process
 from tfdist.errors import UsageError
 
 _ACCEPTED = (
@@ -108,7 +103,7 @@ def _refuse_foreign(x: Any) -> None:
 
 
 def _not_accepted(x: Any, *, fix: str) -> UsageError:
-    return UsageError("x", received=_short(x), expected=_ACCEPTED, fix=fix)
+    return UsageError("x", received=_short(x), expected=_ACCEPTED, fix=fix, code="unsupported-data")
 
 
 def _short(x: Any) -> str:
@@ -124,6 +119,7 @@ def _belongs_inside(argument: str, what: str, kind: str) -> UsageError:
         received=f"{argument} beside a {kind}",
         expected=f"{what} inside the {kind}",
         fix=f"make the {kind} give (x, y) or (x, y, sample_weight), and leave {argument} out",
+        code="exclusive",
     )
 
 
@@ -135,6 +131,7 @@ def _needs_python(source: Source, reason: str) -> UsageError:
         expected="data that graph operations can read, since Python runs only in the chief",
         fix="pass arrays (np.memmap past memory) or a tf.data.Dataset without Python code, "
         "or choose multiworker",
+        code="python-under-ps",
     )
 
 
@@ -145,4 +142,5 @@ def _needs_variables(source: Source) -> UsageError:
         received=f"{what}, which uses a variable or a table, as a layer with weights or a lookup",
         expected="functions of the data alone, since a worker cannot reach what the chief holds",
         fix="make the layer a part of the model, or apply it to the data beforehand",
+        code="variables-under-ps",
     )

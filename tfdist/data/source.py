@@ -8,8 +8,7 @@ operations, under every strategy. *python*: any example by its index in Python; 
 from __future__ import annotations
 
 import abc
-import copy
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol
 
 import keras
 import tensorflow as tf
@@ -47,12 +46,6 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> str:
         """Return one line for the log: the kind, the number of examples, where they are."""
-
-    def with_transform(self, transform: Transform | None) -> Self:
-        """Return the same source with another transform; the data are shared, not copied."""
-        other = copy.copy(self)
-        other.transform = transform
-        return other
 
     def transformed(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -12,22 +12,12 @@ from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.errors import UsageError
 
-_PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
-
-class StreamSource(Source):
-    """A `tf.data.Dataset` of batches, as the user shuffled and batched it.
-
-    A run resumes it by reading again what was read before; that is exact where the dataset gives
-    the same batches each time. Raises `UsageError` where its elements are not batches.
-    """
+class _BatchSource(Source):
+    """Batches of a `tf.data.Dataset`; `_whole` is the one that a single pipeline would read."""
 
     kind = "stream"
-
-    def __init__(self, dataset: tf.data.Dataset, *, transform: Transform | None = None) -> None:
-        _require_batches(dataset.element_spec)
-        self._dataset = dataset
-        self.transform = transform
+    _whole: tf.data.Dataset
 
     @property
     def num_examples(self) -> None:
@@ -37,13 +27,13 @@ class StreamSource(Source):
     @property
     def num_batches(self) -> int | None:
         """The number of batches in one pass, or None where it is unknown or endless."""
-        count = int(self._dataset.cardinality())
+        count = int(self._whole.cardinality())
         return count if count >= 0 else None
 
     @property
     def is_endless(self) -> bool:
         """Whether the dataset says that it never ends (`repeat()` without a count)."""
-        return int(self._dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
+        return int(self._whole.cardinality()) == tf.data.INFINITE_CARDINALITY
 
     @property
     def element_spec(self) -> Nest:
@@ -53,12 +43,24 @@ class StreamSource(Source):
     @property
     def batched_spec(self) -> Nest:
         """The dataset's own specs, batch axis included."""
-        return self._dataset.element_spec
+        return self._whole.element_spec
+
+
+class StreamSource(_BatchSource):
+    """A `tf.data.Dataset` of batches, as the user shuffled and batched it.
+
+    A run resumes it by reading again what was read before; that is exact where the dataset gives
+    the same batches each time. Raises `UsageError` where its elements are not batches.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, *, transform: Transform | None = None) -> None:
+        self._whole = _of_batches(dataset)
+        self.transform = transform
 
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
-        """Returns the dataset; every task gets the whole of it and takes its share of a batch."""
+        """Return the dataset; every task gets the whole of it and takes its share of a batch."""
         del context
-        return self._dataset
+        return self._whole
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -66,14 +68,12 @@ class StreamSource(Source):
         return f"stream, tf.data.Dataset: {count} batches; resumes by reading again"
 
 
-class InputFunctionSource(Source):
+class InputFunctionSource(_BatchSource):
     """A function of `tf.distribute.InputContext` that returns the batches of one task.
 
     The function decides what a task gets. It is called in every task that trains, and once more
     with a context of a single pipeline where the shapes are asked for.
     """
-
-    kind = "stream"
 
     def __init__(
         self,
@@ -84,31 +84,6 @@ class InputFunctionSource(Source):
         self._function = function
         self.transform = transform
 
-    @property
-    def num_examples(self) -> None:
-        """Not known."""
-        return None
-
-    @property
-    def num_batches(self) -> int | None:
-        """The batches that a single pipeline would give, or None where unknown or endless."""
-        return self._single.num_batches
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether the dataset of a single pipeline says that it never ends."""
-        return self._single.is_endless
-
-    @property
-    def element_spec(self) -> Nest:
-        """Nest of specs of one example."""
-        return self._single.element_spec
-
-    @property
-    def batched_spec(self) -> Nest:
-        """The specs of a batch, batch axis included."""
-        return self._single.batched_spec
-
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
         """Return what the function gives for this context; raise `UsageError` if no dataset."""
         dataset = self._function(context or tf.distribute.InputContext())
@@ -118,6 +93,7 @@ class InputFunctionSource(Source):
                 received=f"a {type(dataset).__name__} from the input function",
                 expected="a tf.data.Dataset of batches",
                 fix="return the dataset; fit calls the function with an InputContext",
+                code="unsupported-data",
             )
         return dataset
 
@@ -130,58 +106,23 @@ class InputFunctionSource(Source):
         return getattr(self._function, "__name__", type(self._function).__name__)
 
     @functools.cached_property
-    def _single(self) -> StreamSource:
+    def _whole(self) -> tf.data.Dataset:
         with tf.init_scope():
-            return StreamSource(self.dataset_for())
+            return _of_batches(self.dataset_for())
 
 
-def python_operation(dataset: tf.data.Dataset) -> str | None:
-    """Return the name of an operation of this dataset that runs Python code, or None.
-
-    Such an operation runs only in the process that made it. Looks at the dataset and all it was
-    made from; what it cannot look into counts as free of Python.
-    """
-    for graph in _graphs(dataset):
-        definition = graph.as_graph_def()
-        nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-        for node in nodes:
-            if node.op in _PYTHON_OPERATIONS:
-                return str(node.op)
-    return None
-
-
-def takes_from_its_process(dataset: tf.data.Dataset) -> bool:
-    """Whether a function of this dataset uses a variable or a table of the process that made it."""
-    return any(
-        outer.dtype == tf.resource for graph in _graphs(dataset) for outer, _ in graph.captures
-    )
-
-
-def _graphs(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Those of the functions of a dataset and of all it was made from."""
-    for part in _parts(dataset):
-        for wrapper in getattr(part, "_functions", list)():
-            graph = getattr(getattr(wrapper, "function", None), "graph", None)
-            if graph is not None:
-                yield graph
-
-
-def _parts(dataset: Any) -> Iterator[Any]:
-    yield dataset
-    for parent in getattr(dataset, "_inputs", list)():
-        yield from _parts(parent)
-
-
-def _require_batches(spec: Nest) -> None:
-    for leaf in tf.nest.flatten(spec):
+def _of_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    for leaf in tf.nest.flatten(dataset.element_spec):
         shape = getattr(leaf, "shape", None)
         if shape is not None and shape.rank == 0:
             raise UsageError(
                 "tf.data.Dataset",
-                received=f"elements {spec}",
+                received=f"elements {dataset.element_spec}",
                 expected="batches: a first axis of examples in every part",
                 fix="end the dataset with .batch(global_batch_size)",
+                code="not-batched",
             )
+    return dataset
 
 
 def _without_batch_axis(spec: Any) -> Any:

@@ -38,6 +38,7 @@ _LARGE_BYTES = 2**16
 _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
+_PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _CACHES = frozenset({"CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2"})
 _PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
 _PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
@@ -123,6 +124,27 @@ def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
         if dtype is not None and dtype.is_integer:
             found[id(handle)] = handle
     return list(found.values())
+
+
+def python_operation(dataset: tf.data.Dataset) -> str | None:
+    """Return the name of an operation of this dataset that runs Python code, or None.
+
+    Such an operation runs only in the process that made it. Looks at the dataset and all it was
+    made from; what it cannot look into counts as free of Python.
+    """
+    for function in _functions_of(dataset):
+        if hasattr(function, "graph"):
+            definition = function.graph.as_graph_def()
+            bodies = [definition.node, *(f.node_def for f in definition.library.function)]
+            for node in itertools.chain.from_iterable(bodies):
+                if node.op in _PYTHON_OPERATIONS:
+                    return str(node.op)
+    return None
+
+
+def takes_from_its_process(dataset: tf.data.Dataset) -> bool:
+    """Whether a function of this dataset uses a variable or a table of the process that made it."""
+    return any(True for _ in _captured(dataset))
 
 
 class _StreamGraph:
@@ -531,12 +553,19 @@ def _resource_arguments(node: Any, definition: Any) -> Iterator[str]:
 
 def _captured(dataset: Any) -> Iterator[tf.Tensor]:
     """The resources that functions of a dataset capture, those of its inputs first."""
-    for parent in getattr(dataset, "_inputs", list)():
-        yield from _captured(parent)
-    for wrapper in getattr(dataset, "_functions", list)():
-        for tensor in getattr(getattr(wrapper, "function", None), "captured_inputs", ()):
+    for function in _functions_of(dataset):
+        for tensor in getattr(function, "captured_inputs", ()):
             if tensor.dtype == tf.resource:
                 yield tensor
+
+
+def _functions_of(dataset: Any) -> Iterator[Any]:
+    """The functions of all that a dataset was made from, and then its own."""
+    for parent in getattr(dataset, "_inputs", list)():
+        yield from _functions_of(parent)
+    for wrapper in getattr(dataset, "_functions", list)():
+        if getattr(wrapper, "function", None) is not None:
+            yield wrapper.function
 
 
 def _dtype_of_variable(handle: tf.Tensor) -> tf.DType | None:
@@ -558,4 +587,5 @@ def _require_seeded(dataset: Any) -> None:
             "in a dataset whose graph cannot be copied",
             expected="the same order in every task",
             fix="give each shuffle a seed",
+            code="unseeded",
         )

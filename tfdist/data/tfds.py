@@ -16,7 +16,7 @@ from tfdist.data.cache import default_cache_dir, exclusive
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.data.tfrecord import TFRecordSource
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, near, require
 
 _log = logging.getLogger(__name__)
 MEMORY_LIMIT_BYTES = 2**30
@@ -101,6 +101,7 @@ def _builder(name: str, *, data_dir: str | Path | None, file_format: str | None)
             received=repr(name) + near(name, _known_names()),
             expected="a name that tfds.list_builders() knows",
             fix="check the name, or import the module that defines the builder",
+            code="unknown-value",
         ) from None
     except ValueError as error:
         if "File format is already set" not in str(error):
@@ -110,6 +111,7 @@ def _builder(name: str, *, data_dir: str | Path | None, file_format: str | None)
             received=f"file_format={file_format!r} for a data_dir that holds another format",
             expected="the format it was prepared in",
             fix="leave file_format out, or name another data_dir",
+            code="other-format",
         ) from None
 
 
@@ -137,14 +139,16 @@ def _require_split(builder: Any, split: str) -> None:
             received=f"split {split!r}{near(base, names)}",
             expected=f"one of {', '.join(names)}, or a part such as {names[0]}[:90%]",
             fix="change the split",
+            code="unknown-value",
         ) from None
-    if count == 0:
-        raise UsageError(
-            f"dataset {builder.name}",
-            received=f"split {split!r}, which is empty",
-            expected="at least one example",
-            fix="choose a larger part",
-        )
+    require(
+        count,
+        f"dataset {builder.name}",
+        received=f"split {split!r}, which is empty",
+        expected="at least one example",
+        fix="choose a larger part",
+        code="no-examples",
+    )
 
 
 def _supervised_pair(builder: Any) -> Callable[[dict[str, Any]], Nest]:
@@ -155,6 +159,7 @@ def _supervised_pair(builder: Any) -> Callable[[dict[str, Any]], Nest]:
             received="no supervised pair in it",
             expected="convert=, which makes (x, y) of one example",
             fix=f"write convert=lambda example: ...; features: {', '.join(builder.info.features)}",
+            code="no-supervised-pair",
         )
 
     def pick(example: dict[str, Any]) -> Nest:
@@ -189,6 +194,7 @@ def _from_tf_data(
         received=f"{size_bytes / 1e9:.1f} GB in {builder.info.file_format.value} files",
         expected=f"up to {memory_limit_bytes / 1e9:.1f} GB, or files with access by index",
         fix='pass file_format="array_record" or "tfrecord", or a larger memory_limit_bytes',
+        code="too-large",
     )
 
 
@@ -241,6 +247,7 @@ def _require_fixed_shapes(builder: Any, spec: Nest) -> None:
             received=f"examples of shape {loose[0].shape}",
             expected="one fixed shape for all examples",
             fix="pass convert=, which resizes or pads one example",
+            code="shapes-differ",
         )
 
 

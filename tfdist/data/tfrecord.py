@@ -231,6 +231,7 @@ def _parsed_spec(parse: Callable[[tf.Tensor], Nest]) -> Nest:
                 received=f"a parse function that gives {spec}",
                 expected="dense tensors with a batch axis",
                 fix="parse with FixedLenFeature, or call to_dense() and ensure_shape()",
+                code="not-dense",
             )
         return tf.TensorSpec(spec.shape[1:], spec.dtype)
 
@@ -239,4 +240,5 @@ def _parsed_spec(parse: Callable[[tf.Tensor], Nest]) -> Nest:
 
 
 def _bad_file(file: str, *, received: str, fix: str) -> UsageError:
-    return UsageError(file, received=received, expected="an uncompressed TFRecord file", fix=fix)
+    expected = "an uncompressed TFRecord file"
+    return UsageError(file, received=received, expected=expected, fix=fix, code="unreadable")

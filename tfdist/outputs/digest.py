@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,9 +27,6 @@ def _sha256(variables: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for variable in variables:
         array = np.asarray(variable)
-        big = array.dtype.byteorder == ">" or (
-            sys.byteorder == "big" and array.dtype.byteorder == "="
-        )
-        contiguous = np.ascontiguousarray(array.byteswap() if big else array)
-        digest.update(contiguous.reshape(-1).view(np.uint8).data)
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        digest.update(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -1,7 +1,8 @@
-"""Run directory: configuration, metrics, summary, and owner.
+"""Files of a run: those of its directory, and those of its evaluator among the checkpoints.
 
-Only the chief writes. `config.json` is written first and says which run the directory belongs
-to; `summary.json` with the status ``done`` is written last and says that it is finished.
+In the run directory only the chief writes. `config.json` is written first and says which run the
+directory belongs to; `summary.json` with the status ``done`` is written last and says that it is
+finished.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import enum
 import json
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,29 +117,20 @@ class RunDirectory:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl`, without one that a crash cut short."""
         with self._one_line_errors():
-            try:
-                lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-            except FileNotFoundError:
-                return []
-        metrics = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                metrics.append(json.loads(line))
-        return metrics
+            return _read_lines(self.metrics_file)
 
     def drop_metrics_after(self, step: int) -> None:
         """Withdraw the lines of steps that a run resumed at `step` is about to do again."""
-        self._keep_metrics([line for line in self.read_metrics() if line["step"] <= step])
+        self._keep_metrics(lambda line: line["step"] <= step)
 
     def drop_metrics_from(self, virtual_epoch: int) -> None:
         """Withdraw the lines of virtual epochs that a resumed run does again, from this one."""
-        lines = self.read_metrics()
-        self._keep_metrics([one for one in lines if one["virtual_epoch"] < virtual_epoch])
+        self._keep_metrics(lambda line: line["virtual_epoch"] < virtual_epoch)
 
-    def _keep_metrics(self, lines: list[dict[str, Any]]) -> None:
+    def _keep_metrics(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         with self._one_line_errors():
             if self.metrics_file.exists():
-                write_text(self.metrics_file, "".join(to_json(line) + "\n" for line in lines))
+                _write_lines(self.metrics_file, filter(is_kept, _read_lines(self.metrics_file)))
 
     def _require_same(
         self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
@@ -149,16 +141,17 @@ class RunDirectory:
         different = [k for k in keys if before.get(k, missing) != now.get(k, missing)]
         if not different:
             return
-        said = [
+        shown = [
             f"{key}={now.get(key, 'nothing')!r} (there: {before.get(key, 'nothing')!r})"
             for key in different[:_SHOWN_DIFFERENCES]
         ]
-        more = len(different) - len(said)
+        more = len(different) - len(shown)
         raise UsageError(
             f"run directory {self.path}",
-            received=", ".join(said) + (f" and {more} more differences" if more else ""),
+            received=", ".join(shown) + (f" and {more} more differences" if more else ""),
             expected="the configuration of the run that is in it",
             fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
+            code="another-run",
         )
 
     def _move_aside(self) -> None:
@@ -178,6 +171,48 @@ class RunDirectory:
 
     def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
         return one_line_errors(f"run directory {self.path}")
+
+
+class Evaluations:
+    """The files of one run's evaluator; creating the object touches nothing.
+
+    They are among the checkpoints, so that they go where those go: the checkpoints of two runs have
+    the same names.
+    """
+
+    def __init__(self, checkpoints: str | os.PathLike[str]) -> None:
+        folder = Path(checkpoints)
+        self.metrics_file = folder / "metrics.evaluator.jsonl"
+        self.best_file = folder / "best.evaluator.keras"
+        self.stop_file = folder / "stop.evaluator.json"
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines, without one that a crash cut short."""
+        with self._one_line_errors():
+            return _read_lines(self.metrics_file)
+
+    def with_line(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the lines with this one and without those of its step and of later ones, which a
+        run that went back to a checkpoint does again."""
+        return [*(past for past in self.lines() if past["step"] < line["step"]), dict(line)]
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write these lines in place of those there are."""
+        with self._one_line_errors():
+            _write_lines(self.metrics_file, lines)
+
+    def ask_to_stop(self, why: Mapping[str, Any]) -> None:
+        """Have the chief end the training before its next range of steps."""
+        with self._one_line_errors():
+            write_text(self.stop_file, to_json(why) + "\n")
+
+    @property
+    def is_stop_requested(self) -> bool:
+        """Return whether the evaluator has asked for the end of the training."""
+        return self.stop_file.exists()
+
+    def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
+        return one_line_errors(f"evaluator, in {self.metrics_file.parent}")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -206,6 +241,23 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, without one that a crash cut short."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    lines = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def _write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    write_text(file, "".join(to_json(line) + "\n" for line in lines))
+
+
 def _read_json(file: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -221,5 +273,6 @@ def _read_json(file: Path) -> dict[str, Any] | None:
             received="a file that is not JSON",
             expected="what a run wrote",
             fix="give this run a run_dir of its own",
+            code="not-json",
         )
     return content

@@ -161,7 +161,11 @@ class ParameterServerEngine:
             variable.assign(part.astype(variable.dtype))
             start += size
 
-    def take_metrics(self, program: StepProgram) -> None:
+    def publish_state(self, program: StepProgram) -> None:
+        """Put the totals into the model's metrics; the rest of the state is on the servers."""
+        self.publish_metrics(program)
+
+    def take_state(self, program: StepProgram) -> None:
         """Start from the totals that are in the model's metrics."""
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
         self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])

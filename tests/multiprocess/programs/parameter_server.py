@@ -341,7 +341,7 @@ def ranges_that_go_on():
     (x, y), (xv, yv) = ((np.tile(zoo.X, (n, 1)), np.tile(zoo.Y, (n, 1))) for n in (20, 9))
     with (
         mock.patch.object(ParameterServerEngine, "run", run_and_look),
-        mock.patch("tfdist.training.loop._RANGE_S", 0.05),
+        mock.patch("tfdist.training.blocks._BLOCK_S", 0.05),
     ):
         history = tfdist.fit(
             model, x, y, batch_size=2, epochs=2, verbose=0, validation_data=(xv, yv)

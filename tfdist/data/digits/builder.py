@@ -80,6 +80,7 @@ def _load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
             received="no scikit-learn, whose copy of the digits it is made from",
             expected="scikit-learn to be installed",
             fix='pip install "tfdist[digits]"',
+            code="missing-package",
         ) from None
     digits = load_digits()
     return digits.images.astype(np.uint8)[..., None], digits.target.astype(np.int64)

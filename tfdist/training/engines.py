@@ -1,37 +1,53 @@
-"""Synchronous engine: every replica takes part in every step."""
+"""Engines: what runs blocks of steps under each strategy.
+
+`SynchronousEngine` serves single, mirrored and multiworker; `tfdist.ps` has the engine of a ps job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged
+from keras.src.backend.tensorflow.trainer import (
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+)
 from tensorflow.python.distribute import values_util
 
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
-from tfdist.strategy import Job
+from tfdist.errors import PeerLost
+from tfdist.strategy import Job, current_job
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.training.agreement import require_same_batches
-from tfdist.training.engines.joining import joined, without_substitute
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import all_reduce, compiled
-from tfdist.training.program import StepProgram, run_replica
+from tfdist.training.program import Engine, StepProgram, run_replica
 from tfdist.training.resume import require_deterministic
 
 _GATHER = "CollectiveGatherV2"
 
 
+def engine_for(job: Job) -> Engine:
+    """Return the engine of the job's strategy."""
+    if job.kind == "ps":
+        from tfdist.ps.engine import ParameterServerEngine
+
+        return ParameterServerEngine(job)
+    return SynchronousEngine(job)
+
+
 class SynchronousEngine:
-    """Runs a range of steps in one compiled call, on all replicas of the group together."""
+    """Runs a block of steps in one compiled call, on all replicas of the group together."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._ranges: dict[StepProgram, Any] = {}
+        self._blocks: dict[StepProgram, Any] = {}
         self._gathering: dict[StepProgram, bool] = {}
         self._steps: dict[StepProgram, Callable[..., Any]] = {}
 
@@ -39,9 +55,9 @@ class SynchronousEngine:
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
         """Run the steps ``[first, last)``. A collective: every task calls it alike."""
-        function = self._ranges.get(program)
+        function = self._blocks.get(program)
         if function is None:
-            function = self._ranges[program] = self._compile_range(program)
+            function = self._blocks[program] = self._compile_block(program)
             if program.exact:
                 traced = function.get_concrete_function(*_arguments(program, first, last))
                 require_deterministic(traced.graph)
@@ -57,11 +73,11 @@ class SynchronousEngine:
         return {name: _scalar(value) for name, value in logs.items()}
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Nothing: all are done when `run` returns."""
+        """Do nothing: all are done when `run` returns."""
         return {}
 
     def close(self) -> None:
-        """Nothing: all are done when `run` returns."""
+        """Do nothing: all are done when `run` returns."""
 
     @property
     def steps_under_way(self) -> int:
@@ -85,16 +101,19 @@ class SynchronousEngine:
             yield self._gathered(locals_)
 
     def reset_metrics(self) -> None:
-        """Nothing: the model's own variables hold the metrics."""
+        """Do nothing: the model's own variables hold the metrics."""
 
     def publish_metrics(self, program: StepProgram) -> None:
-        """Nothing: the model's own variables hold the metrics."""
+        """Do nothing: the model's own variables hold the metrics."""
 
-    def take_metrics(self, program: StepProgram) -> None:
-        """Nothing: the model's own variables hold the metrics."""
+    def publish_state(self, program: StepProgram) -> None:
+        """Do nothing: the model's own variables hold all of it."""
+
+    def take_state(self, program: StepProgram) -> None:
+        """Do nothing: the model's own variables hold all of it."""
 
     def _calls(self, program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Cut a range into calls, in each of which what replicas gather keeps its shape.
+        """Cut a block into calls, in each of which what replicas gather keeps its shape.
 
         Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
         mismatch in the collective instance"). Batches by index change at the end of an epoch;
@@ -118,15 +137,15 @@ class SynchronousEngine:
             found = False
             if self._job.num_replicas > 1:
                 arguments = _arguments(program, first, last)
-                graph = self._ranges[program].get_concrete_function(*arguments).graph
+                graph = self._blocks[program].get_concrete_function(*arguments).graph
                 functions = graph.as_graph_def().library.function
                 found = any(n.op == _GATHER for f in functions for n in f.node_def)
             self._gathering[program] = found
         return self._gathering[program]
 
-    def _compile_range(self, program: StepProgram) -> Any:
+    def _compile_block(self, program: StepProgram) -> Any:
         @compiled
-        def run_range(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
+        def run_block(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
             values: list[dict[str, tf.Tensor]] = []
 
             recorder = program.recorder
@@ -152,7 +171,7 @@ class SynchronousEngine:
             logs = self._reduced_logs(_unpacked(kept, values)) if values else {}
             return logs, [row.stack() for row in rows]
 
-        return run_range
+        return run_block
 
     def _compile_step(self, program: StepProgram) -> Callable[..., Any]:
         @compiled
@@ -249,3 +268,48 @@ def _unpacked(kept: tf.Tensor, like: Any) -> Any:
 def _scalar(value: tf.Tensor) -> Any:
     array = value.numpy()
     return float(array) if array.ndim == 0 else array
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the rows of all parts: an array, and as under Keras ragged where their shapes differ.
+
+    Numbers are stacked. Rows that come ragged or sparse stay so.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if any(isinstance(part, tf.RaggedTensor) for part in parts):
+        return tf.concat(parts, axis=0)
+    arrays = all(isinstance(part, np.ndarray) for part in parts)
+    if arrays and len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts)
+    tensors = [part if tf.is_tensor(part) else tf.convert_to_tensor(part) for part in parts]
+    return convert_to_np_if_not_ragged(potentially_ragged_concat(tensors))
+
+
+def without_substitute(rows: Any, *, count: tf.Tensor) -> Any:
+    """Leave out the example that pads an empty batch fraction; in graph."""
+    return rows[: tf.cast(count > 0, tf.int64) * tf.int64.max]
+
+
+@contextlib.contextmanager
+def naming_a_lost_server() -> Iterator[None]:
+    """Raise PeerLost with the name of a ps that is gone, where TensorFlow says what failed.
+
+    So it is when a model is built, a learning rate or a metric is read, and a checkpoint is made.
+    Around a block, or a function as its decorator.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        job = current_job()
+        if job is None or job.kind != "ps":
+            raise
+        from tfdist.ps.members import Members
+        from tfdist.ps.workers import is_of_the_network
+
+        if not is_of_the_network(error):
+            raise
+        gone = Members.of(job.strategy).missing()
+        if not gone:
+            raise
+        raise PeerLost(f"{gone[0]} does not answer any more") from error

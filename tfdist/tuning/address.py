@@ -1,13 +1,13 @@
-"""Sweep on several hosts: the chief's address, token and fingerprint."""
+"""Where a sweep's chief and its runners meet: address, token, and what both must have alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tfdist.cluster import tf_config
 from tfdist.cluster.address import split_address
@@ -17,9 +17,8 @@ from tfdist.launch.multihost import token as tokens
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.multihost.hub import listen
-from tfdist.tuning.early import MedianRule
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
+from tfdist.tuning.runner import TrialProgram
 
 _Options = TypeVar("_Options", bound=RunOptions)
 _MOST_AT_ONCE = 1024
@@ -36,12 +35,7 @@ class SweepAddress:
 
 
 def sweep_address_of(
-    options: RunOptions,
-    environ: Mapping[str, str],
-    *,
-    program: str,
-    program_file: str,
-    args: Sequence[str],
+    options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
 ) -> SweepAddress | None:
     """Return where this sweep meets its runners, None where it has none elsewhere.
 
@@ -54,13 +48,13 @@ def sweep_address_of(
         return None
     token = tokens.read_token(environ, path=options.rendezvous_token_file, hosts=[""])
     alike_flags = ("strategy", "workers", "ps", "devices_per_worker", "trial_timeout_s")
-    shown = without_secrets(args, key=token)
+    shown = without_secrets(program.args, key=token)
     terms = {
         **agreement.versions(),
         "sweep directory": str(options.sweep_dir.absolute()),
         **{f"--{name}": str(getattr(options, name)) for name in alike_flags},
-        "program": program,
-        "its text": agreement.digest(program_file),
+        "program": program.name,
+        "its text": agreement.digest(program.file),
         **{f"argument {number}": arg for number, arg in enumerate(shown, 1)},
         **agreement.variables(environ),
     }
@@ -83,6 +77,7 @@ def listener_of(address: str) -> socket.socket:
             received=f"{address} ({error.strerror or error})",
             expected="an address and a free port of this machine",
             fix="end what listens there, or correct it",
+            code="cannot-listen",
         ) from None
 
 
@@ -94,6 +89,7 @@ def _require_reachable(address: str, host: str, number: str) -> None:
             received=f"{address}, which is {number} on this machine",
             expected="an address at which the runners reach it",
             fix="give the number of that address",
+            code="unreachable",
         )
 
 
@@ -120,72 +116,5 @@ def placed(options: _Options, environ: Mapping[str, str]) -> tuple[_Options, dic
         received=f"task {told.task}",
         expected="chief or worker: a sweep's chief, and its runners",
         fix="give --serve or --join",
+        code="no-part-in-a-sweep",
     )
-
-
-# Messages between a sweep's chief and its runners, as JSON objects.
-#
-# A runner comes with ``runner``: its name, its places and the leases it holds. It is told to
-# ``run`` a trial, ``stop`` one with the save, or ``drop`` one whose lease it has lost; it says
-# what has ``ended`` until it hears that this was ``taken``.
-
-Message = dict[str, Any]
-Lease = tuple[str, int]
-"""A trial and the number of its start."""
-
-ALIVE = "alive"
-"""What a runner says each second with the time of its own clock, and hears back at once: so it
-knows by when it has been heard."""
-
-LEASE_S = 10.0
-"""From the last word of a runner; a trial is given to another within 15 s."""
-
-ANY_RANK = 1 << 48
-"""A runner draws its rank from so many, so that hardly two of them draw the same."""
-
-NO_SENSE = (KeyError, TypeError, ValueError, AttributeError)
-"""What the functions here raise for a message that makes no sense."""
-
-_KINDS = {"completed": Completed, "failed": Failed, "killed": Killed}
-
-
-def encode_job(job: TrialJob) -> Message:
-    """Return a trial as a message; the paths in it are as on the chief's host."""
-    return {
-        "trial": job.trial,
-        "lease": job.lease,
-        "place": job.place,
-        "run": job.run_dir.name,
-        "continues": job.continues,
-        "flags": list(job.flags),
-        "variables": dict(job.variables),
-        "goal": dataclasses.asdict(job.goal),
-    }
-
-
-def goal_of(told: Any) -> Goal:
-    """Return the goal of a message."""
-    rule = told["rule"]
-    if rule is not None:
-        rule = MedianRule(**{**rule, "medians": tuple(rule["medians"])})
-    return Goal(**{**told, "rule": rule})
-
-
-def encode_outcome(outcome: Outcome) -> Message:
-    """Return what became of a trial as a message."""
-    return {"kind": type(outcome).__name__.lower(), **dataclasses.asdict(outcome)}
-
-
-def outcome_of(told: Any) -> Outcome:
-    """Return the outcome of a message."""
-    values = dict(told)
-    kind = _KINDS[values.pop("kind")]
-    listed = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    outcome: Outcome = kind(**listed)
-    return outcome
-
-
-def lease_of(told: Any) -> Lease:
-    """Return the trial and the number of a lease."""
-    trial, number = told
-    return str(trial), int(number)

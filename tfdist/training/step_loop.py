@@ -9,11 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.errors import require_int
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import building, inputs
-from tfdist.training.arguments import require_whole
-from tfdist.training.engines import engine_for
-from tfdist.training.engines.base import naming_a_lost_server
+from tfdist.training.engines import engine_for, naming_a_lost_server
 from tfdist.training.inputs import Length
 from tfdist.training.program import StepProgram, flat_logs, plain
 
@@ -55,8 +54,9 @@ class StepLoop:
         max_staleness: int | None = None,
     ) -> None:
         building.require_compiled_functions(doing="StepLoop")
-        require_whole("first_step", first_step, least=0)
-        require_whole("max_staleness", max_staleness, least=0)
+        require_int("first_step", first_step, least=0)
+        if max_staleness is not None:
+            require_int("max_staleness", max_staleness, least=0)
         self._job = _job()
         self._metrics = list(metrics)
         seed = int(broadcast(int(np.random.randint(2**31)) if seed is None else seed))
@@ -84,7 +84,7 @@ class StepLoop:
 
         Scalars come as floats, other tensors as arrays.
         """
-        require_whole("steps", steps, least=1)
+        require_int("steps", steps, least=1)
         logs = self._engine.run(self._program, self.step, self.step + steps)
         self.step += steps
         return logs

@@ -1,0 +1,215 @@
+"""What a run shows on a terminal and elsewhere: its progress, and its result as a table.
+
+Progress is a bar on a terminal, elsewhere a line every ten seconds. A task of a launcher that
+stands on a terminal ends its line with a carriage return, so that the launcher shows the next one
+in its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+_EVERY_S = 10.0
+_IN_PLACE_EVERY_S = 0.25
+_RATE_OVER_S = 15.0
+_SHOWN = ("loss", "accuracy", "val_loss", "val_accuracy")
+
+
+class ProgressDisplay:
+    """Shows step, examples/s, loss and the time left; the loop of the chief calls it.
+
+    `begin`, `update` as often as the loop likes, `end`. Nothing is shown between calls.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        in_place: bool = False,
+        every_s: float | None = None,
+    ) -> None:
+        self._total_steps = total_steps
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._clock = clock
+        self._in_place = in_place
+        self._every_s = every_s or (_IN_PLACE_EVERY_S if in_place else _EVERY_S)
+        self._bar: Progress | None = None
+        self._logs: dict[str, float] = {}
+        self._past: list[tuple[float, int, int]] = []
+        self._shown_at: float | None = None
+        self._shown_step: int | None = None
+
+    def begin(self, *, step: int, examples: int) -> None:
+        """Training starts, or goes on, at `step`."""
+        self._past = [(self._clock(), step, examples)]
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[state]}"),
+                console=self._console,
+                expand=True,
+            )
+            self._bar.add_task("train", total=self._total_steps, completed=step, state="")
+            self._bar.start()
+
+    def update(self, *, step: int, examples: int, logs: Mapping[str, Any] | None = None) -> None:
+        """`step` steps of `examples` examples in all are done; `logs` are the latest there are."""
+        now = self._clock()
+        self._logs.update({k: float(v) for k, v in (logs or {}).items() if k in _SHOWN})
+        self._past.append((now, step, examples))
+        # The rate is over a window, and the window keeps one point from before it.
+        while len(self._past) > 2 and self._past[1][0] <= now - _RATE_OVER_S:
+            self._past.pop(0)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, state=self._state())
+        elif self._shown_at is None or now - self._shown_at >= self._every_s:
+            self._write_line(step, now)
+
+    def end(self) -> None:
+        """Training is over, or was broken off."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        elif self._past and self._past[-1][1] != self._past[0][1]:
+            if self._in_place or self._past[-1][1] != self._shown_step:
+                self._write_line(self._past[-1][1], self._clock(), is_last=True)
+            self._past = []
+
+    def _write_line(self, step: int, now: float, *, is_last: bool = False) -> None:
+        self._shown_at, self._shown_step = now, step
+        percent = 100 * step / self._total_steps
+        line = f"step {step:,} of {self._total_steps:,} ({percent:.0f} %)  {self._state()}"
+        if not self._in_place:
+            self._console.print(line, markup=False, emoji=False)
+            return
+        # Past rich, which takes a carriage return out of what it prints.
+        self._console.file.write(line + ("\n" if is_last else "\r"))
+        self._console.file.flush()
+
+    def _state(self) -> str:
+        parts = [
+            f"{name} {_number(value)}" for name, value in sorted(self._logs.items(), key=_rank)
+        ]
+        (began, first_step, first_example), (now, step, example) = self._past[0], self._past[-1]
+        if now > began and step > first_step:
+            left_s = (self._total_steps - step) * (now - began) / (step - first_step)
+            parts.insert(0, f"{(example - first_example) / (now - began):,.0f} examples/s")
+            parts.append(f"{_duration(left_s)} left" if step < self._total_steps else "done")
+        return "  ".join(parts)
+
+
+def _number(value: float) -> str:
+    """Return a loss or metric as it is shown."""
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
+
+
+def _rank(log: tuple[str, float]) -> int:
+    return _SHOWN.index(log[0])
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def show_result(
+    summary: Mapping[str, Any], *, run_dir: str, plot: str | None, console: Console | None = None
+) -> None:
+    """Write the summary of a run to `console`, by default standard output."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    rows = result_rows(summary, run_dir=run_dir, plot=plot)
+    if console.is_terminal:
+        table = Table(title="Result", box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+        table.add_column(style="dim")
+        table.add_column(overflow="fold")
+        for label, value in rows:
+            table.add_row(label, value)
+        console.print(table)
+        return
+    width = max(len(label) for label, _ in rows)
+    for label, value in [("result", str(summary["status"])), *rows[1:]]:
+        console.print(f"  {label:<{width}}  {value}", markup=False, emoji=False)
+
+
+def result_rows(
+    summary: Mapping[str, Any], *, run_dir: str, plot: str | None
+) -> list[tuple[str, str]]:
+    """Return label and value of each row."""
+    rows = [("status", str(summary["status"])), ("strategy", strategy_line(summary))]
+    resumed = summary.get("resumed_from_step")
+    steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
+    rows += [
+        ("steps", steps),
+        ("examples", f"{summary['examples']:,}"),
+        ("virtual epochs", f"{summary['virtual_epochs']:,}"),
+    ]
+    rows += _metric_rows(summary["metrics"])
+    if summary.get("examples_per_second"):
+        rows.append(("examples/s", f"{summary['examples_per_second']:,.0f}"))
+    if steps_of := summary.get("worker_steps"):
+        total = max(sum(steps_of.values()), 1)
+        parts = [f"{worker} {steps / total:.0%}" for worker, steps in steps_of.items()]
+        rows.append(("steps by", ", ".join(parts)))
+    if ages := summary.get("staleness"):
+        rows.append(("staleness", _staleness(ages)))
+    if twice := summary.get("steps_applied_twice"):
+        count = len(summary["repeated_ranges"])
+        ranges = f"{count} range{'s' * (count != 1)} of workers that died"
+        rows.append(("applied twice", f"{twice} steps, in {ranges}"))
+    if sizes := summary.get("ps_bytes"):
+        held = [f"{server} {size:,} bytes" for server, size in sizes.items()]
+        rows.append(("variables on", ", ".join(held)))
+    rows += [("weights", f"sha256 {summary['weights_sha256'][:16]}"), ("run directory", run_dir)]
+    if plot:
+        rows.append(("plot", plot))
+    return rows
+
+
+def strategy_line(summary: Mapping[str, Any]) -> str:
+    """Return strategy and size of the job: ``ps, 4 workers, 1 parameter server``."""
+    workers, replicas = summary["workers"], summary["replicas"]
+    parts = [f"{workers} worker{'s' * (workers != 1)}"]
+    if summary.get("ps"):
+        parts.append(f"{summary['ps']} parameter server{'s' * (summary['ps'] != 1)}")
+    else:
+        parts.append(f"{replicas} replica{'s' * (replicas != 1)}")
+    return f"{summary['strategy']}, {', '.join(parts)}"
+
+
+def _staleness(ages: Mapping[str, int]) -> str:
+    """Return ``0: 71%, 1: 20%, 2-3: 9%``: the share of the steps by updates that came between."""
+    total = sum(ages.values())
+    bins: dict[str, int] = {}
+    for age, count in sorted((int(age), count) for age, count in ages.items()):
+        low = 1 << age.bit_length() >> 1
+        name = str(age) if age < 2 else f"{low}-{2 * low - 1}"
+        bins[name] = bins.get(name, 0) + count
+    return ", ".join(f"{name}: {count / total:.0%}" for name, count in bins.items())
+
+
+def _metric_rows(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    rows = []
+    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
+        if name.startswith("val_") and name.removeprefix("val_") in metrics:
+            continue
+        text = _value(value)
+        if f"val_{name}" in metrics:
+            text = f"{text} training, {_value(metrics[f'val_{name}'])} validation"
+        rows.append((name.replace("_", " "), text))
+    return rows
+
+
+def _value(value: float | None) -> str:
+    return "not finite" if value is None else _number(value)
