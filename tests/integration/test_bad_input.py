@@ -722,7 +722,7 @@ def said_by(program):
 def test_make_strategy_and_models_of_other_scopes():
     said = said_by(REFUSED)
     expected = [
-        "kind='mirorred' (did you mean 'mirrored'?)",
+        "make_strategy(kind): received 'mirorred' (did you mean 'mirrored'?)",
         "kind='ps' and no cluster in TF_CONFIG",
         "kind='multiworker' and no cluster in TF_CONFIG",
         "devices_per_worker=2 with strategy single",

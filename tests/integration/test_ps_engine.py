@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-import time
 from types import SimpleNamespace
 
 import keras
@@ -126,20 +125,17 @@ def test_what_the_last_step_says_is_told_when_all_is_done(engine):
 
 
 def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine, pool, monkeypatch):
-    go_on = threading.Event()
+    begun, go_on = threading.Barrier(4), threading.Event()
     drop = pool.drop
     monkeypatch.setattr(pool, "drop", lambda: (drop(), go_on.set()))
-    made, work = program(engine, lambda step: go_on.wait(DEADLINE_S))
+    made, work = program(engine, lambda step: (begun.wait(DEADLINE_S), go_on.wait(DEADLINE_S)))
     engine._under_way = [
         engine_module.DispatchedBlock(
             made, work, step, step + 1, engine._dispatch(work, step, step + 1)
         )
         for step in range(9)
     ]
-    end_s = time.monotonic() + DEADLINE_S
-    while len(work.begun) < 3:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    begun.wait(DEADLINE_S)
     engine.close()
     assert len(work.begun) == len(work.ended) == 3
     assert not pool._waiting

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.ps import placement
+from tfdist.ps import strategy as ps_strategy
 from tfdist.ps.split import SplitVariable, reading_once
 
 START = np.arange(6, dtype="float32").reshape(3, 2)
@@ -168,7 +168,7 @@ def test_a_gradient_whose_shape_is_known_at_run_time_alone_is_divided_among_the_
 
     @tf.function(input_signature=[tf.TensorSpec(shape) for shape in shapes], autograph=False)
     def update(*values):
-        found.extend(placement._is_of(value, variable) for value in values)
+        found.extend(ps_strategy._is_of(value, variable) for value in values)
         return [variable.rows_of(value, 1) for value in values[:3]]
 
     rows = update(START, START, START, 0.1, START[:2])

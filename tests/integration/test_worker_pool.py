@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from concurrent.futures import as_completed
 
 import pytest
 import tensorflow as tf
@@ -25,6 +27,8 @@ class Members:
         self.connected = frozenset(range(3))
         self.silent = set()
         self.gone = []
+        self.alone = threading.Event()
+        """Worker 0 is the only one that is connected to."""
 
     def answers(self, worker):
         return worker not in self.silent
@@ -37,6 +41,8 @@ class Members:
 
     def lost(self, worker):
         self.connected -= {worker}
+        if self.connected == {0}:
+            self.alone.set()
 
     def missing(self):
         return self.gone
@@ -128,17 +134,18 @@ def test_a_ps_that_falls_silent_while_workers_wait_for_it_ends_the_work_with_its
 
 
 def test_a_piece_is_not_blamed_for_idle_workers_that_are_gone(pool, members):
-    release = [threading.Event() for _ in range(3)]
-    busy = [
-        pool.submit(lambda incarnation: release[incarnation.worker_index].wait(DEADLINE_S))
-        for _ in release
-    ]
-    while len(pool._held) < 3:
-        time.sleep(0.01)
+    release, begun = [threading.Event() for _ in range(3)], threading.Barrier(4)
+
+    def wait(incarnation):
+        begun.wait(DEADLINE_S)
+        return release[incarnation.worker_index].wait(DEADLINE_S)
+
+    busy = [pool.submit(wait) for _ in release]
+    begun.wait(DEADLINE_S)
     release[1].set()
     release[2].set()
-    while sum(future.done() for future in busy) < 2:  # or it would be taken back from them
-        time.sleep(0.01)
+    # Two of them, or it would be taken back from those.
+    assert len(list(itertools.islice(as_completed(busy, DEADLINE_S), 2))) == 2
 
     def work(incarnation):
         if incarnation.worker_index:
@@ -146,10 +153,7 @@ def test_a_piece_is_not_blamed_for_idle_workers_that_are_gone(pool, members):
 
     members.silent.update((1, 2))
     unit = pool.submit(work)
-    end_s = time.monotonic() + DEADLINE_S
-    while members.connected != {0}:
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    assert members.alone.wait(DEADLINE_S)
     release[0].set()
     assert unit.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
     assert all(future.result(DEADLINE_S) for future in busy)

@@ -3,10 +3,9 @@
 A ps job alone imports it: `make_strategy`, and where an engine is made. Every task needs the
 modules of the first group, the chief those of both.
 
-    strategy      TensorFlow's strategy, over the workers that are there
+    strategy      TensorFlow's strategy, over the workers that are there; where a variable is made
     members       which workers these are: they come, die and return one by one; their versions
     serve         what a worker or ps task does
-    placement     on which server a variable is made
     split         a variable in parts on several servers
 
     engine        ranges of steps are dispatched, and what comes back is added up

@@ -1,20 +1,34 @@
-"""Strategy of a ps job: TensorFlow's, over the workers that are alive."""
+"""Strategy of a ps job: TensorFlow's, over the workers that are alive, with variables by bytes.
+
+TensorFlow takes the servers in turn, whatever the size of a variable
+(tensorflow/python/distribute/parameter_server_strategy_v2.py, `_create_variable_round_robin`), so
+that of two servers one may hold every large kernel and the other every bias. Here a variable is on
+the server with the fewest bytes, or in parts on several. What is made beside another variable, as
+an optimizer's slots are, is on that one's server in TensorFlow too.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.parameter_server_strategy_v2 import (
+    ParameterServerStrategyV2Extended,
+)
 
 from tfdist.cluster import JobOptions, TaskConfig
 from tfdist.errors import require
 from tfdist.ps.members import Members, VersionHandshake
-from tfdist.ps.placement import BalancedExtended
 from tfdist.ps.serve import serve
+from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy import rendezvous
+from tfdist.strategy.devices import server_of
 from tfdist.strategy.versions import own_versions
+
+_LOG = logging.getLogger(__name__)
 
 
 def parameter_server(
@@ -71,3 +85,181 @@ class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerS
         # Its scope makes TensorFlow's own coordinator, which then has nothing to do.
         self._num_workers, self._num_ps = self.members.num_workers, self.members.num_ps
         self.members.connect(self._first_workers)
+
+
+class Balance:
+    """The bytes on each parameter server of a job, in the order in which variables are made."""
+
+    def __init__(self, num_ps: int) -> None:
+        self._sizes_bytes = [0] * num_ps
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """The bytes on each ps, by its index."""
+        return tuple(self._sizes_bytes)
+
+    def next(self) -> int:
+        """Return the index of the ps with the fewest bytes, the first of several."""
+        return self._sizes_bytes.index(min(self._sizes_bytes))
+
+    def add(self, index: int, size_bytes: int) -> None:
+        """Count a variable that was made on a ps."""
+        self._sizes_bytes[index] += size_bytes
+
+
+def rows_of_parts(rows: int, *, size_bytes: int, split_bytes: int, num_ps: int) -> tuple[int, ...]:
+    """The rows of each part of a variable of so many rows and bytes; one part: it stays whole.
+
+    As few parts as make none larger than `split_bytes`, but no more than there are ps, and of
+    the same number of rows or one less.
+    """
+    parts = max(min(num_ps, rows, -(-size_bytes // split_bytes)), 1)
+    return tuple(rows // parts + (index < rows % parts) for index in range(parts))
+
+
+class BalancedExtended(ParameterServerStrategyV2Extended):
+    """TensorFlow's, but for where it makes a variable, and for variables in parts."""
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, resolver: Any, *, split_bytes: int | None
+    ) -> None:
+        super().__init__(strategy, resolver, None)
+        self._split_bytes = split_bytes
+        self._balance = Balance(self._num_ps)
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        beside = kwargs.get("colocate_with")
+        if isinstance(beside, SplitVariable):
+            value = _initial_value(kwargs)
+            if value.shape != beside.shape:
+                kwargs = {**kwargs, "initial_value": value, "colocate_with": beside.parts[0]}
+                return self._create_whole(next_creator, **kwargs)
+            return self._create_parts(next_creator, kwargs, value, beside.rows, beside.parts)
+        if beside is None and self._may_split(kwargs):
+            value = _initial_value(kwargs)
+            kwargs = {**kwargs, "initial_value": value}
+            rows = self._rows(value)
+            if len(rows) > 1:
+                return self._create_parts(next_creator, kwargs, value, rows)
+        return self._create_whole(next_creator, **kwargs)
+
+    def _create_parts(
+        self,
+        next_creator: Any,
+        kwargs: dict[str, Any],
+        value: tf.Tensor,
+        rows: Sequence[int],
+        beside: Sequence[Any] = (),
+    ) -> SplitVariable:
+        parts, start = [], 0
+        name = kwargs.get("name") or "variable"
+        for number, count in enumerate(rows):
+            part = {**kwargs, "initial_value": value[start : start + count], "shape": None}
+            part["name"] = f"{name}/part_{number}"
+            if beside:
+                part["colocate_with"] = beside[number]
+            parts.append(self._create_whole(next_creator, **part))
+            start += count
+        return SplitVariable(parts, name=name)
+
+    def _create_whole(self, next_creator: Any, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        index = server_of(variable)
+        if index is not None:
+            self._balance.add(index, size_bytes(variable))
+        return variable
+
+    def _create_variable_round_robin(self, next_creator: Any, **kwargs: Any) -> Any:
+        self._variable_count = self._balance.next()  # of which TensorFlow takes the remainder
+        return super()._create_variable_round_robin(next_creator, **kwargs)
+
+    def _may_split(self, kwargs: dict[str, Any]) -> bool:
+        return bool(
+            self._split_bytes
+            and self._num_ps > 1
+            and kwargs.get("trainable")
+            and kwargs.get("initial_value") is not None
+            and not kwargs.get("per_worker_variable")
+            and tf.executing_eagerly()
+        )
+
+    def _rows(self, value: tf.Tensor) -> tuple[int, ...]:
+        if not value.shape.rank:
+            return (1,)
+        return rows_of_parts(
+            value.shape[0],
+            size_bytes=size_bytes(value),
+            split_bytes=self._split_bytes or 0,
+            num_ps=self._num_ps,
+        )
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        for part in parts_of(colocate_with_variable):
+            super()._validate_colocate_with_variable(part)
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if not isinstance(var, SplitVariable):
+            return super()._update(var, fn, args, kwargs, group)
+        results = []
+        for number, part in enumerate(var.parts):
+            mine = [var.rows_of(a, number) if _is_of(a, var) else a for a in args]
+            with standing_for_whole(number):
+                results.append(super()._update(part, _of_whole(fn, var), mine, kwargs, group))
+        return results
+
+
+def _of_whole(function: Any, variable: SplitVariable) -> Any:
+    """Call `function` with the whole variable, for which a part stands, in place of the part."""
+    return lambda _, *args, **kwargs: function(variable, *args, **kwargs)
+
+
+def _is_of(value: Any, variable: SplitVariable) -> bool:
+    """Return whether an argument of an update has a row for each of the variable's.
+
+    Of a gradient the shape may be known at run time alone; other arguments are scalars.
+    """
+    if isinstance(value, tf.IndexedSlices):
+        return True
+    return isinstance(value, tf.Tensor) and value.shape.is_compatible_with(variable.shape)
+
+
+def _initial_value(kwargs: dict[str, Any]) -> tf.Tensor:
+    """Return what a variable starts from, made here, as its size is not known before."""
+    value = kwargs["initial_value"]
+    with tf.device("/device:CPU:0"):
+        return tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
+
+
+def size_bytes(variable: Any) -> int:
+    """The bytes of a variable's values; 0 where its shape is not known."""
+    return int((variable.shape.num_elements() or 0) * variable.dtype.size)
+
+
+def bytes_on_servers(variables: Iterable[Any], *, num_ps: int) -> dict[str, int]:
+    """Return the bytes of Keras variables by the ps that holds them: ``{"ps-0": 4096}``.
+
+    Read from where the variables are, so of any strategy.
+    """
+    totals = {f"ps-{index}": 0 for index in range(num_ps)}
+    for variable in variables:
+        for part in parts_of(variable.value):
+            index = server_of(part)
+            if index is not None:
+                totals[f"ps-{index}"] += size_bytes(part)
+    return totals
+
+
+def say(held: Mapping[str, int], *, weights: Mapping[str, int]) -> None:
+    """Logs the bytes that each ps holds, and warns of those with none of the model's weights."""
+    shown = ", ".join(f"{name} {size:,} bytes" for name, size in held.items())
+    _LOG.info("variables by parameter server: %s", shown)
+    idle = [name for name, size in weights.items() if not size]
+    if idle:
+        _LOG.warning(
+            "ps: received %d for a model whose weights are on %d of them; %s: next "
+            "to nothing to do. Fix: --ps %d",
+            len(weights),
+            len(weights) - len(idle),
+            ", ".join(idle),
+            max(len(weights) - len(idle), 1),
+        )

@@ -121,19 +121,19 @@ def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callabl
     _require_variables_of_scope(model, job)
     _require_one_scale(model, job)
     if new and job.kind == "ps":
-        from tfdist.ps import placement
+        from tfdist.ps import strategy as ps_strategy
 
-        weights = placement.bytes_on_servers(model.weights, num_ps=_num_ps(job))
-        placement.say(bytes_on_servers(model, job), weights=weights)
+        weights = ps_strategy.bytes_on_servers(model.weights, num_ps=_num_ps(job))
+        ps_strategy.say(bytes_on_servers(model, job), weights=weights)
 
 
 def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:
     """Return the bytes of everything that belongs to the model by the ps that holds it."""
     slots = model.optimizer.variables if model.optimizer is not None else []
     variables = {id(v): v for v in (*model.variables, *slots, *model.metrics_variables)}
-    from tfdist.ps import placement
+    from tfdist.ps import strategy as ps_strategy
 
-    return placement.bytes_on_servers(variables.values(), num_ps=_num_ps(job))
+    return ps_strategy.bytes_on_servers(variables.values(), num_ps=_num_ps(job))
 
 
 def _num_ps(job: Job) -> int:
