@@ -16,8 +16,9 @@ import numpy as np
 from tfdist.audit.files import Array, Header, LedgerFile, Record, RecordLocation
 from tfdist.errors import TfdistError
 
+SALT = 0x6C65646765722E31
+"""First key of the hash of an example, here and in the graph of a recorded step."""
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_SALT = np.uint64(0x6C65646765722E31)
 _SAME = ("num_examples", "shuffle", "seed", "global_batch_size")
 _OWN = ("task", "threads")  # of a file alone: tasks may be on machines of several kinds
 
@@ -31,7 +32,7 @@ def _mix(values: Array) -> Array:
 def pair_hash(indices: Any, passes: Any) -> Array:
     """Return the hash of each example in its pass, uint64, that ledgers of mode ``hash`` sum up."""
     indices, passes = np.atleast_1d(indices), np.atleast_1d(passes)
-    keys = _mix(_SALT + passes.astype(np.int64).astype(np.uint64) * _GAMMA)
+    keys = _mix(np.uint64(SALT) + passes.astype(np.int64).astype(np.uint64) * _GAMMA)
     return _mix(keys + indices.astype(np.int64).astype(np.uint64) * _GAMMA)
 
 
