@@ -46,7 +46,7 @@ test-slurm: setup  ## jobs on a Slurm of two nodes, which is installed (by root)
 	PATH="$$PATH:/usr/sbin" tests/slurm/install.sh
 	PATH="$$PATH:/usr/sbin" $(CPU_ONLY) $(PY) -m tests.slurm $(ARGS)
 
-test-networks: setup  ## jobs of two hosts, in namespaces, over networks that fail; needs root
+test-networks: setup  ## jobs of two hosts, in namespaces, over networks that fail
 	tests/networks/install.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/networks $(ARGS)
 

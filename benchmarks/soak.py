@@ -28,8 +28,9 @@ sys.path.append(str(ROOT / "benchmarks"))  # where its modules look for each oth
 import machine  # noqa: E402
 import soak_report  # noqa: E402
 
+from tfdist.tuning.guard import with_parent  # noqa: E402
+
 JOB = ROOT / "benchmarks" / "soak_job.py"
-LEASH = ROOT / "tfdist" / "tuning" / "leash.py"
 PAGE = ROOT / "benchmarks" / "SOAK.md"
 PICTURE = ROOT / "docs" / "images" / "soak.png"
 JOBS = {
@@ -57,14 +58,13 @@ class Running:
         self.starts += 1
         self.known.clear()
         (self.out / "progress.json").unlink(missing_ok=True)
-        command = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid())]
-        command += [sys.executable, "-m", "tfdist.launch", *JOBS[self.name], *PATIENT]
+        command = [sys.executable, "-m", "tfdist.launch", *JOBS[self.name], *PATIENT]
         command += [f"--run_dir={self.out / 'run'}", str(JOB)]
         command += [f"--out={self.out}", f"--start={self.starts}"]
         environ = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
         with open(self.out / "output.log", "ab") as output:
             self.launcher = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environ
+                with_parent(command), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environ
             )
 
     def sample(self) -> dict[str, dict[str, int]]:

@@ -23,7 +23,8 @@ import row
 
 from tfdist.launch.multihost.connection import Channel, Link
 from tfdist.launch.multihost.token import VARIABLE
-from tfdist.tuning import hosts, sweep
+from tfdist.tuning import config_sweep, messages
+from tfdist.tuning.address import sweep_address_of
 from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.trial_job import Completed
 
@@ -42,7 +43,7 @@ class Runner:
         self.has_come = self.is_in = self.is_done = False
         self.asked_s = self.served_s = 0.0
         self.trial = ""
-        self._ended: hosts.Message = {}
+        self._ended: messages.Message = {}
 
     def read(self, terms: dict[str, str]) -> None:
         """Takes in what the chief says, and keeps the moment at which it gives a trial."""
@@ -63,7 +64,7 @@ class Runner:
                 self.trial = told["trial"]
                 metrics = {"virtual_epoch": 1, "val_accuracy": 0.5}
                 done = Completed(history=(metrics,), score=0.5, best_virtual_epoch=1)
-                outcome = hosts.encode_outcome(done)
+                outcome = messages.encode_outcome(done)
                 self._ended = {"lease": [told["trial"], told["lease"]], "outcome": outcome}
 
     def ask(self) -> None:
@@ -124,7 +125,7 @@ def _run(
     """Has all come, then ask at once, then end their trials; returns when the sweep is over."""
     options = parse(flags)
     assert isinstance(options, SweepOptions)
-    sweep_address = sweep.sweep_meeting(options, environ)
+    sweep_address = sweep_address_of(options, config_sweep.program_of(options), environ)
     assert sweep_address is not None
     runners = [_come(number, address, sweep_address.token) for number in range(1, count + 1)]
     with selectors.EpollSelector() as selector:

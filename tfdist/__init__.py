@@ -17,11 +17,11 @@ _HOME_OF = {
     "barrier": "tfdist.strategy",
     "broadcast": "tfdist.strategy",
     "on_chief": "tfdist.strategy",
-    "fit": "tfdist.training",
-    "evaluate": "tfdist.training",
-    "predict": "tfdist.training",
-    "InExamples": "tfdist.training",
-    "StepLoop": "tfdist.training",
+    "fit": "tfdist.training.fitting",
+    "evaluate": "tfdist.training.evaluation",
+    "predict": "tfdist.training.evaluation",
+    "InExamples": "tfdist.training.schedule",
+    "StepLoop": "tfdist.training.step_loop",
     "Ledger": "tfdist.audit.recorder",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint",
@@ -46,9 +46,12 @@ if TYPE_CHECKING:
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
     from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
-    from tfdist.training import InExamples, StepLoop, evaluate, fit, predict
     from tfdist.training.epochs import VirtualEpochs
+    from tfdist.training.evaluation import evaluate, predict
     from tfdist.training.evaluator import Evaluator
+    from tfdist.training.fitting import fit
+    from tfdist.training.schedule import InExamples
+    from tfdist.training.step_loop import StepLoop
 
 __all__ = [
     "BackupAndRestore",

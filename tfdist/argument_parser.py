@@ -10,7 +10,14 @@ from typing import Any, NoReturn
 
 from tfdist.errors import UsageError, given_twice, near
 
-_KINDS = {"int": "an integer", "float": "a number"}
+_KINDS = {
+    "int": ("an integer", "2, for example", "not-an-int"),
+    "float": ("a number", "2, for example", "not-a-number"),
+    "seconds": ("a number of seconds", "60, for example", "not-a-number"),
+    "switch": ("true or false", "alone", "unknown-value"),
+}
+_OTHER = ("a value that it can read", "VALUE", "bad-value")
+"""By the function that reads the text of a flag: what it is to be, what to write, and the code."""
 
 
 def is_plain(text: str) -> bool:
@@ -66,6 +73,7 @@ class Parser(argparse.ArgumentParser):
             received=f"{name}{hint}",
             expected=f"a flag of {self.prog}" if is_flag else "no more than its --help tells",
             fix="correct it, or leave it out; --help lists the flags",
+            code="unknown-flag",
         )
 
     def _refuse_twice(self, words: Sequence[str]) -> None:
@@ -75,6 +83,8 @@ class Parser(argparse.ArgumentParser):
                 return
             flag = word.partition("=")[0]
             action = self._option_string_actions.get(flag)
+            if isinstance(action, argparse._AppendAction):
+                continue  # it repeats
             if action is not None and action.dest in seen:
                 raise given_twice(flag)
             seen |= set() if action is None else {action.dest}
@@ -82,17 +92,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse has found as a UsageError."""
         where, received, fix = "command line", message, "see --help"
-        expected = f"what {self.prog} takes"
+        expected, code = f"what {self.prog} takes", "command-line"
         if match := re.fullmatch(r"argument (\S+): (.*)", message):
             where, message = match.groups()
             received = message
         if match := re.fullmatch(r"invalid (\w+) value: (.*)", message):
-            expected, received = _KINDS.get(match[1], f"a value of type {match[1]}"), match[2]
-            fix = f"write {where} 2, for example"
+            expected, example, code = _KINDS.get(match[1], _OTHER)
+            received, fix = match[2], f"write {where} {example}"
         elif match := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message):
             received, expected = match[1], "one of " + match[2].replace("'", "")
+            code = "unknown-value"
         elif message == "expected one argument":
-            received, expected, fix = "no value", "a value", f"write {where}=VALUE"
+            action = self._option_string_actions.get(where)
+            shown = (action and action.metavar) or "VALUE"
+            received, expected, fix = "no value", "a value", f"write {where}={shown}"
+            code = "no-value"
         elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
             received, expected = f"no {match[1]}", " ".join(self.format_usage().split()[1:])
-        raise UsageError(where, received=received, expected=expected, fix=fix)
+            code = "no-value"
+        raise UsageError(where, received=received, expected=expected, fix=fix, code=code)

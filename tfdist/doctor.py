@@ -5,28 +5,27 @@ Started on all hosts at once, by whatever starts the job there, or by ``--hosts 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from tfdist.argument_parser import Parser
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, require
 from tfdist.ops.doctor import report
 from tfdist.ops.doctor.checks import RULES
-from tfdist.ops.doctor.command_line import HELP, DoctorCommand, parse
 from tfdist.ops.doctor.examine import PreflightResult, Wanted, follow, lead
-from tfdist.ops.doctor.job import job_of
+from tfdist.ops.doctor.preflight_job import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 
 _EXIT_SIGPIPE = 141
+_MAX_TIMEOUT_S = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
-        if command.help:
-            print(HELP)
-            return EXIT_OK
         if command.list:
             as_rules = rules_as_json if command.json else rules_as_text
             print(as_rules(RULES.values()), flush=True)
@@ -42,7 +41,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_SIGPIPE
 
 
-def _run(command: DoctorCommand, environ: Mapping[str, str]) -> int:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what a command line asks for."""
+    command: argparse.Namespace = _parser().parse_args(argv)
+    require(
+        command.startup_timeout_s is None or 0 < command.startup_timeout_s <= _MAX_TIMEOUT_S,
+        "--startup_timeout_s",
+        received=command.startup_timeout_s,
+        expected=f"a number of seconds above 0, at most {_MAX_TIMEOUT_S:g}",
+        fix="write --startup_timeout_s 60",
+        code="out-of-range",
+    )
+    require(
+        command.shared_dir is None or command.shared_dir.strip(),
+        "--shared_dir",
+        received="''",
+        expected="the path of a directory",
+        fix="give one, or leave it out",
+        code="empty",
+    )
+    return command
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tfdist.doctor",
+        description="Looks at the hosts of a job before it is started: start it on all of them, as "
+        "the job is started (srun, mpirun, pods), or with --hosts. The first says what is wrong. "
+        "Alone it looks at this one.",
+        epilog="Exit code: 0 nothing is wrong, 1 warnings only, 2 errors or a wrong command line.",
+    )
+    add = parser.add_argument
+    add("--hosts", metavar="a,b,...", help="the hosts of the job, as the launcher takes them")
+    rank = "which of them this one is, from 0 on; without it found by its name or address"
+    add("--node_rank", type=int, metavar="R", help=rank)
+    ports = "the ports that the job may have, as the launcher takes them"
+    add("--ports", metavar="20000-20100", help=ports)
+    shared = "a directory that all hosts are to share: where the job writes"
+    add("--shared_dir", metavar="D", help=shared)
+    token = "what the hosts must know to meet, as the launcher takes it"
+    add("--rendezvous_token_file", metavar="F", help=token)
+    quick = "leave TensorFlow's own servers out: no all-reduce, push and pull"
+    add("--quick", action="store_true", help=quick)
+    timeout = "how long the hosts wait for each other (60, or what the job says)"
+    add("--startup_timeout_s", type=float, metavar="S", help=timeout)
+    add("--json", action="store_true", help="findings and facts as JSON")
+    add("--list", action="store_true", help="every rule and its reason")
+    return parser
+
+
+def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
     job = job_of(
         environ,
         hosts=command.hosts,
@@ -51,7 +99,7 @@ def _run(command: DoctorCommand, environ: Mapping[str, str]) -> int:
         ports=command.ports,
     )
     if job.task != job.speaker:
-        _say(f"{job.task} leaves {job.host.name} to {job.speaker}")
+        _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
         return EXIT_OK
     wanted = Wanted(
         shared_dir=command.shared_dir,
@@ -61,20 +109,20 @@ def _run(command: DoctorCommand, environ: Mapping[str, str]) -> int:
     if job.index:
         done = follow(job, wanted, environ=environ)
         if isinstance(done, int):
-            _say(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
+            _note(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
             return done
         return _show(done, command)
-    verdict, meeting = lead(job, wanted, environ=environ)
-    meeting.end(report.exit_code(verdict.findings))
-    return _show(verdict, command)
+    result, barrier = lead(job, wanted, environ=environ)
+    barrier.end(report.exit_code(result.findings))
+    return _show(result, command)
 
 
-def _show(verdict: PreflightResult, command: DoctorCommand) -> int:
-    print(report.as_json(verdict) if command.json else report.as_text(verdict), flush=True)
-    return report.exit_code(verdict.findings)
+def _show(result: PreflightResult, command: argparse.Namespace) -> int:
+    print(report.as_json(result) if command.json else report.as_text(result), flush=True)
+    return report.exit_code(result.findings)
 
 
-def _say(text: str) -> None:
+def _note(text: str) -> None:
     print(f"tfdist.doctor: {text}", file=sys.stderr, flush=True)
 
 

@@ -11,10 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_OK, UsageError, near
+from tfdist.errors import EXIT_OK, UsageError, near, require, require_int
 from tfdist.ops.lint.files import KINDS, LintSource, lint
-from tfdist.ops.lint.findings import Finding
-from tfdist.ops.lint.rules import RULES
+from tfdist.ops.lint.rules import RULES, Finding
 from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
 
 _EXIT_SIGPIPE = 141
@@ -40,11 +39,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments: argparse.Namespace = _parser().parse_args(words[:cut])
     arguments.command = words[cut + 1 :]
     if not (arguments.files or arguments.command or arguments.environ or arguments.list):
-        expected = "files, -, --environ or -- COMMAND"
-        raise _refused("command line", "no file", expected, "see --help")
-    if arguments.replicas is not None and arguments.replicas < 1:
-        received, expected = str(arguments.replicas), "a number from 1 on"
-        raise _refused("--replicas", received, expected, "write --replicas 8")
+        raise UsageError(
+            "command line",
+            received="no file",
+            expected="files, -, --environ or -- COMMAND",
+            fix="see --help",
+            code="no-value",
+        )
+    if arguments.replicas is not None:
+        require_int("--replicas", arguments.replicas, least=1, fix="write --replicas 8")
     return arguments
 
 
@@ -96,8 +99,8 @@ def _as_text(findings: Sequence[Finding], checked: int) -> str:
         for finding, severity in zip(findings, severities, strict=True)
     ]
     wrong = severities.count(Severity.ERROR)
-    said = f"{count(wrong, 'error')}, {count(len(lines) - wrong, 'warning')}"
-    return "\n".join([*lines, f"{count(checked, 'file')}: {said if lines else 'no findings'}"])
+    counts = f"{count(wrong, 'error')}, {count(len(lines) - wrong, 'warning')}"
+    return "\n".join([*lines, f"{count(checked, 'file')}: {counts if lines else 'no findings'}"])
 
 
 def _as_json(findings: Sequence[Finding]) -> str:
@@ -122,16 +125,22 @@ def _bytes(name: str) -> bytes:
         why = error.strerror if isinstance(error, OSError) else str(error)
         folder = Path(name).parent
         beside = [str(other) for other in folder.glob("*")] if folder.is_dir() else []
-        received = f"{name!r}: {why}{near(name, beside)}"
-        raise _refused("command line", received, "a file", "check the path") from None
-    if len(data) > _MAX_BYTES:
-        expected = f"at most {_MAX_BYTES >> 20} MiB"
-        raise _refused("command line", f"{name!r}, which is larger", expected, "name another file")
+        raise UsageError(
+            "command line",
+            received=f"{name!r}: {why}{near(name, beside)}",
+            expected="a file",
+            fix="check the path",
+            code="missing-file",
+        ) from None
+    require(
+        len(data) <= _MAX_BYTES,
+        "command line",
+        received=f"{name!r}, which is larger",
+        expected=f"at most {_MAX_BYTES >> 20} MiB",
+        fix="name another file",
+        code="too-large",
+    )
     return data
-
-
-def _refused(where: str, received: str, expected: str, fix: str) -> UsageError:
-    return UsageError(where, received=received, expected=expected, fix=fix)
 
 
 if __name__ == "__main__":

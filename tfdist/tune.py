@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError
-from tfdist.tuning.hosts import placed
+from tfdist.tuning import sweep
+from tfdist.tuning.address import placed
+from tfdist.tuning.config_sweep import ConfigSweep, program_of
 from tfdist.tuning.options import Show, SweepOptions, parse
+from tfdist.tuning.screen import show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,8 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         if isinstance(options, Show):
-            from tfdist.tuning.screen import show
-
             show(options.sweep_dir)
             return EXIT_OK
         return _sweep(options)
@@ -38,26 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sweep(options: SweepOptions) -> int:
     options, environ = placed(options, os.environ)
-    if options.join is not None:
-        return _join(options, environ)
+    if options.join is not None:  # a runner, which needs no KerasTuner
+        return sweep.join(options, program_of(options), environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config
     # KerasTuner loads TensorFlow, of which the chief uses nothing: it is to take no GPU's memory
     # from the trials, and to say nothing.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-    from tfdist.launch.machine import this_machine
-    from tfdist.tuning.sweep import run
-
-    return run(options, config, machine=this_machine(environ), environ=environ)
-
-
-def _join(options: SweepOptions, environ: Mapping[str, str]) -> int:
-    """Is a runner of a sweep, which needs no KerasTuner."""
-    from tfdist.launch.machine import this_machine
-    from tfdist.tuning.sweep import join
-
-    return join(options, machine=this_machine(environ), environ=environ)
+    exit_code, _ = sweep.run(ConfigSweep(options, config, environ))
+    return exit_code
 
 
 if __name__ == "__main__":

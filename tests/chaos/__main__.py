@@ -23,7 +23,7 @@ from tests.chaos.campaign import Campaign
 from tests.chaos.plan import BY_RUNNER, Plan, PlanError, by_case, read
 from tests.chaos.run import launcher_restarts
 from tests.chaos.summary import table
-from tfdist.launch.process import die_with
+from tfdist.launch.guardian import die_with
 
 PLANS = Path(__file__).with_name("plans")
 

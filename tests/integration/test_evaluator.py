@@ -16,8 +16,8 @@ from tfdist.checkpoint import CheckpointStore
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import job_of
-from tfdist.training import attempt, fitting
 from tfdist.training import evaluator as evaluators
+from tfdist.training import fitting, loop
 
 X = np.linspace(-1, 1, 40, dtype="float32")[:, None]
 Y = 3 * X + 1
@@ -204,8 +204,8 @@ def test_a_resumed_run_that_is_asked_to_stop_keeps_its_weights(
         if by == "its file":
             Evaluations(folder).ask_to_stop({})
         else:  # whose hook has found the file, as this one's has not
-            patched.setattr(attempt, "sum_over_tasks", lambda job, values, of: values + 1)
-            patched.setattr(attempt, "signal_of", lambda slots: None)
+            patched.setattr(loop, "sum_over_tasks", lambda job, values, of: values + 1)
+            patched.setattr(loop, "signal_of", lambda slots: None)
         made, looking, epochs = train_as_chief(folder)
     assert epochs == 1
     assert looking.has_stopped is (by == "its file")

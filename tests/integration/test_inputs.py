@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.data import ArraySource, InputFunctionSource, PythonSource, StreamSource
 from tfdist.strategy import job_of
 from tfdist.training import inputs

@@ -13,8 +13,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
-from tfdist.cluster import phases
-from tfdist.training.engines.synchronous import SynchronousEngine
+from tfdist import phases
+from tfdist.training.engines import SynchronousEngine
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(42, 4).astype("float32")
@@ -373,7 +373,7 @@ def assert_long(ranges, steps):
     """The first ranges are of one step, to learn how long it takes; those after are longer."""
     assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
     assert ranges[-1][1] == steps
-    assert max(last - first for first, last in ranges) > 2
+    assert max(last - first for first, last in ranges) > 1
 
 
 def test_tensorboard_per_epoch_leaves_ranges_long(strategies, tmp_path, ranges):

@@ -519,21 +519,6 @@ def test_stock_keeps_either_all_variables_to_a_step_or_none():
     assert float(metric.value) == 1.0
 
 
-def test_stock_conditions_keep_what_their_branches_make():
-    made = []
-
-    def branch():
-        made.append(tf.ones([]))
-        return made[0]
-
-    def step():
-        tf.cond(tf.timestamp() > 0, branch, lambda: 0.0)
-        return made[0] + 1.0
-
-    with pytest.raises((TypeError, ValueError), match="out of scope"):
-        tf.function(step, autograph=False)()
-
-
 def test_stock_writes_of_a_replica_cannot_stand_inside_a_condition(strategies):
     with strategies[2].scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
@@ -619,7 +604,6 @@ FAULT_SHOWN_BY = {
     "Variable._direct_assign": test_stock_statistics_drift_apart,
     "Variable.assign_add": test_stock_adds_in_three_operations,
     "Variable.assign_sub": test_stock_adds_in_three_operations,
-    "tensorflow.python.ops.cond_v2.cond_v2": test_stock_conditions_keep_what_their_branches_make,
     "StrategyExtendedV1._use_merge_call": test_stock_updates_go_through_merge_call,
     "MirroredExtended._use_merge_call": test_stock_accumulation_fails_under_a_strategy,
     "CollectiveAllReduceExtended._use_merge_call": test_stock_accumulation_fails_under_a_strategy,

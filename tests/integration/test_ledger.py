@@ -183,8 +183,9 @@ def test_it_says_with_how_many_threads_sums_were_rounded(strategies, tmp_path, m
 def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
     from tfdist.audit.recorder import recorded
     from tfdist.strategy.job import Job
+    from tfdist.training.engines import engine_for
     from tfdist.training.inputs import Length, prepare
-    from tfdist.training.session import Session
+    from tfdist.training.program import program_of
 
     job = Job(strategy=strategies[3], kind="mirrored")
     model = make(strategies[3])
@@ -194,11 +195,10 @@ def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
         from tfdist.training import building
 
         building.build(model, job, data.batch_spec, first_batch=data.first_batch)
-        session = Session(model, job)
-        program = session.program("train_step", data.feed, seed=1)
+        program = program_of(model, job, "train_step", data.feed, seed=1)
         if with_ledger:
             program = recorded(program, data, job, mode="full", sink=lambda record: None)
-        function = session.engine._compile_range(program)
+        function = engine_for(job)._compile_block(program)
         bounds = [tf.constant(0, tf.int64), tf.constant(2, tf.int64)]
         graph = function.get_concrete_function(*bounds).graph.as_graph_def()
         nodes = [n.op for f in graph.library.function for n in f.node_def]

@@ -1,4 +1,8 @@
-"""The loop between ranges: what is under way when somebody looks, and what is told then."""
+"""The loop between blocks: what is under way when somebody looks, and what is told then.
+
+`fit` runs on an engine of the test, which computes nothing: the loop asks no more of one than the
+methods of `Engine`.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,20 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.checkpoint.preemption import SIGNALS, StopRequested
-from tfdist.training import loop as loop_module
-from tfdist.training.engines.synchronous import SynchronousEngine
-from tfdist.training.loop import Loop
-from tfdist.training.session import Session as RealSession
+from tfdist.checkpoint.preemption import SIGNALS, StopRequests
+from tfdist.training import blocks, fitting
+from tfdist.training.engines import SynchronousEngine
 
 
 class Engine:
-    """Leaves the last step of a range under way wherever it may; tells how many steps are done."""
+    """Leaves the last step of a block under way wherever it may; tells how many steps are done."""
 
     def __init__(self):
-        self.ranges = []
+        self.blocks = []
         self.steps_under_way = 0
 
     def run(self, program, first, last, *, goes_on=False):
-        self.ranges.append((first, last, goes_on))
+        self.blocks.append((first, last, goes_on))
         self.steps_under_way = self.left(first, last) if goes_on else 0
         return {"done": last - self.steps_under_way}
 
@@ -35,106 +37,130 @@ class Engine:
 
     def finish(self, program):
         self.steps_under_way = 0
-        return {"done": self.ranges[-1][1]}
+        return {"done": self.blocks[-1][1]}
+
+    def close(self): ...
+
+    def reset_metrics(self): ...
+
+    def publish_metrics(self, program): ...
+
+    def publish_state(self, program): ...
+
+    def take_state(self, program): ...
 
 
-class Session(types.SimpleNamespace):
-    job = types.SimpleNamespace(is_chief=True)
-    learning_rate = float("nan")
+class Looking(keras.callbacks.Callback):
+    """Looks at each sixteenth step of the first epoch, and notes what the others are told."""
 
-    def has_run(self, program):
-        return True
+    once_a_range = True
 
-    def run(self, *args, **kwargs):
-        return self.engine.run(*args, **kwargs)
+    def __init__(self, engine, *, act=lambda self: None):
+        super().__init__()
+        self.engine, self.act, self.told = engine, act, []
 
-    def finish(self, program):
-        return self.engine.finish(program)
+    def next_step(self, step):
+        return (step // 16 + 1) * 16 if step < 40 else None
 
-    def metrics(self, program, logs):
-        return logs
+    def on_train_batch_end(self, batch, logs=None):
+        self.told.append((batch + 1, logs))
+        self.act(self)
+
+
+class Failing(keras.callbacks.Callback):
+    """Raises once so many steps of the run are done, at the end of a block."""
+
+    once_a_range = True
+
+    def __init__(self, *, at):
+        super().__init__()
+        self.at = at
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.first = 40 * epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.first + batch + 1 >= self.at:
+            raise LookupError("mine")
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """A loop over 40 steps of 0.3 s, of which somebody looks at each sixteenth."""
-    monkeypatch.setattr(loop_module, "sum_over_tasks", lambda job, told, of: told)
-    seconds = iter(np.arange(0, 1e6, 0.3))
+def engine(monkeypatch):
+    """An engine whose calls take 0.3 s each."""
+    engine, seconds = Engine(), iter(np.arange(0, 1e6, 0.3))
     clock = types.SimpleNamespace(perf_counter=lambda: float(next(seconds)))
-    monkeypatch.setattr(loop_module, "time", clock)
-    session = Session(engine=Engine(), model=types.SimpleNamespace(stop_training=False))
-    nothing = types.SimpleNamespace(
-        callbacks=[],
-        on_train_batch_begin=lambda batch: None,
-        on_train_batch_end=lambda batch, logs: None,
-    )
-    asked = [0.0] * len(SIGNALS)
-    loop = Loop(
-        session,
-        object(),
-        types.SimpleNamespace(steps=lambda epoch: range(40 * epoch, 40 * epoch + 40)),
-        callbacks=nothing,
-        backups=[],
-        requests=types.SimpleNamespace(slots=lambda: asked),
-        save=lambda backup, step: None,
-        every=[16],
-        with_logs=True,
-    )
-    return loop, session, asked
+    monkeypatch.setattr(blocks, "time", clock)
+    monkeypatch.setattr(fitting, "engine_for", lambda job: engine)
+    return engine
 
 
-def test_a_range_goes_on_only_where_nobody_looks_at_its_end(made):
-    loop, session, _ = made
-    loop.run_epoch(0)
-    found = {last: goes_on for _, last, goes_on in session.engine.ranges}
+def made():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def fit(*callbacks, model=None, epochs=1):
+    """Trains for 40 steps an epoch, with somebody who looks at the logs of a block."""
+    x = np.zeros((40, 2), "float32")
+    callbacks = [*callbacks, keras.callbacks.TerminateOnNaN()]
+    options = {"batch_size": 1, "epochs": epochs, "verbose": 0, "callbacks": callbacks}
+    return tfdist.fit(model or made(), x, x[:, :1], **options).history
+
+
+def test_a_block_goes_on_only_where_nobody_looks_at_its_end(engine):
+    fit(Looking(engine))
+    found = {last: goes_on for _, last, goes_on in engine.blocks}
     assert any(found.values())
     assert not any(found[step] for step in (16, 32, 40))
 
 
 @pytest.mark.parametrize("how", ["signal", "callback"])
-def test_nothing_is_under_way_when_a_training_is_stopped(made, how):
-    loop, session, asked = made
+def test_nothing_is_under_way_when_a_training_is_stopped(engine, monkeypatch, how):
+    asked = [0.0] * len(SIGNALS)
+    monkeypatch.setattr(StopRequests, "slots", lambda requests: asked)
 
-    def stop(batch, logs):
-        if session.engine.steps_under_way and how == "signal":
+    def stop(callback):
+        if engine.steps_under_way and how == "signal":
             asked[SIGNALS.index(signal.SIGTERM)] = 1.0
-        elif session.engine.steps_under_way:
-            session.model.stop_training = True
+        elif engine.steps_under_way:
+            callback.model.stop_training = True
 
-    loop._callbacks.on_train_batch_end = stop
     if how == "signal":
-        with pytest.raises(StopRequested):
-            loop.run_epoch(0)
+        with pytest.raises(tfdist.Stopped):
+            fit(Looking(engine, act=stop))
     else:
-        loop.run_epoch(0)
-    assert session.engine.ranges[-1][2]  # one was left under way
-    assert 0 < loop.step < 40
-    assert session.engine.steps_under_way == 0
-    assert loop.step_logs == {"done": loop.step}  # and not of what was done before it
+        (done,) = fit(Looking(engine, act=stop))["done"]
+        assert done == engine.blocks[-1][1]  # and not of what was done before it
+    assert engine.blocks[-1][2]  # one was left under way
+    assert 0 < engine.blocks[-1][1] < 40
+    assert engine.steps_under_way == 0
 
 
-def test_logs_are_empty_while_no_step_of_the_epoch_is_done(made):
+def test_logs_are_empty_while_no_step_of_the_epoch_is_done(engine):
     """They would be those of the epoch before, and its metrics are 0 by now."""
-    loop, session, _ = made
-    loop.run_epoch(0)
-    loop._every, told = [], []
-    loop._callbacks.on_train_batch_end = lambda batch, logs: told.append((batch + 1, logs))
-    session.engine.left = lambda first, last: last - 40  # a piece of the first steps takes long
-    loop.run_epoch(1)
+    looking = Looking(engine)
+    engine.left = lambda first, last: last - 40 if first >= 40 else 1  # its first steps take long
+    fit(looking, epochs=2)
+    first_epoch = [batch for batch, _ in looking.told].index(40) + 1
+    told = looking.told[first_epoch:]
     assert len(told) > 1
     assert all(logs == {} for _, logs in told[:-1])
     assert told[-1] == (40, {"done": 80})
 
 
-def test_a_wrong_label_in_a_step_that_was_under_way_is_told_in_one_line():
+def test_a_wrong_label_in_a_step_that_was_under_way_is_told_in_one_line(engine):
     def finish(program):
         said = "Received a label value of 7 which is outside the valid range of [0, 3).  Label"
         raise tf.errors.InvalidArgumentError(None, None, said)
 
-    session = object.__new__(RealSession)
-    session.engine = types.SimpleNamespace(finish=finish)
-    with pytest.raises(tfdist.UsageError, match="labels: received a label of 7"):
-        session.finish(None)
+    def stop(callback):
+        callback.model.stop_training = engine.steps_under_way > 0
+
+    engine.finish = finish
+    with pytest.raises(tfdist.UsageError, match="labels: received a label of 7") as caught:
+        fit(Looking(engine, act=stop))
+    assert caught.value.code == "label-range"
 
 
 def test_what_is_under_way_is_let_go_when_a_callback_raises(monkeypatch):
@@ -144,10 +170,31 @@ def test_what_is_under_way_is_let_go_when_a_callback_raises(monkeypatch):
     def fail(epoch, logs):
         raise LookupError("mine")
 
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    x = np.zeros((8, 2), "float32")
-    callback = keras.callbacks.LambdaCallback(on_epoch_end=fail)
     with pytest.raises(LookupError, match="mine"):
-        tfdist.fit(model, x, x[:, :1], verbose=0, callbacks=[callback])
+        fit(keras.callbacks.LambdaCallback(on_epoch_end=fail))
     assert release
+
+
+def test_state_that_an_engine_keeps_itself_is_saved_and_restored(engine, tmp_path):
+    """As one would whose optimizer is in shards: the bias counts the steps, and is kept apart."""
+    model, kept = made(), [0.0]
+    run = engine.run
+
+    def counting(program, first, last, *, goes_on=False):
+        kept[0] += last - first
+        return run(program, first, last, goes_on=goes_on)
+
+    engine.run = counting
+    engine.publish_state = lambda program: model.layers[0].bias.assign(kept)
+    engine.take_state = lambda program: kept.__setitem__(0, float(model.layers[0].bias[0]))
+    epochs = []
+    seen = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: epochs.append(float(model.layers[0].bias[0]))
+    )
+    with pytest.raises(LookupError):
+        fit(
+            tfdist.BackupAndRestore(tmp_path, every_steps=30), Failing(at=60), model=model, epochs=2
+        )
+    kept[0] = 0.0
+    fit(tfdist.BackupAndRestore(tmp_path, every_steps=30), seen, model=model, epochs=2)
+    assert epochs == [80.0]

@@ -13,9 +13,7 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
 from tfdist.errors import UsageError
 from tfdist.ps import members as members_module
-from tfdist.ps import serve
-from tfdist.ps.members import Members
-from tfdist.ps.serve import VersionHandshake, send_version
+from tfdist.ps.members import Members, VersionHandshake, send_versions
 from tfdist.strategy import rendezvous
 
 DEADLINE_S = 20.0
@@ -92,7 +90,7 @@ def test_a_worker_that_is_being_killed_is_not_connected_to(
 class Start:
     """A chief that waits for a ps and two workers, which listen from the beginning."""
 
-    version = "2.21.0"
+    versions = "TensorFlow 2.21.0, tfdist 0.1"
 
     def __init__(self, ports):
         chief, ps, *workers = ports
@@ -105,7 +103,7 @@ class Start:
 
     def wait(self):
         config = self.config(Task("chief", 0))
-        clients = VersionHandshake(config, version=self.version)
+        clients = VersionHandshake(config, versions=self.versions)
         with (
             contextlib.ExitStack() as listening,
             rendezvous.answering(config) as listener,
@@ -125,24 +123,40 @@ def start():
         yield Start([stack.enter_context(port) for port in hold_ports(4)])
 
 
-@pytest.mark.parametrize("teller", [Task("worker", 1), Task("ps", 0)])
-def test_a_task_of_another_version_of_tensorflow_is_refused_by_its_name(start, teller, monkeypatch):
-    monkeypatch.setattr(serve, "_SHY_S", DEADLINE_S)
+@pytest.mark.parametrize(
+    ("teller", "versions", "line"),
+    [
+        (
+            Task("worker", 1),
+            "TensorFlow 2.20.1, tfdist 0.1",
+            "received TensorFlow 2.20.1; expected 2.21.0, as chief-0 has. Fix: install",
+        ),
+        (
+            Task("ps", 0),
+            "TensorFlow 2.21.0, tfdist 0.2",
+            "received tfdist 0.2; expected 0.1, as chief-0 has. Fix: install",
+        ),
+    ],
+)
+def test_a_task_of_another_version_is_refused_by_its_name(
+    start, teller, versions, line, monkeypatch
+):
+    monkeypatch.setattr(members_module, "_SHY_S", DEADLINE_S)
     for task in start.others():
-        send_version(start.config(task), version="2.20.1" if task == teller else "2.21.0")
-    with pytest.raises(UsageError, match=r"expected 2[.]21[.]0, as chief-0 has") as told:
+        own = versions if task == teller else start.versions
+        send_versions(start.config(task), versions=own)
+    with pytest.raises(UsageError) as caught:
         start.wait()
-    assert f"{teller} ({start.cluster.address(teller)}): received TensorFlow 2.20.1" in str(
-        told.value
-    )
+    assert str(caught.value).startswith(f"{teller} ({start.cluster.address(teller)}): {line}")
+    assert caught.value.code == "version"
 
 
 def test_tasks_alike_begin_and_those_that_never_say_what_they_are_do(start, monkeypatch):
-    monkeypatch.setattr(serve, "_SHY_S", 0.3)
+    monkeypatch.setattr(members_module, "_SHY_S", 0.3)
     assert start.wait() == {0, 1}
-    monkeypatch.setattr(serve, "_SHY_S", DEADLINE_S)
+    monkeypatch.setattr(members_module, "_SHY_S", DEADLINE_S)
     for task in start.others():
-        send_version(start.config(task), version="2.21.0")
+        send_versions(start.config(task), versions=start.versions)
     assert start.wait() == {0, 1}
 
 
@@ -151,6 +165,8 @@ def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_
         server = tf.distribute.Server(
             {"chief": [port.address]}, job_name="chief", task_index=0, start=True
         )
-    assert serve._is_told(port.address, b"tfdist: worker-0 has TensorFlow 2.20.1\n")
+    cluster = ClusterSpec(chief=(port.address,), ps=("127.0.0.1:1",), worker=("127.0.0.1:2",))
+    config = TaskConfig(cluster=cluster, task=Task("worker", 0))
+    assert send_versions(config, versions=Start.versions).wait(DEADLINE_S)
     with tf.Graph().as_default(), tf.compat.v1.Session(server.target) as session:
         assert session.run(tf.constant(7)) == 7

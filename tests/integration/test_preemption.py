@@ -21,8 +21,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist import phases
 from tfdist.checkpoint import CheckpointStore, preemption
-from tfdist.cluster import phases
 from tfdist.errors import Stopped
 
 DEADLINE_S = 150

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from types import SimpleNamespace
@@ -17,9 +18,8 @@ from tfdist.errors import PeerLost
 from tfdist.ps import engine as engine_module
 from tfdist.ps.engine import ParameterServerEngine
 from tfdist.ps.workers import WorkerPool
-from tfdist.training import building
-from tfdist.training.engines import base
-from tfdist.training.engines.base import naming_a_lost_server
+from tfdist.training import building, engines
+from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.program import StepProgram
 
 
@@ -83,17 +83,16 @@ def program(engine, do):
 
 
 def test_after_an_error_no_worker_changes_the_model_any_more(engine, pool, monkeypatch):
-    others, dropped = threading.Barrier(3), threading.Event()
-    drop = pool.drop
-    monkeypatch.setattr(pool, "drop", lambda: (drop(), dropped.set()))
+    others, waited_for = threading.Barrier(3), threading.Event()
+    wait = concurrent.futures.wait
+    monkeypatch.setattr(concurrent.futures, "wait", lambda fs: (waited_for.set(), wait(fs))[1])
 
     def do(step):
         if step < 3:
             others.wait(DEADLINE_S)
         if step == 0:
             raise LookupError("mine")
-        assert dropped.wait(DEADLINE_S)
-        time.sleep(0.3)  # what has begun goes on for a while
+        assert waited_for.wait(DEADLINE_S)  # what has begun goes on until the engine waits for it
 
     made, work = program(engine, do)
     engine._clock = Clock(work)
@@ -174,7 +173,7 @@ def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, gone, raised, m
     members = SimpleNamespace(missing=lambda: gone)
     monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
-    monkeypatch.setattr(base, "current_job", lambda: job)
+    monkeypatch.setattr(engines, "current_job", lambda: job)
     with pytest.raises(raised) as told, naming_a_lost_server():
         raise error
     assert raised is not PeerLost or str(told.value) == "ps-1 does not answer any more"
@@ -188,7 +187,7 @@ def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch):
     members = SimpleNamespace(missing=lambda: ["ps-1"])
     monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
-    monkeypatch.setattr(base, "current_job", lambda: job)
+    monkeypatch.setattr(engines, "current_job", lambda: job)
     monkeypatch.setattr(building, "job_for", lost)
     monkeypatch.setattr(building, "require_compiled_functions", lost)
     loop = object.__new__(tfdist.StepLoop)

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.ps import costs
-from tfdist.ps.messages import Places, TrafficLink, traffic
-from tfdist.ps.profile import PsProfile
+from tfdist.ps.messages import Places
+from tfdist.ps.profile import PsProfile, TrafficLink, traffic
 
 PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
 

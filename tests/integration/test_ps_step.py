@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfdist.data import ArraySource
 from tfdist.ps import messages
-from tfdist.ps.messages import Places, TrafficLink, read_together, sent_together, traffic
+from tfdist.ps.messages import Places, read_together, sent_together
+from tfdist.ps.profile import TrafficLink, traffic
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Layout, Order
 from tfdist.training.keras_compat import variables

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,22 @@ import keras_tuner
 import pytest
 
 from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
+from tests.unit import sweep_world
+from tests.unit.sweep_world import Crash, Disk, refused
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
-from tfdist.launch.machine import Machine
 from tfdist.tuning import sweep
-from tfdist.tuning.chief import Chief, SweepPlan
+from tfdist.tuning.chief import Chief
+from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.directory import chief_lock
-from tfdist.tuning.journal import Journal, Slot, SweepState, Trial, fold, read
+from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, make_oracle
 from tfdist.tuning.space import SearchSpace
-from tfdist.tuning.sweep_run import launch_flags
-from tfdist.tuning.trial_job import Completed, Failed, Outcome, TrialJob
+from tfdist.tuning.sweep import launch_flags
+from tfdist.tuning.trial_job import Completed, Failed, TrialJob
 
 CHECKPOINTS = 9
-MACHINE = Machine(cpus=2, gpus=(), has_gpu_driver=False)
 SPACE = """
 def space(hp, config):
     config.optimizer = hp.Choice("optimizer", ["adam", "sgd"])
@@ -55,27 +56,6 @@ TUNERS = {
 }
 
 
-class Crash(BaseException):
-    """The chief is killed."""
-
-
-class CrashingJournal(Journal):
-    """Dies within the write with number `at`."""
-
-    def __init__(self, path: Path, *, at: int | None = None) -> None:
-        super().__init__(path, time_of_day=lambda: 1.0)
-        self.left = at
-
-    def add(self, event: str, **fields: Any) -> dict[str, Any]:
-        if self.left == 0:
-            super().add(event, **fields)
-            os.truncate(self.path, self.path.stat().st_size - 3)
-            raise Crash
-        if self.left is not None:
-            self.left -= 1
-        return super().add(event, **fields)
-
-
 def value_of(flags: Sequence[str], name: str, default: float) -> float:
     for flag in flags:
         if flag.startswith(f"--config.{name}="):
@@ -83,61 +63,21 @@ def value_of(flags: Sequence[str], name: str, default: float) -> float:
     return default
 
 
-class Trials:
-    """Trials that are done when they are started; every fifth fails. A score is of the flags."""
-
-    def __init__(self) -> None:
-        self.reached: dict[str, int] = {}
-        self.places = 1
-
-    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
-        places = [Slot(number=number) for number in range(self.places)]
-        return [place for place in places if place not in taken]
-
-    def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        until = job.goal.until or CHECKPOINTS
-        if self.reached.get(job.run_dir.name, 0) < until:
-            return None
-        rate = value_of(job.flags, "learning_rate", 1e-3)
-        top = 1 / (1 + abs(rate - 0.01) + value_of(job.flags, "momentum", 0.3) / 10)
-        history = tuple(
-            {"virtual_epoch": i, "val_accuracy": top * i / CHECKPOINTS, "loss": 1 - top}
-            for i in range(1, until + 1)
-        )
-        return Completed(history=history, score=top * until / CHECKPOINTS, best_virtual_epoch=until)
-
-    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
-        return []
-
-    def start(self, job: TrialJob) -> Any:
-        self.reached[job.run_dir.name] = job.goal.until or CHECKPOINTS
-        outcome: Outcome | None = self.outcome(job)
-        if int(job.run_dir.name) % 5 == 4:
-            self.reached.pop(job.run_dir.name)
-            outcome = Failed(reason="ValueError: no")
-
-        class Done:
-            def poll(self) -> Outcome | None:
-                return outcome
-
-            def stop(self) -> None:
-                pass
-
-            def taken(self) -> None:
-                pass
-
-        return Done()
-
-    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        pass
+def by_flags(job: TrialJob) -> Completed:
+    until = job.goal.until or CHECKPOINTS
+    rate = value_of(job.flags, "learning_rate", 1e-3)
+    top = 1 / (1 + abs(rate - 0.01) + value_of(job.flags, "momentum", 0.3) / 10)
+    history = tuple(
+        {"virtual_epoch": i, "val_accuracy": top * i / CHECKPOINTS, "loss": 1 - top}
+        for i in range(1, until + 1)
+    )
+    return Completed(history=history, score=top * until / CHECKPOINTS, best_virtual_epoch=until)
 
 
-class Nobody:
-    def changed(self, state: SweepState, trial: Trial) -> None:
-        pass
-
-    def tick(self, state: SweepState) -> None:
-        pass
+def new_disk(length: int = CHECKPOINTS) -> Disk:
+    """Every fifth trial fails."""
+    failed = Failed(reason="ValueError: no")
+    return Disk(length, by_flags, fate_of=lambda name: failed if int(name) % 5 == 4 else None)
 
 
 @pytest.fixture
@@ -155,21 +95,15 @@ def space_of(tmp_path: Path, source: str) -> SearchSpace:
     return SearchSpace(str(path), base())
 
 
-def make_chief(
+def search_of(
     tuner: str,
     space: SearchSpace,
     sweep_dir: Path,
-    trials: Trials,
+    lines: Sequence[Mapping[str, Any]],
     *,
-    at: int | None = None,
-    parallel: int = 1,
     max_trials: int | None = None,
-) -> Chief:
-    sweep_dir.mkdir(exist_ok=True)
-    journal = CrashingJournal(sweep_dir / "journal.jsonl")
-    if not journal.lines:
-        journal.add("begun", objective="val_accuracy", direction="max", seed=3)
-    journal.left = at
+) -> Search:
+    """A new oracle, where the one before was."""
     oracle = make_oracle(
         tuner,
         hyperparameters=space.hyperparameters,
@@ -181,18 +115,29 @@ def make_chief(
         factor=3,
     )
     search = Search(oracle, sweep_dir=sweep_dir)
-    search.replay(journal.lines)
+    search.replay(lines)
     search.publish()
-    trials.places = parallel
-    plan = SweepPlan(
-        sweep_dir=sweep_dir,
-        objective="val_accuracy",
-        direction="max",
-        max_epochs=CHECKPOINTS,
-        max_failed_trials=None,
+    return search
+
+
+def make_chief(
+    tuner: str,
+    space: SearchSpace,
+    sweep_dir: Path,
+    disk: Disk,
+    *,
+    max_trials: int | None = None,
+    **how: Any,
+) -> Chief:
+    sweep_dir.mkdir(exist_ok=True)
+    return sweep_world.make_chief(
+        sweep_dir,
+        disk,
+        search_of=partial(search_of, tuner, space, sweep_dir, max_trials=max_trials),
+        how="within",
         flags_of=lambda trial: space.flags(trial.values),
+        **how,
     )
-    return Chief(plan, search=search, journal=journal, runner=trials, observer=Nobody())
 
 
 def result(sweep_dir: Path) -> list[tuple[Any, ...]]:
@@ -217,8 +162,8 @@ def test_a_chief_killed_at_every_seventh_write_finds_the_same_trials(
     tuner: str, tmp_path: Path
 ) -> None:
     space = space_for(tuner, tmp_path)
-    assert make_chief(tuner, space, tmp_path / "whole", Trials()).run() == 0
-    trials, crashes = Trials(), 0
+    assert make_chief(tuner, space, tmp_path / "whole", new_disk()).run() == 0
+    trials, crashes = new_disk(), 0
     while True:
         chief = make_chief(tuner, space, tmp_path / "torn", trials, at=7)
         try:
@@ -240,9 +185,9 @@ def test_several_at_once_find_the_same_set(tuner: str, space: SearchSpace, tmp_p
                 continue
             return {json.dumps(row[2], sort_keys=True) for row in result(tmp_path / name)}
 
-    trials = Trials()
+    trials = new_disk()
     one = values("one")
-    trials = Trials()
+    trials = new_disk()
     assert values("three", parallel=3, at=9) == one
     assert len(one) == 20
 
@@ -250,14 +195,13 @@ def test_several_at_once_find_the_same_set(tuner: str, space: SearchSpace, tmp_p
 def test_a_grid_is_searched_in_its_order_in_all_places_at_once(
     space: SearchSpace, tmp_path: Path
 ) -> None:
-    class Counted(Trials):
-        def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-            at_once.append(len(running))
-
     at_once: list[int] = []
-    make_chief("grid", space, tmp_path / "three", Counted(), parallel=3).run()
+    disk = new_disk(length=1)
+    chief = make_chief("grid", space, tmp_path / "three", disk, parallel=3)
+    disk.on_wait = lambda: at_once.append(len(disk.running))
+    chief.run()
     assert at_once == [3] * 6 + [2]
-    make_chief("grid", space, tmp_path / "one", Trials()).run()
+    make_chief("grid", space, tmp_path / "one", new_disk()).run()
     values = [row[2] for row in result(tmp_path / "three")]
     assert values == [row[2] for row in result(tmp_path / "one")]
 
@@ -266,7 +210,7 @@ def test_a_grid_is_searched_in_its_order_in_all_places_at_once(
 def test_keras_tuner_opens_what_was_written(
     tuner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chief = make_chief(tuner, space_for(tuner, tmp_path), tmp_path / "sweep", Trials())
+    chief = make_chief(tuner, space_for(tuner, tmp_path), tmp_path / "sweep", new_disk())
     chief.run()
     best = chief.state.ranked()[0]
     there = opened(tuner, tmp_path / "sweep")
@@ -281,7 +225,7 @@ def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(
     space: SearchSpace, tmp_path: Path
 ) -> None:
     """KerasTuner makes a MeanIoU to see which way is better, and does not know its classes."""
-    chief = make_chief("random", space, tmp_path, Trials())
+    chief = make_chief("random", space, tmp_path, new_disk())
     search = chief._search
     name = search.ask().trial
     assert name is not None
@@ -297,13 +241,13 @@ def test_results_that_cannot_be_written_are_one_line(space: SearchSpace, tmp_pat
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "keras_tuner").touch()
     with pytest.raises(TfdistError, match="sweep/keras_tuner: File exists"):
-        make_chief("random", space, tmp_path / "sweep", Trials()).run()
+        make_chief("random", space, tmp_path / "sweep", new_disk()).run()
 
 
 def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(
     space: SearchSpace, tmp_path: Path
 ) -> None:
-    make_chief("hyperband", space, tmp_path / "sweep", Trials()).run()
+    make_chief("hyperband", space, tmp_path / "sweep", new_disk()).run()
     trials = fold(read(tmp_path / "sweep" / "journal.jsonl")).trials
     continued = [t for t in trials.values() if "tuner/trial_id" in t.values]
     assert len(continued) >= 3  # a failed trial takes the place of one that would go on
@@ -315,13 +259,13 @@ def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(
 
 
 def test_more_trials_can_be_asked_for_later(space: SearchSpace, tmp_path: Path) -> None:
-    trials = Trials()
+    trials = new_disk()
     make_chief("random", space, tmp_path / "sweep", trials, max_trials=5).run()
     Journal(tmp_path / "sweep" / "journal.jsonl", time_of_day=lambda: 1.0).add(
         "extended", max_trials=12
     )
     make_chief("random", space, tmp_path / "sweep", trials, max_trials=5).run()
-    make_chief("random", space, tmp_path / "whole", Trials(), max_trials=12).run()
+    make_chief("random", space, tmp_path / "whole", new_disk(), max_trials=12).run()
     values = [row[2] for row in result(tmp_path / "sweep")]
     assert values == [row[2] for row in result(tmp_path / "whole")]
 
@@ -368,26 +312,28 @@ def test_a_space_can_be_named_after_the_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "line", "code"),
     [
-        ("x = 1\n", "no search space"),
-        ("def space(hp, config):\n    pass\n", "a search space without a hyperparameter"),
+        ("x = 1\n", "", "no-space"),
+        ("def get_search_space():\n    return {}\n", "", "no-space"),
+        ("def space(hp, config):\n    pass\n", "", "empty-space"),
         (
             'def space(hp, config):\n    config.dropout = hp.Choice("d", ["a"])\n',
-            "line 2: received config.dropout",
+            ", line 2",
+            "broken-space",
         ),
         (
             'def space(hp, config):\n    config.droput = hp.Float("d", 0.0, 0.5)\n',
-            "line 2: received config.droput",
+            ", line 2",
+            "broken-space",
         ),
-        ("def get_search_space():\n    return {}\n", "a dict from get_search_space()"),
     ],
 )
-def test_a_space_that_cannot_be_is_one_line(tmp_path: Path, source: str, said: str) -> None:
-    with pytest.raises(UsageError) as error:
-        space_of(tmp_path, source)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+def test_a_space_that_cannot_be_is_refused(
+    tmp_path: Path, source: str, line: str, code: str
+) -> None:
+    where = f"{tmp_path / 'config.py'}{line}"
+    assert refused(lambda: space_of(tmp_path, source)) == (where, code)
 
 
 def test_values_out_of_range_are_refused_before_anything_is_started(tmp_path: Path) -> None:
@@ -421,14 +367,14 @@ def finished(tmp_path: Path) -> SweepOptions:
     )
     options.sweep_dir.mkdir()
     journal = Journal(options.sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0)
-    description = sweep.describe(options, base(), SearchSpace(options.config, base()))
+    description = ConfigSweep(options, base(), {}).describe()
     journal.add("begun", **{**description, "seed": 1})
     journal.add("finished", reason="all trials have ended", is_complete=True)
     return options
 
 
 def run(options: SweepOptions, config: Any = None) -> int:
-    return sweep.run(options, config or base(), machine=MACHINE, environ={})
+    return sweep.run(ConfigSweep(options, config or base(), {}))[0]
 
 
 def test_a_finished_sweep_says_so_and_runs_nothing(
@@ -473,19 +419,18 @@ def test_overwrite_is_refused_while_a_sweep_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "fields", "said"),
+    ("changes", "fields", "where"),
     [
-        ({}, {"run_dir": "x"}, "config.run_dir: received 'x'"),
-        ({}, {"strategy": "ps"}, "--strategy: received single with config.strategy='ps'"),
-        ({}, {"validation_split": ""}, "received val_accuracy without a validation_split"),
-        ({"tuner": "hyperband"}, {"checkpoints": 2}, "config.checkpoints: received 2"),
+        ({}, {"run_dir": "x"}, "config.run_dir"),
+        ({}, {"strategy": "ps"}, "--strategy"),
+        ({}, {"validation_split": ""}, "--objective"),
+        ({"tuner": "hyperband"}, {"checkpoints": 2}, "config.checkpoints"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(
-    tmp_path: Path, changes: dict[str, Any], fields: dict[str, Any], said: str
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, changes: dict[str, Any], fields: dict[str, Any], where: str
 ) -> None:
     config = base()
     config.update(fields)
-    with pytest.raises(UsageError) as error:
-        run(dataclasses.replace(finished(tmp_path), **changes), config)
-    assert said in str(error.value)
+    options = dataclasses.replace(finished(tmp_path), **changes)
+    assert refused(lambda: run(options, config))[0] == where

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import subprocess
 import sys
 import types
 import weakref
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ from keras_tuner.src.engine.base_tuner import BaseTuner
 
 import tfdist.tuning
 from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
-from tests.integration.test_tune import Crash, CrashingJournal, Nobody, result
+from tests.integration.test_tune import result
+from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief, refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
 from tfdist.tuning import directory, from_python, inside, trial
 from tfdist.tuning import space as space_module
 from tfdist.tuning.chief import Chief
-from tfdist.tuning.from_python import SweepRequest, plan_of
-from tfdist.tuning.journal import Journal, Slot
-from tfdist.tuning.options import RunOptions
-from tfdist.tuning.own_tuner import imports_of, own_program, require_alone
+from tfdist.tuning.from_python import TunerSweep
+from tfdist.tuning.journal import Journal
+from tfdist.tuning.options import SearchOptions
+from tfdist.tuning.own_tuner import imports_of, own_program
 from tfdist.tuning.trial_job import (
     Assignment,
     Completed,
@@ -65,6 +67,10 @@ class OwnFit(keras_tuner.HyperModel):
 def make_tuner(tmp_path: Path, model: Any = build, **options: Any) -> Any:
     options = {"objective": "val_accuracy", "max_trials": 2, "seed": 3, **options}
     return keras_tuner.RandomSearch(model, directory=str(tmp_path), project_name="p", **options)
+
+
+def described_by(tuner: Any, sweep_dir: Path, **fitting: Any) -> dict[str, Any]:
+    return TunerSweep(tuner, SearchOptions(sweep_dir=sweep_dir), fitting).describe()
 
 
 @pytest.mark.parametrize("given", [build, OwnFit()], ids=["build", "own_fit"])
@@ -134,13 +140,13 @@ def test_a_search_in_every_task_of_a_job_is_refused(
     strategy: Any = types.SimpleNamespace()
     monkeypatch.setattr(job, "_made", [Job(strategy=strategy, kind="multiworker")])
     model = tfdist.tuning.HyperModel(build)
-    with pytest.raises(UsageError, match=r"strategy='multiworker'"):
-        model.fit(keras_tuner.HyperParameters(), None, X, Y)
+    hp = keras_tuner.HyperParameters()
+    assert refused(lambda: model.fit(hp, None, X, Y)) == ("tuner.search", "search-in-a-job")
 
 
 def test_an_interactive_session_is_refused_and_a_program_is_found() -> None:
-    with pytest.raises(UsageError, match="interactive session or a notebook"):
-        own_program(types.ModuleType("__main__"), [])
+    session = types.ModuleType("__main__")
+    assert refused(lambda: own_program(session, []))[1] == "no-program"
     script = types.ModuleType("__main__")
     script.__file__, script.__spec__ = "train.py", None
     program = own_program(script, ["--lr", "1"])
@@ -162,34 +168,6 @@ def f():
     assert imports_of(source) == ["keras", "keras_tuner.oracles", "sklearn.datasets"]
 
 
-def test_a_search_from_a_task_of_a_job_is_refused() -> None:
-    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
-    with pytest.raises(UsageError, match="in a multiworker job of several tasks"):
-        require_alone({"TF_CONFIG": cluster})
-    require_alone({})
-
-
-def test_an_argument_that_is_almost_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"paralel_trials \(did you mean 'parallel_trials'\?\)"):
-        tfdist.tuning.search(make_tuner(tmp_path), X, Y, epochs=1, paralel_trials=2)
-
-
-def test_a_tuner_that_has_searched_is_refused(tmp_path: Path) -> None:
-    tuner = make_tuner(tmp_path)
-    tuner.oracle.create_trial("t")
-    with pytest.raises(UsageError, match="has searched already, 1 trials"):
-        tfdist.tuning.search(tuner, X, Y)
-    with pytest.raises(UsageError, match=r"keras_tuner\.Tuner"):
-        tfdist.tuning.search(build, X, Y)
-
-
-def test_an_empty_space_is_refused(tmp_path: Path) -> None:
-    tuner = make_tuner(tmp_path, lambda hp: build(keras_tuner.HyperParameters()))
-    options = RunOptions(sweep_dir=tmp_path)
-    with pytest.raises(UsageError, match="without a hyperparameter"):
-        from_python._describe(tuner, options, {})
-
-
 def assigned(tmp_path: Path, *, trial: str = "0", **values: Any) -> Assignment:
     trials = tmp_path / "trials"
     one = Assignment(
@@ -204,18 +182,42 @@ def assigned(tmp_path: Path, *, trial: str = "0", **values: Any) -> Assignment:
     return one
 
 
-def test_an_objective_that_the_model_does_not_report_is_one_line(
-    tmp_path: Path, strategies: Any
-) -> None:
-    objective = keras_tuner.Objective("val_acuracy", "max")
-    tuner = make_tuner(tmp_path, objective=objective, distribution_strategy=strategies[1])
-    with pytest.raises(UsageError, match=r"did you mean 'val_accuracy'\?\); expected what the mod"):
-        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), {"validation_data": (X, Y)})
+@dataclasses.dataclass
+class Trials:
+    """Runs trials of a sweep in this process, as a task of their jobs does."""
+
+    path: Path
+    strategy: Any
+
+    def tuner(self, model: Any = build, **options: Any) -> Any:
+        return make_tuner(self.path, model, distribution_strategy=self.strategy, **options)
+
+    def run(
+        self,
+        tuner: Any,
+        values: Mapping[str, Any] = {"units": 2},
+        *,
+        trial: str = "0",
+        data: Any = (X, Y),
+        **fitting: Any,
+    ) -> Any:
+        """Returns the outcome."""
+        fitting = {"validation_data": (X, Y), "verbose": 0, **fitting} if data else fitting
+        inside.run_assigned(tuner, assigned(self.path, trial=trial, **values), data, fitting)
+        written, objective = self.directory(trial), tuner.oracle.objective
+        goal = Goal(objective=objective.name, direction=objective.direction)
+        return completed(goal, summary=written.read_summary(), metrics=written.read_metrics())
+
+    def directory(self, trial: str = "0") -> RunDirectory:
+        return RunDirectory(self.path / "trials" / trial)
 
 
-def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(
-    tmp_path: Path, strategies: Any
-) -> None:
+@pytest.fixture
+def trials(tmp_path: Path, strategies: Any) -> Trials:
+    return Trials(tmp_path, strategies[1])
+
+
+def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(trials: Trials) -> None:
     class Late(OwnFit):
         def build(self, hp: Any) -> keras.Model:
             return build(hp)
@@ -223,35 +225,23 @@ def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(
         def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             return model.fit(*args, batch_size=hp.Choice("batch", [16, 32]), **kwargs)
 
-    tuner = make_tuner(tmp_path, Late(), distribution_strategy=strategies[1])
-    with pytest.raises(UsageError, match="'batch', first asked for in this trial"):
-        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), {})
+    refusal = refused(lambda: trials.run(trials.tuner(Late())))
+    assert refusal == ("search space", "new-hyperparameter")
 
 
-def outcome_of(run_dir: Path, goal: Goal) -> Any:
-    directory = RunDirectory(run_dir)
-    return completed(goal, summary=directory.read_summary(), metrics=directory.read_metrics())
-
-
-def test_an_objective_that_is_not_reported_is_told_after_the_first_epoch(
-    tmp_path: Path, strategies: Any
-) -> None:
-    objective = keras_tuner.Objective("val_acuracy", "max")
-    tuner = make_tuner(tmp_path, objective=objective, distribution_strategy=strategies[1])
-    fitting = {"validation_data": (X, Y), "epochs": 3}
-    with pytest.raises(UsageError, match="did you mean 'val_accuracy'"):
-        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
-    assert len(RunDirectory(tmp_path / "trials" / "0").read_metrics()) == 1
+def test_an_objective_that_is_not_reported_is_told_after_the_first_epoch(trials: Trials) -> None:
+    tuner = trials.tuner(objective=keras_tuner.Objective("val_acuracy", "max"))
+    with pytest.raises(UsageError, match=r"did you mean 'val_accuracy'\?\); expected what the mod"):
+        trials.run(tuner, epochs=3)
+    assert len(trials.directory().read_metrics()) == 1
 
 
 def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(
-    tmp_path: Path, strategies: Any
+    trials: Trials,
 ) -> None:
     objective = keras_tuner.Objective("val_loss", "max")  # so that the first one is the best
-    tuner = make_tuner(tmp_path, objective=objective, distribution_strategy=strategies[1])
-    fitting = {"validation_data": (X, Y), "validation_freq": 2, "epochs": 5, "verbose": 0}
-    inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
-    outcome = outcome_of(tmp_path / "trials" / "0", Goal(objective="val_loss", direction="max"))
+    tuner = trials.tuner(objective=objective)
+    outcome = trials.run(tuner, validation_freq=2, epochs=5)
     assert isinstance(outcome, Completed)
     assert outcome.best_virtual_epoch == 2
     assert ["val_loss" in line for line in outcome.history] == [False, True, False, True, False]
@@ -259,25 +249,16 @@ def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(
     assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
 
 
-def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(
-    tmp_path: Path, strategies: Any
-) -> None:
-    tuner = make_tuner(tmp_path, distribution_strategy=strategies[1])
-    fitting = {"validation_data": (X, Y), "epochs": 3}
+def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials: Trials) -> None:
     with pytest.raises(TfdistError, match="the loss became nan in epoch 1"):
-        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X * np.nan, Y), fitting)
+        trials.run(trials.tuner(), data=(X * np.nan, Y), epochs=3)
 
 
-def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(
-    tmp_path: Path, strategies: Any
-) -> None:
-    model = tfdist.tuning.HyperModel(OwnFit())
-    tuner = make_tuner(tmp_path, model, distribution_strategy=strategies[1])
-    fitting = {"validation_data": (X, Y), "epochs": 2}
-    inside.run_assigned(tuner, assigned(tmp_path, units=2, batch=16), (X, Y), fitting)
-    lines = RunDirectory(tmp_path / "trials" / "0").read_metrics()
-    assert [line["step"] for line in lines] == [4, 8]
-    assert any((tmp_path / "trials" / "0" / "checkpoints").iterdir())
+def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(trials: Trials) -> None:
+    tuner = trials.tuner(tfdist.tuning.HyperModel(OwnFit()))
+    trials.run(tuner, {"units": 2, "batch": 16}, epochs=2)
+    assert [line["step"] for line in trials.directory().read_metrics()] == [4, 8]
+    assert any((trials.directory().path / "checkpoints").iterdir())
 
 
 class Alone(keras_tuner.RandomSearch):
@@ -290,50 +271,82 @@ class Alone(keras_tuner.RandomSearch):
 
 
 def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(
-    tmp_path: Path, strategies: Any
+    trials: Trials,
 ) -> None:
     space = keras_tuner.HyperParameters()
     space.Float("x", -1, 1)
 
-    def run(kind: Any) -> None:
+    def run(kind: Any) -> Any:
         tuner = kind(
             objective=keras_tuner.Objective("score", "min"),
             hyperparameters=space,
-            directory=str(tmp_path),
-            distribution_strategy=strategies[1],
+            directory=str(trials.path),
+            distribution_strategy=trials.strategy,
         )
-        assert from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})["space"]
-        inside.run_assigned(tuner, assigned(tmp_path, x=0.5), (), {})
+        assert described_by(tuner, trials.path)["space"]
+        return trials.run(tuner, {"x": 0.5}, data=())
 
-    run(Alone)
-    outcome = outcome_of(tmp_path / "trials" / "0", Goal(objective="score", direction="min"))
-    assert outcome.score == 0.25
-    with pytest.raises(UsageError, match="'y', first asked for in this trial"):
-        run(type("Late", (Alone,), {"asks": ("x", "y")}))
+    assert run(Alone).score == 0.25
+    late = type("Late", (Alone,), {"asks": ("x", "y")})
+    assert refused(lambda: run(late)) == ("search space", "new-hyperparameter")
+
+
+def hyperband_of() -> Any:
+    return keras_tuner.Hyperband(build, "val_accuracy", directory=".", project_name="p")
+
+
+def random_of() -> Any:
+    return make_tuner(Path("."))
+
+
+def used_up() -> Any:
+    tuner = random_of()
+    tuner.oracle.create_trial("t")
+    return tuner
+
+
+SEARCH = "tfdist.tuning.search"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("tuner_of", "options", "where", "code"),
     [
-        ({"sweep_dir": "p/sweep"}, "p/sweep, in the tuner's own directory"),
-        ({"backup_every_steps": 0}, "--backup_every_steps: received 0"),
-        ({"early_stop": "median"}, "median with hyperband"),
-        ({"strategy": tfdist}, "--strategy: received <module"),
-        ({}, "'val_accuracy' without data to validate on"),
+        (hyperband_of, {"sweep_dir": "p/sweep"}, "sweep_dir", "directory-of-the-tuner"),
+        (hyperband_of, {"backup_every_steps": 0}, "--backup_every_steps", "not-an-int"),
+        (hyperband_of, {"early_stop": "median"}, "--early_stop", "exclusive"),
+        (hyperband_of, {"strategy": tfdist}, "--strategy", "unknown-value"),
+        (hyperband_of, {}, "objective", "no-validation"),
+        (random_of, {"paralel_trials": 2}, "search(..., paralel_trials=...)", "unknown-argument"),
+        (used_up, {}, SEARCH, "tuner-has-searched"),
+        (lambda: build, {}, SEARCH, "no-tuner"),
+        (lambda: build, {"sweep_dir": "s"}, SEARCH, "no-tuner"),
     ],
-    ids=lambda one: next(iter(one), "no_validation") if isinstance(one, dict) else "",
 )
-def test_what_cannot_be_searched_is_one_line(
-    options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_searched_is_refused(
+    tuner_of: Any,
+    options: dict[str, Any],
+    where: str,
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tuner = keras_tuner.Hyperband(build, "val_accuracy", directory=".", project_name="p")
-    with pytest.raises(UsageError) as error:
-        tfdist.tuning.search(tuner, X, Y, **options)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match=r"received a function; expected a keras_tuner\.Tuner"):
-        tfdist.tuning.search(build, X, Y, sweep_dir=tmp_path)
+    tuner = tuner_of()
+    assert refused(lambda: tfdist.tuning.search(tuner, X, Y, **options)) == (where, code)
+
+
+def test_an_empty_space_is_refused(tmp_path: Path) -> None:
+    tuner = make_tuner(tmp_path, lambda hp: build(keras_tuner.HyperParameters()))
+    assert refused(lambda: described_by(tuner, tmp_path)) == (SEARCH, "empty-space")
+
+
+def test_a_search_from_a_task_of_a_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    tuner = make_tuner(tmp_path)
+    assert refused(lambda: tfdist.tuning.search(tuner, X, Y))[1] == "search-in-a-job"
 
 
 def test_a_sweeps_own_process_does_not_load_what_trains() -> None:
@@ -378,25 +391,18 @@ NESTED = {"layers", "kind", "units_0", "units_1", "units_2", "rate", "broken", "
 
 
 def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(
-    tmp_path: Path, strategies: Any
+    trials: Trials,
 ) -> None:
-    tuner = make_tuner(tmp_path, by_layers)
+    tuner = make_tuner(trials.path, by_layers)
     assert {one.name for one in tuner.oracle.get_space().space} == {"layers", "kind", "units_0"}
-    options = RunOptions(sweep_dir=tmp_path)
-    described = from_python._describe(tuner, options, {})["space"]
+    described = described_by(tuner, trials.path)["space"]
     assert {one["config"]["name"] for one in described} == NESTED
 
     values = tuner.oracle.create_trial("t").hyperparameters.values
     assert set(values) == NESTED
     values = {**values, "layers": 3, "units_2": 3, "kind": "dropped", "broken": False}
-    inside.run_assigned(  # in a trial, whose tuner knows as little as the first one
-        make_tuner(tmp_path / "again", by_layers, distribution_strategy=strategies[1]),
-        assigned(tmp_path, **values),
-        (X, Y),
-        {"validation_data": (X, Y)},
-    )
-    summary = RunDirectory(tmp_path / "trials" / "0").read_summary() or {}
-    assert summary["status"] == "done"
+    again = Trials(trials.path / "again", trials.strategy)  # its tuner knows as little
+    assert isinstance(again.run(again.tuner(by_layers), values), Completed)
 
 
 def test_large_models_that_are_built_for_the_space_are_not_there_at_once(
@@ -415,7 +421,7 @@ def test_large_models_that_are_built_for_the_space_are_not_there_at_once(
 
     tuner = make_tuner(tmp_path, backbone)
     gc.collect()
-    from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})
+    described_by(tuner, tmp_path)
     assert len(alive) > 6
     assert not any(alive)
 
@@ -425,74 +431,59 @@ def test_a_space_that_is_closed_is_left_as_it_is(tmp_path: Path) -> None:
     space.Int("layers", 1, 3)
     closed = {"hyperparameters": space, "tune_new_entries": False}
     tuner = make_tuner(tmp_path, by_layers, **closed)
-    from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})
+    described_by(tuner, tmp_path)
     assert [one.name for one in tuner.oracle.get_space().space] == ["layers"]
 
 
-def test_what_hyperband_goes_by_is_part_of_what_the_sweep_is(tmp_path: Path) -> None:
-    def described(max_epochs: int) -> Any:
-        tuner = keras_tuner.Hyperband(
-            build, "val_accuracy", max_epochs=max_epochs, directory=tmp_path, project_name="p"
-        )
-        return from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {"epochs": 3})
-
-    with pytest.raises(UsageError, match=r"config\.tuner\.max_epochs='9' \(there: '8'\)"):
-        directory.require_same(tmp_path, described(8), described(9))
-    json.dumps(described(8), allow_nan=False)  # the journal's
-
-
-def test_what_a_random_search_goes_by_is_part_of_what_the_sweep_is(tmp_path: Path) -> None:
-    def described(**options: Any) -> Any:
-        tuner = make_tuner(tmp_path, **options)
-        return from_python._describe(tuner, RunOptions(sweep_dir=tmp_path), {})
-
-    directory.require_same(tmp_path, described(), described())
-    with pytest.raises(UsageError, match=r"seed=4 \(there: 3\)"):
-        directory.require_same(tmp_path, described(), described(seed=4))
-    directory.require_same(tmp_path, described(), described(seed=None))  # the first one counts
-    turned = keras_tuner.Objective("val_accuracy", "min")
-    with pytest.raises(UsageError, match=r"direction='min' \(there: 'max'\)"):
-        directory.require_same(tmp_path, described(), described(objective=turned))
-    with pytest.raises(UsageError, match=r"executions_per_trial='2' \(there: '1'\)"):
-        directory.require_same(tmp_path, described(), described(executions_per_trial=2))
-
-
-def test_what_a_trial_returns_is_its_result_whatever_the_epochs_say(
-    tmp_path: Path, strategies: Any
+@pytest.mark.parametrize(
+    ("kind", "before", "now", "said"),
+    [
+        (keras_tuner.Hyperband, {"max_epochs": 8}, {"max_epochs": 9}, "tuner.max_epochs='9'"),
+        (keras_tuner.RandomSearch, {"seed": 3}, {"seed": 4}, "seed=4 (there: 3)"),
+        (keras_tuner.RandomSearch, {}, {"executions_per_trial": 2}, "executions_per_trial='2'"),
+        (
+            keras_tuner.RandomSearch,
+            {},
+            {"objective": keras_tuner.Objective("val_accuracy", "min")},
+            "direction='min' (there: 'max')",
+        ),
+    ],
+)
+def test_what_a_tuner_goes_by_is_part_of_what_the_sweep_is(
+    tmp_path: Path, kind: Any, before: dict[str, Any], now: dict[str, Any], said: str
 ) -> None:
-    class Own(keras_tuner.RandomSearch):
-        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-            return {"val_accuracy": 0.25, "size": 7}
+    def described(**options: Any) -> Any:
+        options = {"objective": "val_accuracy", **options}
+        tuner = kind(build, directory=tmp_path, project_name="p", **options)
+        return described_by(tuner, tmp_path, epochs=3)
 
-    tuner = Own(
-        build,
-        "val_accuracy",
-        max_trials=1,
-        directory=str(tmp_path),
-        distribution_strategy=strategies[1],
-    )
-    assignment = assigned(tmp_path, units=2)
-    inside.run_assigned(tuner, assignment, (), {})
-    directory = RunDirectory(tmp_path / "trials" / "0")
-    goal = Goal(objective="val_accuracy", direction="max")
-    outcome = completed(goal, summary=directory.read_summary(), metrics=directory.read_metrics())
-    assert isinstance(outcome, Completed)
-    assert outcome.score == 0.25
+    directory.require_same(tmp_path, described(**before), described(**{**before, "seed": None}))
+    with pytest.raises(UsageError) as caught:
+        directory.require_same(tmp_path, described(**before), described(**now))
+    assert said in str(caught.value)
+    json.dumps(described(**before), allow_nan=False)  # the journal's
 
 
-def test_what_a_trial_has_told_its_oracle_is_its_result(tmp_path: Path, strategies: Any) -> None:
+def returns(self: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
+    return {"val_accuracy": 0.25, "size": 7}
+
+
+def tells_its_oracle(self: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
     """As tuners were written before KerasTuner 1.1; it still takes it."""
+    for step, value in enumerate((0.25, 0.5, 0.125)):
+        self.oracle.update_trial(trial.trial_id, {"val_accuracy": value}, step=step)
 
-    class Older(keras_tuner.RandomSearch):
-        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> None:
-            for step, value in enumerate((0.25, 0.5, 0.125)):
-                self.oracle.update_trial(trial.trial_id, {"val_accuracy": value}, step=step)
 
-    tuner = make_tuner(tmp_path, distribution_strategy=strategies[1])
-    tuner.__class__ = Older
-    inside.run_assigned(tuner, assigned(tmp_path, units=2), (), {})
-    outcome = outcome_of(tmp_path / "trials" / "0", Goal(objective="val_accuracy", direction="max"))
-    assert (outcome.score, outcome.best_virtual_epoch) == (0.5, 2)
+@pytest.mark.parametrize(
+    ("run_trial", "score", "best"), [(returns, 0.25, 1), (tells_its_oracle, 0.5, 2)]
+)
+def test_what_a_trial_returns_or_tells_is_its_result(
+    run_trial: Any, score: float, best: int, trials: Trials
+) -> None:
+    tuner = trials.tuner()
+    tuner.__class__ = type("Own", (keras_tuner.RandomSearch,), {"run_trial": run_trial})
+    outcome = trials.run(tuner, data=())
+    assert (outcome.score, outcome.best_virtual_epoch) == (score, best)
 
 
 def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(
@@ -526,8 +517,7 @@ def test_a_program_that_does_not_come_to_its_search_is_told(
     monkeypatch.setattr(trial, "have_tuners_overwrite_nothing", lambda: None)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(UsageError, match=r"ended before it came to its tfdist\.tuning\.search"):
-        trial.main([str(program), "--lr", "1"])
+    assert refused(lambda: trial.main([str(program), "--lr", "1"]))[1] == "no-search"
     assert "__main__ ['--lr', '1']" in capsys.readouterr().out
 
 
@@ -550,8 +540,7 @@ def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(
     monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
     sweep_dir = tmp_path / "p-sweep"
     sweep_dir.mkdir()
-    options = RunOptions(sweep_dir=sweep_dir)
-    described = from_python._describe(make_tuner(tmp_path, by_layers), options, {})
+    described = described_by(make_tuner(tmp_path, by_layers), sweep_dir)
     Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
     built: list[Any] = []
 
@@ -587,33 +576,12 @@ trial._end()
     assert (done.stdout, done.returncode) == ("begun\njoined\nregistered\n", 0), done.stderr
 
 
-class ByValues:
-    """Trials that are done when they are started, with a score of their values."""
-
-    def __init__(self) -> None:
-        self.done: set[str] = set()
-
-    def outcome(self, job: TrialJob) -> Any:
-        if job.run_dir.name not in self.done:
-            return None
-        assignment = read_assignment(job.variables)
-        assert assignment is not None
-        score = 1 / (1 + abs(assignment.values["rate"] - 0.01))
-        line = {"virtual_epoch": 1, "val_accuracy": score}
-        return Completed(history=(line,), score=score, best_virtual_epoch=1)
-
-    def metrics(self, run_dir: Path) -> list[Any]:
-        return []
-
-    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
-        return [] if taken else [Slot(number=0)]
-
-    def start(self, job: TrialJob) -> Any:
-        self.done.add(job.run_dir.name)
-        return types.SimpleNamespace(poll=lambda: self.outcome(job), taken=lambda: None)
-
-    def wait(self, running: Any, timeout_s: float) -> None:
-        pass
+def by_rate(job: TrialJob) -> Completed:
+    assignment = read_assignment(job.variables)
+    assert assignment is not None
+    score = 1 / (1 + abs(assignment.values["rate"] - 0.01))
+    line = {"virtual_epoch": 1, "val_accuracy": score}
+    return Completed(history=(line,), score=score, best_virtual_epoch=1)
 
 
 def own_space(hp: Any) -> keras.Model:
@@ -629,19 +597,24 @@ OWN = {
 }
 
 
-def own_chief(kind: Any, sweep_dir: Path, runner: ByValues, *, at: int | None = None) -> Chief:
+def own_chief(kind: Any, sweep_dir: Path, disk: Disk, *, at: int | None = None) -> Chief:
     """The chief of a program that has been started: its tuner is new, and has drawn a seed."""
     tuner = kind(own_space, "val_accuracy", directory=str(sweep_dir), **OWN[kind])
-    book = CrashingJournal(sweep_dir / "journal.jsonl")
-    if not book.lines:
-        begun = {"objective": "val_accuracy", "direction": "max", "seed": 3}
-        book.add("begun", max_trials=tuner.oracle.max_trials, **begun)
-    book.left = at
-    search = from_python._search(tuner, sweep_dir, book.lines[0])
-    search.replay(book.lines)
-    asked = SweepRequest(options=RunOptions(sweep_dir=sweep_dir), backup_every_steps=None)
-    plan = plan_of(tuner, asked, seed=3)
-    return Chief(plan, search=search, journal=book, runner=runner, observer=Nobody())
+
+    def search_of(lines: Sequence[Any]) -> Any:
+        search = from_python.search_of(tuner, sweep_dir, lines[0])
+        search.replay(lines)
+        return search
+
+    return make_chief(
+        sweep_dir,
+        disk,
+        search_of=search_of,
+        at=at,
+        how="within",
+        plan=TunerSweep(tuner, SearchOptions(sweep_dir=sweep_dir), {}).plan(BEGUN),
+        begun={"max_trials": tuner.oracle.max_trials},
+    )
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
@@ -650,11 +623,11 @@ def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(
 ) -> None:
     for name in ("whole", "torn"):
         (tmp_path / name).mkdir()
-    assert own_chief(kind, tmp_path / "whole", ByValues()).run() == 0
-    runner, crashes = ByValues(), 0
+    assert own_chief(kind, tmp_path / "whole", Disk(1, by_rate)).run() == 0
+    disk, crashes = Disk(1, by_rate), 0
     while True:
         try:
-            assert own_chief(kind, tmp_path / "torn", runner, at=7).run() == 0
+            assert own_chief(kind, tmp_path / "torn", disk, at=7).run() == 0
             break
         except Crash:
             crashes += 1
@@ -666,7 +639,7 @@ def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(
     tmp_path: Path,
 ) -> None:
     kind = keras_tuner.Hyperband
-    chief = own_chief(kind, tmp_path, ByValues())
+    chief = own_chief(kind, tmp_path, Disk(1, by_rate))
     assert chief.run() == 0
     continued = [t for t in chief.state.trials.values() if "tuner/trial_id" in t.values]
     assert continued
@@ -682,7 +655,7 @@ def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(
 
 @pytest.mark.parametrize("patience", [None, 1], ids=["worse", "stopped"])
 def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
-    patience: int | None, tmp_path: Path, strategies: Any
+    patience: int | None, trials: Trials
 ) -> None:
     """Its weights are those of its own best epoch; of the one before, where that was stopped."""
     objective = keras_tuner.Objective("val_loss", "max")  # so that the first epoch is the best
@@ -693,16 +666,13 @@ def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
             objective,
             max_epochs=4,
             factor=2,
-            directory=str(tmp_path),
-            distribution_strategy=strategies[1],
+            directory=str(trials.path),
+            distribution_strategy=trials.strategy,
         )
         values |= {"units": 2, "tuner/epochs": epochs}
         stop = keras.callbacks.EarlyStopping("val_loss", patience=patience or 9, mode="max")
-        fitting = {"validation_data": (X, Y), "verbose": 0, "callbacks": [stop]}
-        (tmp_path / "trials" / trial).mkdir(parents=True)  # the launcher's log is in it
-        inside.run_assigned(tuner, assigned(tmp_path, trial=trial, **values), (X, Y), fitting)
-        goal = Goal(objective="val_loss", direction="max")
-        outcome = outcome_of(tmp_path / "trials" / trial, goal)
+        trials.directory(trial).path.mkdir(parents=True)  # the launcher's log is in it
+        outcome = trials.run(tuner, values, trial=trial, callbacks=[stop])
         assert isinstance(outcome, Completed)
         model = tuner.load_model(tuner.oracle.trials[trial])
         assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
@@ -719,7 +689,7 @@ def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
 
 
 def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(
-    tmp_path: Path, strategies: Any
+    trials: Trials,
 ) -> None:
     def accumulated(hp: Any) -> keras.Model:
         model = build(hp)
@@ -731,25 +701,20 @@ def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it
         return model
 
     def run(epochs: int) -> list[int]:
-        tuner = make_tuner(tmp_path, accumulated, distribution_strategy=strategies[1])
-        fitting = {"epochs": epochs, "validation_data": (X, Y), "verbose": 0}
-        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
-        lines = RunDirectory(tmp_path / "trials" / "0").read_metrics()
-        return [line["virtual_epoch"] for line in lines]
+        trials.run(trials.tuner(accumulated), epochs=epochs)
+        return [line["virtual_epoch"] for line in trials.directory().read_metrics()]
 
     assert run(2) == [1, 2]
     assert run(4) == [1, 2, 3, 4]
 
 
 def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(
-    tmp_path: Path, strategies: Any
+    trials: Trials,
 ) -> None:
-    directory = RunDirectory(tmp_path / "trials" / "0")
+    directory = trials.directory()
 
     def run() -> tuple[Any, Any]:
-        tuner = make_tuner(tmp_path, executions_per_trial=2, distribution_strategy=strategies[1])
-        fitting = {"epochs": 2, "validation_data": (X, Y), "verbose": 0}
-        inside.run_assigned(tuner, assigned(tmp_path, units=2), (X, Y), fitting)
+        trials.run(trials.tuner(executions_per_trial=2), epochs=2)
         return directory.read_summary(), directory.read_metrics()
 
     summary, lines = run()

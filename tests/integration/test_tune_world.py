@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.test_tune import LINE, MOST, space_of
+from tests.integration.test_tune import LINE, search_of, space_of
 from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, Mishaps, World
 from tfdist.tuning.journal import Trial, fold, read
-from tfdist.tuning.oracle import Search, make_oracle
 
 
 def world_of(tuner: str, path: Path, *, seed: int) -> World:
     """A sweep of the tuner, of which every chief has an oracle of its own."""
     path.mkdir()
-    space = space_of(path, LINE)
-
-    def search_of(lines: Sequence[Mapping[str, Any]]) -> Search:
-        oracle = make_oracle(
-            tuner,
-            hyperparameters=space.hyperparameters,
-            objective="val_accuracy",
-            direction="max",
-            seed=3,
-            max_trials=MOST[tuner],
-            max_epochs=EPOCHS,
-            factor=3,
-        )
-        search = Search(oracle, sweep_dir=path)
-        search.replay(lines)
-        return search
-
-    return World(path, seed=seed, search_of=search_of)
+    return World(path, seed=seed, search_of=partial(search_of, tuner, space_of(path, LINE), path))
 
 
 def trials_of(world: World) -> dict[str, Trial]:

@@ -8,10 +8,10 @@ import time
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.ps import workers as workers_module
-from tfdist.ps.workers import WorkerPool
+from tfdist.ps.workers import HeartbeatTimeout, WorkerPool
 
 DEADLINE_S = 30.0
 
@@ -209,3 +209,15 @@ def test_a_piece_that_ends_its_workers_is_not_begun_for_ever(pool, members):
     members.admit = start_again
     with pytest.raises(PeerLost, match=r"begun 5 times and never done; worker-\d is gone"):
         pool.submit(end).result(DEADLINE_S)
+
+
+def test_gone_is_who_is_silent_at_each_look_for_so_long():
+    clock = iter([0.0, 2.0, 3.9, 4.0, 5.0, 6.0, 9.0])
+    timeout = HeartbeatTimeout(4.0, clock=lambda: next(clock))
+    assert timeout.too_long(["ps-0"]) == []
+    assert timeout.too_long(["ps-0", "ps-1"]) == []
+    assert timeout.too_long(["ps-0", "ps-1"]) == []
+    assert timeout.too_long(["ps-0", "ps-1"]) == ["ps-0"]
+    assert timeout.too_long([]) == []
+    assert timeout.too_long(["ps-1"]) == []  # it has answered in between
+    assert timeout.too_long(["ps-1"]) == []

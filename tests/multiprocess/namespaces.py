@@ -1,71 +1,105 @@
-"""Hosts of their own on one machine: network namespaces with a wire between them, without root."""
+"""Two hosts on one machine: network namespaces with a link between them, names, and faults.
+
+They need no root: the namespaces belong to a user namespace of their own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 DEADLINE_S = 60
-NAMES = ("a", "b")
+DEVICE = "link0"
 
 
 class TwoHosts:
-    """Hosts `a` at 10.77.0.1 and `b` at 10.77.0.2, each with a file /etc/hosts of its own."""
+    """Hosts at 10.77.0.1 and 10.77.0.2, each with a file /etc/hosts of its own, until `close`."""
 
-    def __init__(self, directory):
-        self._directory = Path(directory)
-        a = self._holder(["unshare", "--map-root-user", "--net", "--mount"], None)
-        self._holders = [a]
-        self._holders.append(self._holder([*self.on(0), "unshare", "--net", "--mount"], a.pid))
-        wire = f"ip link add eth0 type veth peer name eth0 netns {self._holders[1].pid}"
-        self._run(0, wire)
-        for rank in (0, 1):
-            up = "ip link set lo up && ip link set eth0 up"
-            self._run(rank, f"ip addr add 10.77.0.{rank + 1}/24 dev eth0 && {up}")
-            self.names(rank, "10.77.0.1 a", "10.77.0.2 b")
+    def __init__(self, directory: Path, names: tuple[str, str] = ("a", "b")) -> None:
+        self._directory = directory
+        self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        first, second = names
+        spaces = ("unshare", "--net", "--mount")
+        try:
+            self._holders[first] = _holder((*spaces, "--map-root-user"), "self")
+            parent = str(self._holders[first].pid)
+            self._holders[second] = _holder((*self.inside(first), *spaces), parent)
+            wire = ("ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE)
+            self.on(first, *wire, "netns", str(self._holders[second].pid))
+            for host, address in self.addresses.items():
+                self.on(host, "ip", "address", "add", f"{address}/24", "dev", DEVICE)
+                self.on(host, "ip", "link", "set", "lo", "up")
+                self.on(host, "ip", "link", "set", DEVICE, "up")
+                self.name(host, self.addresses)
+        except BaseException:
+            self.close()
+            raise
 
-    def on(self, rank):
-        """Returns what to write before a command that is to run on a host."""
-        target = str(self._holders[rank].pid)
-        spaces = ("--user", "--net", "--mount", "--preserve-credentials")
-        return ["nsenter", "--target", target, *spaces]
-
-    def names(self, rank, *lines):
-        """Has a host know these names."""
-        path = self._directory / f"hosts.{NAMES[rank]}.{time.monotonic_ns()}"
-        path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        self._run(rank, f"mount --bind {path} /etc/hosts")
-
-    def drop(self, rank, port):
-        """Has a host answer nobody at a port, as behind a firewall that drops what comes."""
-        self._run(rank, f"ip rule add ipproto tcp sport {port} blackhole")
-
-    def slow_down(self, rank, rate):
-        """Has a host send no faster than `rate`, as ``100mbit``."""
-        limit = f"tbf rate {rate} burst 64kb latency 50ms"
-        self._run(rank, f"tc qdisc add dev eth0 root {limit}")
-
-    def close(self):
-        for holder in reversed(self._holders):
+    def close(self) -> None:
+        """Ends the hosts."""
+        for holder in reversed(self._holders.values()):
             holder.kill()
             holder.wait()
 
-    def _run(self, rank, command):
-        subprocess.run([*self.on(rank), "sh", "-c", command], check=True, timeout=DEADLINE_S)
+    def inside(self, host: str) -> tuple[str, ...]:
+        """Returns what to write before a command to run it on a host, in this directory."""
+        target = str(self._holders[host].pid)
+        spaces = ("--user", "--net", "--mount", "--preserve-credentials")
+        return ("nsenter", "--target", target, *spaces, "env", f"--chdir={Path.cwd()}")
 
-    def _holder(self, command, parent):
-        """Starts what keeps a host's namespaces, and waits until it has them."""
-        holder = subprocess.Popen([*command, "sleep", "900"])
-        others = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", parent or "self")}
-        end_s = time.monotonic() + DEADLINE_S
-        while os.readlink(f"/proc/{holder.pid}/ns/net") in others or not _sleeps(holder.pid):
-            assert holder.poll() is None, "no namespaces for this user"
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
-        return holder
+    def on(self, host: str, *command: str) -> None:
+        """Runs a command on a host."""
+        line = [*self.inside(host), *command]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert not done.returncode, f"{' '.join(command)}: {done.stderr}"
+
+    def name(self, host: str, names: Mapping[str, str]) -> None:
+        """Has a host know others by these names, each with its address."""
+        path = self._directory / f"hosts.{host}.{time.monotonic_ns()}"
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items())]
+        path.write_text("\n".join(lines) + "\n")
+        self.on(host, "mount", "--bind", str(path), "/etc/hosts")
+
+    def set_link(self, state: str) -> None:
+        """Takes the link ``down`` or ``up``."""
+        host = [*self.addresses][1]
+        self.on(host, "ip", "link", "set", DEVICE, state)
+
+    def slow_down(
+        self, *hosts: str, rate: str, burst: str = "16kb", latency: str = "300ms"
+    ) -> None:
+        """Has hosts send no faster than `rate`; what does not fit waits, and then is lost."""
+        limits = ("tbf", "rate", rate, "burst", burst, "latency", latency)
+        for host in hosts or self.addresses:
+            self.on(host, "tc", "qdisc", "add", "dev", DEVICE, "root", *limits)
+
+    @contextlib.contextmanager
+    def dropping(self, host: str, ports: str) -> Iterator[None]:
+        """Has a host answer nobody at some ports (``1-9``), as behind a firewall that drops."""
+        rule = ("ipproto", "tcp", "sport", ports, "blackhole")
+        self.on(host, "ip", "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            self.on(host, "ip", "rule", "delete", *rule)
 
 
-def _sleeps(pid):
+def _holder(command: Sequence[str], parent: str) -> subprocess.Popen[bytes]:
+    """Starts what keeps a host's namespaces, and waits until it has them."""
+    holder = subprocess.Popen([*command, "sleep", "900"])
+    others = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", parent)}
+    end_s = time.monotonic() + DEADLINE_S
+    while os.readlink(f"/proc/{holder.pid}/ns/net") in others or not _sleeps(holder.pid):
+        assert holder.poll() is None, "no namespaces for this user"
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    return holder
+
+
+def _sleeps(pid: int) -> bool:
     return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\0")

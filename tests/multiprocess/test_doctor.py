@@ -66,8 +66,8 @@ def seen(printed):
 def on_both(hosts, *flags, listed="a,b", a=(), b=(), **of_b):
     """Runs the doctor on both hosts; returns what each came to."""
     job = (*DOCTOR, *flags, f"--hosts={listed}")
-    first = start([*hosts.on(0), *job, "--node_rank=0", *a])
-    second = start([*hosts.on(1), *job, "--node_rank=1", *b], **of_b)
+    first = start([*hosts.inside("a"), *job, "--node_rank=0", *a])
+    second = start([*hosts.inside("b"), *job, "--node_rank=1", *b], **of_b)
     return end(first), end(second)
 
 
@@ -110,7 +110,7 @@ def test_two_hosts_with_nothing_wrong(two_hosts, tmp_path):
 
 
 def test_two_hosts_of_which_one_is_broken(two_hosts, tmp_path):
-    two_hosts.names(0, "10.77.0.1 a", "10.77.0.1 b")
+    two_hosts.name("a", {"a": "10.77.0.1", "b": "10.77.0.1"})
     metadata = tmp_path / "other" / "keras-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: keras\nVersion: 9.9.9\n")
@@ -134,7 +134,7 @@ def test_two_hosts_of_which_one_is_broken(two_hosts, tmp_path):
 def test_a_port_that_is_taken_is_named_with_its_holder(two_hosts):
     listens = "import socket; s = socket.create_server(('', 2222)); print(1, flush=True); input()"
     taken = subprocess.Popen(
-        [*two_hosts.on(0), sys.executable, "-c", listens],
+        [*two_hosts.inside("a"), sys.executable, "-c", listens],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_named_with_its_holder(two_hosts):
 
 
 def test_hosts_that_do_not_find_each_other_both_say_so(two_hosts):
-    two_hosts.names(1, "10.77.0.2 a", "10.77.0.2 b")
+    two_hosts.name("b", {"a": "10.77.0.2", "b": "10.77.0.2"})
     (code, printed, _), (other, others, _) = on_both(two_hosts, "--quick", "--startup_timeout_s=2")
     assert (code, codes(printed)) == (EXIT_USAGE, {"D001"}), printed
     assert (other, codes(others)) == (EXIT_USAGE, {"D002", "D102"}), others
@@ -160,15 +160,15 @@ def test_hosts_that_do_not_find_each_other_both_say_so(two_hosts):
 
 @pytest.mark.alone
 def test_a_firewall_before_one_port_is_found_and_a_slow_connection_is_measured(two_hosts):
-    two_hosts.drop(1, 2223)
-    _, of_a_range, _ = on_both(two_hosts, "--quick", "--ports=2220-2230")[0]
-    assert codes(of_a_range) == {"D202"}, of_a_range["findings"]
-    (found,) = (finding for finding in of_a_range["findings"] if finding["code"] == "D202")
-    assert "a does not reach b at port 2223: timed out" in found["received"]
-    two_hosts.slow_down(0, "100mbit")
-    (code, printed, _), _ = on_both(two_hosts, "--quick", listed="a,b:2")
-    assert (code, codes(printed)) == (EXIT_USAGE, {"D202"}), printed
-    (found,) = (finding for finding in printed["findings"] if finding["code"] == "D202")
-    assert "a does not reach b at port 2223: timed out" in found["received"]
+    with two_hosts.dropping("b", "2223"):
+        _, of_a_range, _ = on_both(two_hosts, "--quick", "--ports=2220-2230")[0]
+        assert codes(of_a_range) == {"D202"}, of_a_range["findings"]
+        (found,) = (finding for finding in of_a_range["findings"] if finding["code"] == "D202")
+        assert "a does not reach b at port 2223: timed out" in found["received"]
+        two_hosts.slow_down("a", rate="100mbit", burst="64kb", latency="50ms")
+        (code, printed, _), _ = on_both(two_hosts, "--quick", listed="a,b:2")
+        assert (code, codes(printed)) == (EXIT_USAGE, {"D202"}), printed
+        (found,) = (finding for finding in printed["findings"] if finding["code"] == "D202")
+        assert "a does not reach b at port 2223: timed out" in found["received"]
     speeds = [facts["wires"][0]["bytes_per_s"] for facts in printed["facts"]["present"]]
     assert 4e6 < speeds[0] < 13e6, speeds  # 100 Mbit/s are 12.5 MB/s

@@ -35,7 +35,7 @@ STOPPED = (sys.executable, "-c", FORK[2].replace("('json',)", "('stops',)"), "--
 
 TASK = """
 import json, os, signal, sys, threading, time
-from tfdist.cluster import phases
+from tfdist import phases
 
 config = json.loads(os.environ["TF_CONFIG"])
 attempt = config["tfdist"]["attempt"]

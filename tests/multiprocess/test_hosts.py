@@ -316,13 +316,6 @@ def test_a_host_that_does_not_come_is_named(host, port):
     assert not os.path.exists("run")
 
 
-def test_where_host_0_was_looked_for_is_said(host, port):
-    other = host(1, PAUSE, "--startup_timeout_s", "1")
-    assert other.end() == EXIT_PEER_MISSING
-    (line,) = lines(other)
-    assert re.match(rf"127\.0\.0\.1:{port}: .* not reached in \d+ s: Connection refused", line)
-
-
 def test_hosts_that_differ_are_told_in_what_and_start_nothing(host, tmp_path):
     metadata = tmp_path / "other" / "keras-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
@@ -346,14 +339,6 @@ def test_a_wrong_token_is_told_to_both(host):
     assert other.text.startswith("token: received one that 127.0.0.1:")
     assert "(turned away: 127.0.0.2: a wrong token)" in first.text
     assert TOKEN not in first.text + other.text
-
-
-def test_a_token_that_is_missing_is_one_line(launch):
-    for flags in (("--hosts", "a,b"), ("--hosts", "127.0.0.1,b", "--rendezvous_token_file", "no")):
-        job = launch(PAUSE, *flags, "--node_rank", "0")
-        assert job.end() == EXIT_USAGE
-        assert len(lines(job)) == 1
-        assert "token" in job.text
 
 
 def test_a_port_that_is_taken_and_an_address_of_another_machine_are_one_line(host, launch):

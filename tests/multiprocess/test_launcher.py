@@ -248,35 +248,6 @@ def test_a_terminal_gets_colours_and_the_chiefs_progress(launch):
 # the end of a job
 
 
-def test_ps_is_stopped_after_the_chief_is_done(launch):
-    source = """
-    import json, os, signal
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.write(1, b"ready %d\\n" % os.getpid())
-    if json.loads(os.environ["TF_CONFIG"])["task"]["type"] != "chief":
-        signal.pause()
-    os.open("fifo", os.O_RDONLY)
-    """
-    os.mkfifo("fifo")
-    job = launch(source, "--strategy=ps", "--workers=2", "--ps=1", "--grace_s=1")
-    assert len(job.ready(4)) == len(job.pidfds)
-    os.close(os.open("fifo", os.O_WRONLY))
-    assert job.end() == 0
-    job.assert_gone(0)
-
-
-def test_a_worker_that_ends_before_the_chief_fails_a_ps_job(launch):
-    source = """
-    import json, os, signal
-    if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker":
-        os._exit(0)
-    signal.pause()
-    """
-    job = launch(source, "--ps=1")
-    assert job.end() == 1
-    assert "worker-0 failed first: ended before the chief (exit code 0)\n" in job.text
-
-
 def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launch):
     source = """
     import json, os, signal, sys
@@ -298,29 +269,6 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
     assert "a victim's words" not in job.text
     assert "a victim's words" in Path(f"run/logs/attempt-1/{victim}.log").read_text()
     job.assert_gone(0)
-
-
-def test_who_raised_first_is_named_although_its_process_ends_last(launch):
-    source = """
-    import atexit, json, os, signal
-    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    if index == 0:
-        peer = os.open("fifo", os.O_RDONLY)
-        os.read(peer, 1)
-        raise ConnectionError("the peer is gone")
-    def slow_end():
-        os.close(os.open("fifo", os.O_WRONLY))
-        signal.sigtimedwait([signal.SIGUSR1], 30)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    atexit.register(slow_end)
-    raise ValueError("boom")
-    """
-    os.mkfifo("fifo")
-    job = launch(source, "--workers=2", "--run_dir=run", "--grace_s=1")
-    assert job.end() == 1
-    failure = report("run")["attempts"][0]["first_failure"]
-    assert failure["task"] == "worker-1"
-    assert failure["cause"].startswith("ValueError: boom")
 
 
 # requests to stop
@@ -410,15 +358,6 @@ def test_a_request_that_comes_twice_at_once_lets_tasks_save(launch):
     assert job.end() in (130, 143)  # whichever the kernel delivers first
     os.close(fifo)
     assert "saved" in job.text
-
-
-def test_a_task_deaf_to_sigterm_is_killed_after_the_grace(launch):
-    job = launch(DEAF, "--workers=2", "--grace_s=0.2")
-    job.ready(2)
-    job.signal(signal.SIGTERM)
-    assert job.end() == 143
-    assert "[launch] killed, as still running: worker-0, worker-1\n" in job.text
-    job.assert_gone(0)
 
 
 def test_a_signal_that_was_ignored_from_the_start_stays_ignored(launch):

@@ -78,6 +78,24 @@ def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(t
     assert [code for code, _ in ended.values()] == [EXIT_OK] * 3, ended
 
 
+def test_workers_of_two_versions_of_tensorflow_end_with_the_names_of_both(tmp_path):
+    held = hold_ports(2)
+    cluster = ClusterSpec(worker=tuple(port.address for port in held))
+    other = "import tensorflow; tensorflow.__version__ = '2.0.7'"
+    tasks = [
+        Waiting(
+            cluster, task, startup_timeout_s=float(DEADLINE_S), said=tmp_path / str(task),
+            before=other if task.index else "pass",
+        )
+        for task in cluster.tasks()
+    ]  # fmt: skip
+    codes, said = zip(*(task.end() for task in tasks), strict=True)
+    assert codes == (EXIT_USAGE, EXIT_USAGE), said
+    (line,) = [text for text in said[0].splitlines() if text.startswith("tfdist: ")]
+    assert line.startswith(f"tfdist: worker-1 ({held[1].address}): received TensorFlow 2.0.7; ")
+    assert f"as worker-0 ({held[0].address}) has" in line
+
+
 def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
     program = (
         "import ctypes; from tfdist.strategy.rendezvous import last_resort\n"

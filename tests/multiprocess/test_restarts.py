@@ -155,35 +155,6 @@ def test_the_same_failure_twice_in_a_row_is_not_tried_a_third_time(launch):
     assert job.text.index("as attempt 2") < job.text.index(why)
 
 
-def test_other_failures_are_tried_until_the_restarts_are_used_up(launch):
-    job = launch(program("sys.exit(10 + attempt)"), "--max_restarts=2", "--run_dir=run")
-    assert job.end() == 13
-    assert [entry["exit_code"] for entry in report("run")["attempts"]] == [11, 12, 13]
-    assert "not started again: all 2 restarts within 3600 s used up\n" in job.text
-
-
-def test_restarts_older_than_the_window_do_not_count(launch):
-    flags = ("--max_restarts=1", "--restart_window_s=0.001", "--run_dir=run")
-    job = launch(program("sys.exit(10 + attempt if attempt < 5 else 0)"), *flags)
-    assert job.end() == 0
-    assert len(report("run")["attempts"]) == 5
-
-
-@pytest.mark.parametrize("code", [2, 130, 143])
-def test_a_mistake_or_a_task_that_was_told_to_stop_is_not_started_again(launch, code):
-    job = launch(program(f"sys.exit({code})"), "--max_restarts=3", "--run_dir=run")
-    assert job.end() == code
-    assert len(report("run")["attempts"]) == 1
-    assert f"not started again: exit code {code} is" in job.text
-
-
-def test_without_max_restarts_a_failed_job_is_over(launch):
-    job = launch(program("sys.exit(3)"), "--run_dir=run")
-    assert job.end() == 3
-    assert len(report("run")["attempts"]) == 1
-    assert "started again" not in job.text
-
-
 # requests to stop, and the end of the launcher, around a restart
 
 
@@ -306,45 +277,6 @@ def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
     assert 0 < restart["restart_s"] < 2
 
 
-def test_a_ps_job_that_tells_no_step_ends_with_a_worker_that_does_not_return(launch):
-    os.mkfifo("fifo")
-    flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--run_dir=run", "--grace_s=0.5")
-    job = launch(program(PS_JOB), *flags)
-    os.kill(ready(job, 1, 4)["worker-1"], signal.SIGSEGV)
-    os.kill(ready(job, 1, 5)["worker-0"], signal.SIGKILL)
-    assert job.end() == 137
-    assert "worker-0 failed first: killed by SIGKILL, not by the launcher\n" in job.text
-    assert "not started again: the one restart within 3600 s used up\n" in job.text
-
-
-@pytest.mark.parametrize(("flags", "code"), [((), 1), (("--min_workers=1",), 1), ((), 2)])
-def test_what_every_worker_raises_at_the_start_ends_a_ps_job_with_its_traceback(
-    launch, flags, code
-):
-    error = "ValueError('boom')" if code == 1 else "SystemExit(2)"
-    source = f"if me.startswith('worker'): raise {error}\nsignal.pause()"
-    job = launch(program(source), "--strategy=ps", "--workers=3", "--run_dir=run", *flags)
-    assert job.end() == code
-    (attempt,) = report("run")["attempts"]
-    assert attempt["first_failure"]["task"].startswith("worker")
-    assert code == 2 or "ValueError: boom" in "\n".join(attempt["first_failure"]["last_lines"])
-    assert len(attempt["lost"]) <= (2 if flags else 0)
-
-
-@pytest.mark.parametrize("task", ["chief-0", "ps-0"])
-def test_a_ps_job_without_its_chief_or_a_ps_is_started_again_whole(launch, task):
-    source = PS_JOB + "\nif attempt == 2: sys.exit(0)\n"
-    source = source.replace(
-        "if me ==", "if attempt == 2 and me == 'chief-0': sys.exit(0)\nif me =="
-    )
-    os.mkfifo("fifo")
-    job = launch(program(source), "--strategy=ps", "--workers=2", "--max_restarts=1")
-    os.kill(ready(job, 1, 4)[task], signal.SIGKILL)
-    assert job.end() == 0
-    assert f"{task} failed first: killed by SIGKILL" in job.text
-    assert "started again as attempt 2" in job.text
-
-
 # who is blamed
 
 
@@ -366,21 +298,6 @@ def test_a_task_that_lost_its_peer_is_not_blamed_for_it(launch):
     failure = report("run")["attempts"][0]["first_failure"]
     assert failure["task"] == "worker-1"
     assert failure["cause"] == "killed by SIGKILL, not by the launcher"
-    assert failure["detect_s"] < 1
-
-
-@pytest.mark.alone
-def test_a_lost_connection_that_nothing_explains_is_the_failure(launch):
-    source = """
-    ready()
-    if me == "worker-1":
-        raise ConnectionResetError("the database is gone")
-    signal.pause()
-    """
-    job = launch(program(source), "--workers=2", "--run_dir=run")
-    assert job.end() == 1
-    failure = report("run")["attempts"][0]["first_failure"]
-    assert failure["task"] == "worker-1"
     assert failure["detect_s"] < 1
 
 
@@ -406,15 +323,3 @@ def test_a_stopped_task_is_found_and_the_job_started_again(launch):
     assert any("program.py" in line for line in failure["stacks"]["worker-1"])
     assert done["exit_code"] == 0
     job.assert_gone(0)
-
-
-def test_a_stopped_worker_of_a_ps_job_is_started_again_alone(launch):
-    os.mkfifo("fifo")
-    flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--hang_timeout_s=4")
-    job = launch(program(PS_JOB), *flags)
-    os.kill(ready(job, 1, 4)["worker-1"], signal.SIGSTOP)
-    ready(job, 1, 5)
-    os.close(os.open("fifo", os.O_WRONLY))
-    assert job.end() == 0
-    assert "worker-1 failed: hangs: its process is stopped (SIGSTOP)" in job.text
-    assert "most recent call" not in job.text  # the others go on undisturbed

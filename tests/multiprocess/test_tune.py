@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from tfdist.tuning.trial_job import TrialJob
 runner = LauncherRunner(program=sys.argv[2:], launch_flags=["--strategy", "single"], gpus=(),
                         places=1, environ=os.environ, timeout_s=60)
 goal = Goal(objective="val_accuracy", direction="max")
-job = TrialJob(run_dir=pathlib.Path(sys.argv[1]), flags=(), goal=goal, place=0)
+job = TrialJob(run_dir=pathlib.Path(sys.argv[1]), flags=(), goal=goal)
 print(runner.start(job)._process.pid, flush=True)
 signal.pause()
 """
@@ -58,27 +58,25 @@ signal.pause()
 class Trial:
     """A trial of a program of our own."""
 
-    def __init__(self, tmp_path: Path, source: str, *, timeout_s: float = math.inf) -> None:
+    def __init__(self, tmp_path: Path, source: str, **changes: Any) -> None:
         self.run_dir = tmp_path / "trials" / "0"
         script = tmp_path / "trial.py"
         script.write_text(PRELUDE + textwrap.dedent(source))
         self.program = (str(script), str(self.run_dir))
+        options = {
+            "launch_flags": ("--strategy", "single", "--grace_s", "15"),
+            "environ": {**os.environ, "PYTHONPATH": str(ROOT)},
+            "timeout_s": math.inf,
+        }
         self.runner = LauncherRunner(
-            program=self.program,
-            launch_flags=("--strategy", "single", "--grace_s", "15"),
-            gpus=(),
-            places=1,
-            environ={**os.environ, "PYTHONPATH": str(ROOT)},
-            timeout_s=timeout_s,
+            program=self.program, gpus=(), places=1, **{**options, **changes}
         )
         self.running: RunningTrial | None = None
         self.outcome: Outcome | None = None
 
     def run(self, *, budget: int | None = None) -> Outcome:
         goal = Goal(objective="val_accuracy", direction="max", until=budget)
-        self.running = self.runner.start(
-            TrialJob(run_dir=self.run_dir, flags=(), goal=goal, place=0)
-        )
+        self.running = self.runner.start(TrialJob(run_dir=self.run_dir, flags=(), goal=goal))
         try:
             until(self._ended, deadline_s=DEADLINE_S)
         except BaseException:
@@ -108,19 +106,32 @@ def test_a_trial_that_finishes_is_completed_with_its_metrics(tmp_path: Path) -> 
     assert (outcome.score, outcome.best_virtual_epoch) == (0.2, 2)
 
 
-def test_a_trial_that_raises_failed_with_its_error_and_last_lines(tmp_path: Path) -> None:
-    outcome = Trial(tmp_path, "raise ValueError('a layer of -3 units')").run()
+@pytest.mark.parametrize(
+    ("source", "changes", "reason", "line"),
+    [
+        (
+            "raise ValueError('a layer of -3 units')",
+            {},
+            "worker-0: ValueError: a layer of -3 units (exit code 1)",
+            "trial.py",
+        ),
+        ("", {"launch_flags": ("--strategy", "none")}, "--strategy: received 'none'", "--strategy"),
+        (
+            "done(1); signal.pause()",
+            {"timeout_s": 3.0},
+            "no virtual epoch within 3 s (--trial_timeout_s)",
+            "",
+        ),
+    ],
+    ids=["raises", "is_refused", "hangs"],
+)
+def test_a_trial_that_cannot_be_completed_fails_with_reason_and_last_lines(
+    tmp_path: Path, source: str, changes: dict[str, Any], reason: str, line: str
+) -> None:
+    outcome = Trial(tmp_path, source, **changes).run()
     assert isinstance(outcome, Failed)
-    assert outcome.reason == "worker-0: ValueError: a layer of -3 units (exit code 1)"
-    assert any("trial.py" in line for line in outcome.last_lines)
-
-
-def test_what_the_launcher_refuses_is_the_reason(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, "")
-    trial.runner._launch_flags = ("--strategy", "none")
-    outcome = trial.run()
-    assert isinstance(outcome, Failed)
-    assert "--strategy: received 'none'" in outcome.reason
+    assert reason in outcome.reason
+    assert line in "\n".join(outcome.last_lines)
 
 
 def test_a_trial_whose_task_is_killed_is_worth_another_start(tmp_path: Path) -> None:
@@ -137,12 +148,6 @@ def test_a_trial_whose_task_is_killed_is_worth_another_start(tmp_path: Path) -> 
     assert isinstance(outcome, Killed)
     assert "SIGKILL" in outcome.reason
     assert isinstance(trial.run(), Completed)
-
-
-def test_a_trial_without_progress_is_ended(tmp_path: Path) -> None:
-    outcome = Trial(tmp_path, "done(1); signal.pause()", timeout_s=3.0).run()
-    assert isinstance(outcome, Failed)
-    assert outcome.reason == "no virtual epoch within 3 s (--trial_timeout_s)"
 
 
 def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path: Path) -> None:
@@ -241,14 +246,14 @@ class Sweep:
     def state(self) -> SweepState:
         return fold(read(self.path / "journal.jsonl"))
 
-    def weights(self, trials: Sequence[str]) -> list[Any]:
-        """Values, score, and digest of all weights of each trial."""
-        found = []
-        for name in trials:
-            trial = self.state().trials[name]
-            summary = RunDirectory(self.path / "trials" / name).read_summary() or {}
-            found.append((dict(trial.values), trial.score, summary["weights_sha256"]))
-        return found
+
+def weights(sweep_dir: Path) -> list[Any]:
+    """Values, score, and digest of all weights of each trial."""
+    found = []
+    for trial in fold(read(sweep_dir / "journal.jsonl")).trials.values():
+        summary = RunDirectory(sweep_dir / "trials" / trial.run).read_summary() or {}
+        found.append((dict(trial.values), trial.score, summary["weights_sha256"]))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +281,7 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
     assert [t.starts for t in trials.values()] == [1, 2, 1]
     summary = RunDirectory(torn.path / "trials" / "1").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"
-    assert torn.weights("012") == whole.weights("012")
+    assert weights(torn.path) == weights(whole.path)
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
@@ -296,7 +301,7 @@ def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
         other = stack.enter_context(second.started())
         assert chief.wait(SWEEP_DEADLINE_S) == 0
         assert other.wait(SWEEP_DEADLINE_S) == 0
-    assert torn.weights("01") == whole.weights("01")
+    assert weights(torn.path) == weights(whole.path)[:2]
     summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
     assert summary["resumed_from_step"], "it was not torn"
 
@@ -341,7 +346,7 @@ def test_a_run_cut_at_a_budget_ends_with_the_weights_of_one_run_through(tmp_path
 
     def run(name: str, *, budget: int | None = None) -> tuple[Completed, dict[str, Any]]:
         goal = Goal(objective="val_accuracy", direction="max", until=budget)
-        job = TrialJob(run_dir=tmp_path / name, flags=(), goal=goal, place=0)
+        job = TrialJob(run_dir=tmp_path / name, flags=(), goal=goal)
         running, outcomes = runner.start(job), list[Outcome]()
 
         def ended() -> bool:

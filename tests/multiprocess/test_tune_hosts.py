@@ -209,10 +209,11 @@ def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts: Host
     hosts.runner("no-token", token="")
     hosts.runner("other-token", token="another secret of that length")
     hosts.runner("other-program", "--program", "mine.py")
-    found = directory.read_mark(hosts.path)
+    found = directory.read_ownership(hosts.path)
     for name in ("no-token", "other-token", "other-program"):
         assert hosts.code_of(name) == 2
-    hosts.path.joinpath(directory.MARK).write_text('{"sweep": "another", "address": "127.0.0.1:1"}')
+    another = '{"sweep": "another", "address": "127.0.0.1:1"}'
+    hosts.path.joinpath(directory.OWNERSHIP).write_text(another)
     hosts.runner("other-directory")
     assert hosts.code_of("other-directory") == 2
     assert found is not None

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.test_tune import until
-from tests.multiprocess.test_tune_hosts import free_address
+from tests.multiprocess.test_tune import free_address, until, weights
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.journal import fold, read
 
@@ -46,15 +45,6 @@ def run(tmp_path: Path, *args: str, **variables: str) -> str:
         print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
     assert done.returncode == 0
     return done.stdout
-
-
-def result(path: Path) -> list[tuple[object, ...]]:
-    """Values, score, and digest of all weights of each trial."""
-    found = []
-    for trial in fold(read(path / "sweep" / "journal.jsonl")).trials.values():
-        summary = RunDirectory(path / "sweep" / "trials" / trial.run).read_summary() or {}
-        found.append((dict(trial.values), trial.score, summary["weights_sha256"]))
-    return found
 
 
 @pytest.mark.timeout(2.5 * DEADLINE_S)
@@ -124,6 +114,6 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
     finally:
         runner.kill()
         print((tmp_path / "runner.log").read_text())
-    assert result(served) == result(torn)
+    assert weights(served / "sweep") == weights(torn / "sweep")
     lines = read(served / "sweep" / "journal.jsonl")
     assert all(line["runner"] for line in lines if line["event"] == "started")

@@ -29,9 +29,9 @@ told = {"warm": server, "server": ppid, "is_imported": "wave" in sys.modules, "p
 @contextlib.contextmanager
 def warmed(tmp_path: Path, source: str, *, more: Sequence[str] = ()) -> Iterator[Trial]:
     trial = Trial(tmp_path, TELL + source)
-    trial.runner._launch_flags += ("--start", "fork")
+    trial.runner.launch_flags += ("--start", "fork")
     trial.runner.warm = ForkTemplate(
-        MODULES, more=more, environ=trial.runner._environ, log_path=tmp_path / "fork-server.log"
+        MODULES, more=more, environ=trial.runner.environ, log_path=tmp_path / "fork-server.log"
     )
     try:
         yield trial
@@ -60,7 +60,7 @@ def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path: Path)
         for number in range(5):
             trial.run_dir = tmp_path / "trials" / str(number)
             trial.program = (trial.program[0], str(trial.run_dir))
-            trial.runner._program = trial.program
+            trial.runner.program = trial.program
             assert isinstance(trial.run(), Completed)
             seen.append(told(trial))
             memory.append(rss_kib(pid_of(trial)))

@@ -6,15 +6,16 @@ import pytest
 
 from tests.multiprocess import jobs
 from tests.multiprocess.conftest import launch
-from tests.networks.network import Network
+from tests.multiprocess.namespaces import TwoHosts
 
 __all__ = ["launch"]
 
 
 @pytest.fixture
-def network():
-    with Network() as made:
-        yield made
+def network(tmp_path_factory):
+    hosts = TwoHosts(tmp_path_factory.mktemp("network"), ("alpha", "beta"))
+    yield hosts
+    hosts.close()
 
 
 @pytest.fixture

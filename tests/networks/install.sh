@@ -1,10 +1,7 @@
 #!/usr/bin/env bash
-# What the tests here start, from Debian: ip, tc and ss, and iptables. As root, where it is missing.
+# What the tests here start, from Debian: ip, tc and ss. As root, where it is missing.
 set -euo pipefail
-need=()
-command -v ip >/dev/null && command -v tc >/dev/null && command -v ss >/dev/null || need+=(iproute2)
-command -v iptables >/dev/null || need+=(iptables)
-if ((${#need[@]})); then
+if ! command -v ip >/dev/null || ! command -v tc >/dev/null || ! command -v ss >/dev/null; then
     apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y "${need[@]}"
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y iproute2
 fi

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.multiprocess.namespaces import TwoHosts
 from tests.multiprocess.test_doctor import DOCTOR
-from tests.networks.network import ADDRESSES, Network
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 4
@@ -23,10 +23,10 @@ DEADLINE_S = 150.0
 TOKEN = "known to both hosts"
 
 
-def test_two_hosts_are_looked_at_whole(network: Network, tmp_path: Path) -> None:
+def test_two_hosts_are_looked_at_whole(network: TwoHosts, tmp_path: Path) -> None:
     printed = examined(network, tmp_path)
     assert [found for found in printed["findings"] if found["severity"] == "error"] == []
-    assert [host["name"] for host in printed["facts"]["hosts"]] == list(ADDRESSES)
+    assert [host["name"] for host in printed["facts"]["hosts"]] == list(network.addresses)
     exchange = printed["facts"]["exchange"]
     assert (exchange["is_right"], exchange["error"]) == (True, "")
     assert os.listdir(tmp_path) == []
@@ -36,7 +36,7 @@ def test_two_hosts_are_looked_at_whole(network: Network, tmp_path: Path) -> None
 @pytest.mark.timeout(ROUNDS * DEADLINE_S)
 @pytest.mark.parametrize("flags", [("--quick",), ()], ids=["quick", "whole"])
 def test_it_takes_less_than_20_s(
-    flags: tuple[str, ...], network: Network, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], network: TwoHosts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     took_s = float("inf")
     for _ in range(ROUNDS):  # other work on the machine only ever makes it longer
@@ -63,7 +63,7 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def examined(network: Network, shared_dir: Path, *flags: str) -> dict[str, Any]:
+def examined(network: TwoHosts, shared_dir: Path, *flags: str) -> dict[str, Any]:
     """What the doctor prints on the first host, run on both at once."""
     doctor = (*DOCTOR, "--shared_dir", str(shared_dir))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TFDIST_RENDEZVOUS_TOKEN": TOKEN}
@@ -75,7 +75,7 @@ def examined(network: Network, shared_dir: Path, *flags: str) -> dict[str, Any]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, host in zip("01", ADDRESSES, strict=True)
+        for rank, host in zip("01", network.addresses, strict=True)
     ]
     first, other = (process.communicate(timeout=DEADLINE_S) for process in processes)
     assert processes[0].returncode == processes[1].returncode != 2, (first, other)

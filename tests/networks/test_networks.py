@@ -12,9 +12,10 @@ import pytest
 
 from tests.multiprocess import jobs
 from tests.multiprocess.jobs import PAUSE, report
-from tests.networks.network import ADDRESSES, NOBODY
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
+ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
+NOBODY = "10.77.0.9"
 TRAIN = "import runpy; runpy.run_module('tfdist.train', run_name='__main__', alter_sys=True)"
 FLAGS = (
     *("--config.total_examples=2048", "--config.global_batch_size=32", "--config.checkpoints=8"),
@@ -71,7 +72,7 @@ def test_the_host_that_is_left_trains_to_the_end_where_that_was_asked_for(on, ne
 
 
 def test_a_firewall_before_a_tasks_port_ends_in_a_line_with_host_and_port(on, network):
-    with network.dropping("beta", "61000:65535"):
+    with network.dropping("beta", "61000-65534"):
         other, first = train(on, "--startup_timeout_s", "15")
         codes = (other.end(), first.end())
     assert codes == (EXIT_PEER_MISSING, EXIT_PEER_MISSING)

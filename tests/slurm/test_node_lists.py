@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tfdist.cluster.hostlist import compress, expand
+from tfdist.cluster.hostlist import expand
 
 LISTS = 300
 
@@ -57,34 +55,6 @@ def test_lists_are_expanded_as_slurm_expands_them(kind: str, cluster: Cluster) -
             text = shown(cluster, "hostlist", ",".join(expand(text, where=kind)))[0]
         names = shown(cluster, "hostnames", text)
         assert expand(text, where=kind) == names, text
-        assert shown(cluster, "hostnames", compress(names)) == names, text
-
-
-@pytest.mark.alone
-def test_a_list_of_forty_thousand_brackets_takes_less_than_50_ms() -> None:
-    """As many nodes as the largest machine of the TOP500, four in each chassis."""
-    text = ",".join(f"r{number}n[{4 * number}-{4 * number + 3}]" for number in range(39_744))
-    count = 158_976
-    least_s, writing_s = took_s(
-        lambda: expand(text, where="X"), lambda: [f"n{n:06}" for n in range(count)]
-    )
-    # On a slow machine: twice what it takes to write the names.
-    assert least_s < 0.05 or least_s < 2 * writing_s
-    assert len(expand(text, where="X")) == count
-
-
-def took_s(*works: Callable[[], object]) -> list[float]:
-    """The least of some times of each: other work on the machine only ever makes it longer.
-
-    One after the other in turn, so that they meet the same machine.
-    """
-    times_s: list[list[float]] = [[] for _ in works]
-    for _ in range(20):
-        for work, found_s in zip(works, times_s, strict=True):
-            start_s = time.process_time()
-            work()
-            found_s.append(time.process_time() - start_s)
-    return [min(found_s) for found_s in times_s]
 
 
 def shown(cluster: Cluster, what: str, text: str) -> list[str]:

@@ -1,33 +1,257 @@
-"""A world in which a sweep's chief, its runners, their guards and trials live, by a turned clock.
+"""What a sweep's chief deals with in tests: trials that are no processes, hosts and their mishaps.
 
 The chief, the journal, the leases, the runners and the rule of the guard are the project's own.
-Simulated are the network, the trials' processes and the time. No lock of a file system keeps two
-trials from one directory: the leases have to.
+Simulated are the trials' processes and, in a `World`, the network and the time. No lock of a file
+system keeps two trials from one directory: the leases have to.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.unit.test_tune_chief import BEGUN, Crash, CrashingJournal, FakeRunner, FakeSearch, Nobody
+import pytest
+
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.hub import MessageReceived, PeerJoined
-from tfdist.tuning.chief import Chief, SweepPlan
+from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard
-from tfdist.tuning.hosts import ALIVE, LEASE_S, Message, SweepAddress
-from tfdist.tuning.journal import Trial
+from tfdist.tuning.journal import Journal, Slot, SweepState, Trial
+from tfdist.tuning.messages import ALIVE, LEASE_S, Message
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.remote_runner import RemoteRunner
 from tfdist.tuning.runner import LOG
 from tfdist.tuning.serving import Gone, RunnerNews, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
+
+BEGUN = {"objective": "val_accuracy", "direction": "max", "tuner": "random", "seed": 3}
+
+
+def refused(action: Callable[[], object]) -> tuple[str, str]:
+    """Where and why an action is refused, in one line."""
+    with pytest.raises(UsageError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return caught.value.where, caught.value.code
+
+
+class Crash(BaseException):
+    """The chief is killed: nothing of it runs any more."""
+
+
+class CrashingJournal(Journal):
+    """Dies at the write with number `at`: before it, within it, or after it."""
+
+    def __init__(self, path: Path, *, at: int | None = None, how: str = "before", **begun: Any):
+        super().__init__(path, time_of_day=itertools.count(1.0).__next__)
+        self._left, self._how = None, how
+        if not self.lines:
+            super().add("begun", **{**BEGUN, **begun})
+        self._left = at
+
+    def add(self, event: str, **fields: Any) -> dict[str, Any]:
+        if self._left is None or self._left > 0:
+            if self._left is not None:
+                self._left -= 1
+            return super().add(event, **fields)
+        if self._how != "before":
+            super().add(event, **fields)
+        if self._how == "within":
+            os.truncate(self.path, self.path.stat().st_size - 5)
+        raise Crash
+
+
+@dataclass
+class FakeSearch:
+    """Asks for `count` trials; IDLE while more than `ahead` are going on."""
+
+    lines: Sequence[Mapping[str, Any]]
+    count: int = 4
+    ahead: int = 99
+    told: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        asked = [line["trial"] for line in self.lines if line["event"] == "asked"]
+        self.asked = [trial for trial in asked if trial is not None]
+        for line in self.lines:
+            if line["event"] == "ended":
+                self.told[line["trial"]] = line["status"]
+
+    def ask(self) -> NextTrial:
+        going_on = set(self.asked) - set(self.told)
+        if len(self.asked) >= self.count:
+            return NextTrial(status=STOPPED, asker="r")
+        if len(going_on) >= self.ahead:
+            return NextTrial(status=IDLE, asker="r")
+        name = str(len(self.asked))
+        self.asked.append(name)
+        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name) + 1})
+
+    def tell(
+        self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
+    ) -> None:
+        assert trial not in self.told, "told twice"
+        self.told[trial] = status
+
+    def publish(self, trials: Iterable[str] | None = None) -> None:
+        pass
+
+
+def by_number(job: TrialJob) -> Completed:
+    """The score is the better, the smaller the number in the trial's first flag is."""
+    score = 1 / (1 + int(job.flags[0].rpartition("=")[2]))
+    history = ({"virtual_epoch": 1, "val_accuracy": score},)
+    return Completed(history=history, score=score, best_virtual_epoch=1)
+
+
+@dataclass
+class Disk:
+    """What trials leave behind, whoever started them."""
+
+    length: int = 2
+    """The looks that a trial needs to its end, where its goal has no virtual epoch for that."""
+    result: Callable[[TrialJob], Completed] = by_number
+    fates: dict[str, list[Outcome]] = field(default_factory=dict)
+    """How trials end else, one after the other."""
+    fate_of: Callable[[str], Outcome | None] = lambda name: None
+    """How a trial ends else, whenever it is started."""
+    done: dict[str, int] = field(default_factory=dict)
+    """Run to the looks that it has had: where a trial that is started again goes on."""
+    work: int = 0
+    started: list[str] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    most_at_once: int = 0
+    taken_over: list[tuple[str, int, int]] = field(default_factory=list)
+    """Trials that another runner has: name, lease and runner."""
+    on_wait: Callable[[], object] = lambda: None
+    """Called where the chief waits."""
+
+    def outcome(self, job: TrialJob) -> Completed | None:
+        needed = job.goal.until or self.length
+        return self.result(job) if self.done.get(job.run_dir.name, 0) >= needed else None
+
+
+class FakeTrial:
+    """A trial that was started: it does a step at each look."""
+
+    pidfd = None
+
+    def __init__(self, disk: Disk, job: TrialJob) -> None:
+        self.disk, self.job, self.name = disk, job, job.run_dir.name
+        self.is_asked_to_stop = False
+        disk.started.append(self.name)
+        assert self.name not in disk.running, "two jobs in one directory"
+        disk.running.add(self.name)
+        disk.most_at_once = max(disk.most_at_once, len(disk.running))
+
+    def poll(self) -> Outcome | None:
+        outcome = self._outcome()
+        if outcome is not None:
+            self.disk.running.discard(self.name)
+        return outcome
+
+    def _outcome(self) -> Outcome | None:
+        if self.is_asked_to_stop:
+            return Killed(reason="asked to stop")
+        if fates := self.disk.fates.get(self.name):
+            return fates.pop(0)
+        if fate := self.disk.fate_of(self.name):
+            return fate
+        self.disk.done[self.name] = self.disk.done.get(self.name, 0) + 1
+        self.disk.work += 1
+        return self.disk.outcome(self.job)
+
+    def stop(self) -> None:
+        self.is_asked_to_stop = True
+
+    def taken(self) -> None:
+        pass
+
+
+class FakeRunner:
+    """Starts trials on a disk."""
+
+    def __init__(self, disk: Disk, places: int = 1) -> None:
+        self.disk = disk
+        self.places = places
+
+    def outcome(self, job: TrialJob) -> Completed | Failed | None:
+        return self.disk.outcome(job)
+
+    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
+        return [{}] * self.disk.done.get(run_dir.name, 0)
+
+    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
+        places = [Slot(number=number) for number in range(self.places)]
+        return [place for place in places if place not in taken]
+
+    def start(self, job: TrialJob) -> FakeTrial:
+        return FakeTrial(self.disk, job)
+
+    def take_over(self, job: TrialJob) -> FakeTrial:
+        self.disk.taken_over.append((job.trial, job.lease, job.slot.runner))
+        return FakeTrial(self.disk, job)
+
+    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
+        self.disk.on_wait()
+
+
+class Nobody:
+    """An observer that looks at nothing."""
+
+    def changed(self, state: SweepState, trial: Trial) -> None:
+        pass
+
+    def tick(self, state: SweepState) -> None:
+        pass
+
+
+def flags_of(trial: Trial) -> tuple[str, ...]:
+    return tuple(f"--config.{name}={value}" for name, value in trial.hyperparameters.items())
+
+
+def plan_of(sweep_dir: Path, **changes: Any) -> SweepPlan:
+    options: dict[str, Any] = {"max_epochs": 9, "max_failed_trials": None, "flags_of": flags_of}
+    return SweepPlan(
+        sweep_dir=sweep_dir,
+        objective="val_accuracy",
+        direction="max",
+        **{**options, **changes},
+    )
+
+
+def make_chief(
+    path: Path,
+    disk: Disk,
+    *,
+    search_of: Callable[[Sequence[Mapping[str, Any]]], Any] = FakeSearch,
+    at: int | None = None,
+    how: str = "before",
+    parallel: int = 1,
+    plan: SweepPlan | None = None,
+    begun: Mapping[str, Any] = {},
+    **changes: Any,
+) -> Chief:
+    """A new chief over what the one before has left; it dies at its write `at`."""
+    disk.running.clear()  # a trial dies with its chief
+    journal = CrashingJournal(path / "journal.jsonl", at=at, how=how, **begun)
+    return Chief(
+        plan or plan_of(path, **changes),
+        search=search_of(list(journal.lines)),
+        journal=journal,
+        runner=FakeRunner(disk, parallel),
+        observer=Nobody(),
+    )
+
+
+# Hosts with runners, by a turned clock.
 
 TICK_S = 0.5
 TRIALS = 5
@@ -37,8 +261,7 @@ LENGTH = 27
 """Ticks that a trial needs for all of them: longer than a lease."""
 FAILS = "3"
 """A trial that raises when it has done half of that."""
-MARK = Ownership(sweep="s", chief="c", address="a:1")
-TOKEN = b"correct horse battery staple"
+OWNERSHIP = Ownership(sweep="s", chief="c", address="a:1")
 
 
 class Process:
@@ -116,14 +339,15 @@ class Host:
 
     def __post_init__(self) -> None:
         self.guard = LeaseGuard(self.world.now_s)
-        self.contact = SimContact(self)
+        self.client = SimClient(self)
         options = RunOptions(sweep_dir=self.sweep_dir, join="a:1", parallel_trials=1)
-        sweep_address = SweepAddress(address="a:1", token=TOKEN, terms={})
-        runner: Any = RemoteRunner(
-            options, HostRunner(self), sweep_address=sweep_address, clock=lambda: self.world.now_s
+        sides: dict[str, Any] = {"chief": self.client, "lease_guard": self}
+        self.runner = RemoteRunner(
+            options,
+            HostRunner(self),  # type: ignore[arg-type]
+            clock=lambda: self.world.now_s,
+            **sides,
         )
-        runner._chief, runner._lease_guard = self.contact, self
-        self.runner = runner
 
     def watch(self, pid: int) -> None:
         self.watched.add(pid)
@@ -135,7 +359,7 @@ class Host:
     def kill_runner(self) -> None:
         """The kernel asks its trials to stop; the guard is there until they have ended."""
         self.is_gone = True
-        self.contact.close()
+        self.client.close()
         for process in self.processes():
             process.stop()
 
@@ -163,7 +387,7 @@ class Host:
                 self.runner.go_on()
             except UsageError as error:
                 self.refused = str(error)
-            if self.refused or self.runner._end is not None:
+            if self.refused or self.runner.exit_code is not None:
                 self.kill_runner()
         self.cut = max(0, self.cut - 1)
 
@@ -181,8 +405,8 @@ class HostRunner:
         return Process(self._host.world, job, host=self._host)
 
 
-class SimContact:
-    """A runner's connection, by the rules of `Contact` and `Reception`."""
+class SimClient:
+    """A runner's connection, by the rules of `ChiefClient` and `RunnerServer`."""
 
     address, why = "a:1", ""
     fds: Sequence[int] = ()
@@ -321,7 +545,7 @@ class World:
 
     def send(self, rank: int, message: Message) -> None:
         if rank in self._heard_s and not self.is_dead:
-            self.hosts[rank].contact.deliver(message)
+            self.hosts[rank].client.deliver(message)
 
     def close(self) -> None:
         pass
@@ -340,7 +564,7 @@ class World:
             return False
         self._heard_s[rank] = self.now_s
         if ALIVE in message:
-            self.hosts[rank].contact.deliver(message)
+            self.hosts[rank].client.deliver(message)
         else:
             self._news.append(MessageReceived(rank=rank, message=message))
         return True
@@ -404,25 +628,15 @@ class World:
         self._heard_s.clear()
         self._news.clear()
         for host in self.hosts.values():
-            host.contact.close()
+            host.client.close()
 
     def _begin(self, *, at: int | None, how: str) -> Chief:
         self.chiefs += 1
-        journal = WorldJournal(self.path / "journal.jsonl", at=None, how=how)
+        journal = WorldJournal(self.path / "journal.jsonl", at=at, how=how)
         journal.world = self
         journal._time_of_day = self._time_of_day
-        if not journal.lines:
-            journal.add("begun", **BEGUN)
-        journal._left = at
-        plan = SweepPlan(
-            sweep_dir=self.path,
-            objective="val_accuracy",
-            direction="max",
-            max_epochs=EPOCHS,
-            max_failed_trials=None,
-            flags_of=_flags_of,
-        )
-        serving = ServingRunner(Here(self), self, mark=MARK, clock=lambda: self.now_s)
+        plan = plan_of(self.path)
+        serving = ServingRunner(Here(self), self, ownership=OWNERSHIP, clock=lambda: self.now_s)
         search = self._search_of(list(journal.lines))
         self.chief = Chief(plan, search=search, journal=journal, runner=serving, observer=Nobody())
         return self.chief
@@ -463,10 +677,6 @@ class Mishaps:
             case 5:
                 host.cut = ticks
             case 6:
-                host.contact.close()
+                host.client.close()
             case _:
                 self._world.add_host()
-
-
-def _flags_of(trial: Trial) -> tuple[str, ...]:
-    return tuple(f"--config.{name}={value}" for name, value in trial.hyperparameters.items())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.cluster.balance import Balance, rows_of_parts
+from tfdist.ps.balance import Balance, rows_of_parts
 
 
 def placed(sizes: list[int], *, num_ps: int) -> tuple[list[int], tuple[int, ...]]:

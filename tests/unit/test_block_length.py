@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.training.loop import BlockLengthPolicy
+from tfdist.training.blocks import BlockLengthPolicy
 
 
 def ranges(step_s: float, *, first_s: float = 0.0, count: int = 12) -> list[int]:

@@ -16,12 +16,11 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import ledger, lint, replay, submit
+from tfdist import doctor, ledger, lint, replay, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.launch import options
-from tfdist.ops.doctor import command_line as doctor
-from tfdist.ops.submit.flags import FLAGS as SUBMIT_FLAGS
+from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 
 _COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
 
@@ -79,7 +78,7 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
         "launch.md": [flag.name for flag in options.FLAGS],
         "submit.md": [flag.name for flag in SUBMIT_FLAGS],
         "tuning.md": [a.option_strings[-1][2:] for a in tfdist.tuning.options._parser()._actions],
-        "doctor.md": [*doctor._VALUES, *doctor._SWITCHES],
+        "doctor.md": [a.option_strings[-1][2:] for a in doctor._parser()._actions],
         "lint.md": [
             *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
         ],

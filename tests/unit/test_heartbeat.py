@@ -98,7 +98,7 @@ def test_before_its_training_a_task_says_only_that_it_lives(pipe, run):
 
 def test_a_task_says_what_it_is_doing(pipe, run):
     source = """
-    from tfdist.cluster import phases
+    from tfdist import phases
     phases.set_pending_work(phases.PendingWork(task="worker-1", since_s=2.5, is_first=True))
     phases.enter("step", step=4); phases.enter("validate", step=8)
     state = phases.current()
@@ -121,7 +121,7 @@ def test_a_task_says_what_it_is_doing(pipe, run):
 def test_a_task_that_can_never_go_on_says_so_before_and_after_its_training(pipe, run):
     source = """
     import threading
-    from tfdist.cluster import phases
+    from tfdist import phases
     phases.enter(sys.argv[2], step=4)
     lock = threading.Lock()
     lock.acquire()
@@ -139,7 +139,7 @@ def test_a_task_that_can_never_go_on_says_so_before_and_after_its_training(pipe,
 def test_what_a_task_waits_for_in_its_training_is_for_its_deadlines(pipe, run):
     source = """
     import threading
-    from tfdist.cluster import phases
+    from tfdist import phases
     phases.enter("step", step=4)
     print("on", flush=True)
     threading.Event().wait()
@@ -152,7 +152,7 @@ def test_what_a_task_waits_for_in_its_training_is_for_its_deadlines(pipe, run):
 
 
 def test_a_phase_of_any_name_is_one_note(pipe, run):
-    run(FAST + "from tfdist.cluster import phases; phases.enter('\"\\n' * 500); sys.stdin.read()")
+    run(FAST + "from tfdist import phases; phases.enter('\"\\n' * 500); sys.stdin.read()")
     while (beat := pipe.beats(1)[0]["beat"])["phase"] == "import":
         pass
     assert beat["phase"] == "other"
@@ -290,7 +290,7 @@ def test_a_programs_own_handler_of_the_signal_wins(run):
 
 def test_a_beat_costs_less_than_a_thousandth_of_a_core(pipe, run):
     source = """
-    from tfdist.cluster import phases
+    from tfdist import phases
     phases.enter("step", step=3)
     def used_s(): return time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
     before_s = used_s()

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tfdist.ps.workers import Account, InFlight, Repeat, steps_of_a_unit
+from tfdist.ps.clock import InFlight, steps_of_a_unit
+from tfdist.ps.workers import Account
 
 
 def test_without_a_bound_everything_may_begin():
@@ -87,7 +88,6 @@ def test_the_account_counts_each_step_once_and_names_what_was_begun_again():
     account.done(0, 3, times=1, staleness=[0, 2, 0])
     account.done(3, 5, times=2, staleness=[1, 0])
     account.applied_twice += 1
-    assert account.repeats == [Repeat(first=3, last=5, times=2)]
     assert account.summary() == {
         "staleness": {"0": 3, "1": 1, "2": 1},
         "steps_applied_twice": 1,

@@ -91,73 +91,105 @@ def test_help_after_the_program_is_the_programs():
     assert parse(["train.py", "--help"]).program.args == ("--help",)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--worker", "2"], "did you mean --workers?"),
-        (["--stratgy=ps"], "did you mean --strategy?"),
-        (["--devices-per-workers", "2"], "did you mean --devices_per_worker?"),
-        (["--learning_rate", "2"], "after the program"),
-        (["-w", "2"], "received -w"),
-        (["-workers", "2"], "did you mean --workers?"),
-        (["--workers"], "received no value"),
-        (["--workers", "two"], "received 'two'"),
-        (["--workers", "\uff12"], "--workers: received '\uff12'; expected an integer"),
-        (["--workers", "+2"], "--workers: received '+2'; expected an integer"),
-        (["--workers", " 2"], "--workers: received ' 2'; expected an integer"),
-        (["--split_bytes", "4_000", "--ps=1"], "--split_bytes: received '4_000'"),
-        (["--grace_s", "\uff12"], "--grace_s: received '\uff12'; expected a number of seconds"),
-        (["--grace_s", "+2"], "--grace_s: received '+2'"),
-        (["--workers", "2", "--workers", "3"], "--workers: received it twice; expected one value"),
-        (["--grace-s=2", "--grace_s", "2"], "--grace_s: received it twice"),
-        (["--dry_run", "--dry_run=false"], "--dry_run: received it twice"),
-        (["--workers", "0"], "--workers: received 0"),
-        (["--workers=-1"], "--workers: received -1"),
-        (["--workers", "1000000"], "use --workers 10000 or fewer"),
-        (["--strategy", "ps", "--ps", "0"], "--ps: received 0"),
-        (["--ps", "0"], "--ps: received 0"),
-        (["--strategy", "multiworker", "--ps", "1"], "--ps: received 1 with --strategy multi"),
-        (["--strategy", "single", "--workers", "2"], "use --strategy multiworker"),
-        (["--strategy", "mirrored", "--workers", "2"], "use --strategy multiworker"),
-        (["--strategy", "single", "--devices_per_worker", "2"], "use --strategy mirrored"),
-        (["--strategy", "mirored"], "did you mean 'mirrored'?"),
-        (["--start", "spawn"], "expected one of auto, exec, fork"),
-        (["--grace_s", "soon"], "expected a number of seconds"),
-        (["--grace_s", "-1"], "--grace_s: received -1"),
-        (["--grace_s", "nan"], "--grace_s: received nan"),
-        (["--min_workers", "2"], "--min_workers: received 2 in a job without ps"),
-        (["--profile_ps"], "--profile_ps: received True in a job without ps"),
-        (["--split_bytes", "9"], "--split_bytes: received 9 in a job without ps"),
-        (["--split_bytes", "0", "--ps", "2"], "--split_bytes: received 0"),
-        (["--min_workers", "3", "--ps", "1", "--workers", "2"], "--min_workers: received 3 of"),
-        (["--max_restarts", "-1"], "--max_restarts: received -1"),
-        (["--max_restarts", "often"], "expected an integer"),
-        (["--restart_window_s", "0"], "--restart_window_s: received 0"),
-        (["--hang_timeout_s", "-5"], "--hang_timeout_s: received -5"),
-        (["--startup_timeout_s", "0"], "expected a positive number of seconds"),
-        (["--hang_timeout_s", "1.5"], "--hang_timeout_s: received 1.5; expected 0, or 2 or more"),
-        (["--devices_per_worker", "0"], "--devices_per_worker: received 0"),
-        (["--threads_per_task", "0"], "--threads_per_task: received 0"),
-        (["--run_dir", " "], "--run_dir"),
-        (["--dry_run=perhaps"], "expected true or false"),
-        (["-m"], "no module"),
-        (["-m", "--workers"], "no module"),
+MISTAKES = {
+    ("--workers", "no-value"): ["--workers"],
+    ("--workers", "not-an-int"): [
+        "--workers=two",
+        "--workers=\uff12",
+        "--workers=+2",
+        "--workers= 2",
     ],
+    ("--split_bytes", "not-an-int"): ["--split_bytes 4_000 --ps=1"],
+    ("--max_restarts", "not-an-int"): ["--max_restarts often"],
+    ("--grace_s", "not-a-number"): ["--grace_s \uff12", "--grace_s +2", "--grace_s soon"],
+    ("--dry_run", "unknown-value"): ["--dry_run=perhaps"],
+    ("--workers", "given-twice"): ["--workers 2 --workers 3"],
+    ("--grace_s", "given-twice"): ["--grace-s=2 --grace_s 2"],
+    ("--dry_run", "given-twice"): ["--dry_run --dry_run=false"],
+    ("--workers", "out-of-range"): ["--workers 0", "--workers=-1", "--workers 1000000"],
+    ("--ps", "out-of-range"): ["--strategy ps --ps 0", "--ps 0"],
+    ("--min_workers", "out-of-range"): ["--min_workers 3 --ps 1 --workers 2"],
+    ("--devices_per_worker", "out-of-range"): ["--devices_per_worker 0"],
+    ("--threads_per_task", "out-of-range"): ["--threads_per_task 0"],
+    ("--split_bytes", "out-of-range"): ["--split_bytes 0 --ps 2"],
+    ("--max_restarts", "out-of-range"): ["--max_restarts -1"],
+    ("--grace_s", "out-of-range"): ["--grace_s -1", "--grace_s nan"],
+    ("--restart_window_s", "out-of-range"): ["--restart_window_s 0"],
+    ("--startup_timeout_s", "out-of-range"): ["--startup_timeout_s 0"],
+    ("--hang_timeout_s", "out-of-range"): ["--hang_timeout_s -5", "--hang_timeout_s 1.5"],
+    ("--host_timeout_s", "out-of-range"): ["--host_timeout_s 0", "--host_timeout_s 1"],
+    ("--rendezvous_port", "out-of-range"): ["--rendezvous_port 0"],
+    ("--start", "unknown-value"): ["--start spawn"],
+    ("--ps", "exclusive"): ["--strategy multiworker --ps 1"],
+    ("--workers", "exclusive"): ["--strategy mirrored --workers 2", "--workers 2 --hosts a,b"],
+    ("--devices_per_worker", "exclusive"): ["--strategy single --devices_per_worker 2"],
+    ("--hosts", "exclusive"): ["--strategy single --hosts a,b"],
+    ("--node_rank", "no-hosts"): ["--node_rank 1"],
+    ("--min_workers", "no-ps"): ["--min_workers 2"],
+    ("--profile_ps", "LCH001"): ["--profile_ps"],
+    ("--split_bytes", "LCH001"): ["--split_bytes 9"],
+    ("--fork_server", "exclusive"): ["--fork_server 3 --isolate", "--fork_server 3 --start exec"],
+    ("-m", "no-value"): ["-m", "-m --workers"],
+    ("program", "empty"): ["", " ", "-- "],
+    ("--run_dir", "empty"): ["--run_dir= "],
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "line"), [(*key, line) for key, lines in MISTAKES.items() for line in lines]
 )
-def test_a_mistake_is_named_in_one_line(words, said):
+def test_a_mistake_is_found(where, code, line):
     with pytest.raises(UsageError) as caught:
-        parse([*words, "train.py"] if words != ["--workers"] and words != ["-m"] else words)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+        parse(line.split(" ") if "= " not in line else [line])
+    assert (caught.value.where, caught.value.code) == (where, code)
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("words", [[""], [" ", "x"], ["--", "", "x"]])
-def test_an_empty_name_is_no_script(words):
-    with pytest.raises(
-        UsageError, match=r"^program: received ' ?'; expected a Python script\. Fix"
-    ):
-        parse(["--strategy", "single", *words])
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            "--workers=two",
+            "--workers: received 'two'; expected an integer. Fix: write --workers 2, for example",
+        ),
+        ("--workers", "--workers: received no value; expected a value. Fix: write --workers=N"),
+        (
+            "--workers=0",
+            "--workers: received 0; expected an integer from 1 to 10000. "
+            "Fix: use --workers 1 or more",
+        ),
+        (
+            "--strategy=mirored",
+            "--strategy: received 'mirored' (did you mean 'mirrored'?); expected one of auto, "
+            "single, mirrored, multiworker, ps. Fix: use one of these",
+        ),
+        (
+            "--strategy=PS",
+            "--strategy: received 'PS'; expected one of auto, single, mirrored, multiworker, ps. "
+            "Fix: use --strategy ps",
+        ),
+        (
+            "--grace_s=-1",
+            "--grace_s: received -1; expected a positive number of seconds or 0. "
+            "Fix: use --grace_s 60, for example",
+        ),
+        (
+            "--stratgy=ps",
+            "command line: received --stratgy; expected a flag of the launcher (--help lists "
+            "them). Fix: correct the flag (did you mean --strategy?)",
+        ),
+        (
+            "--learning_rate=2",
+            "command line: received --learning_rate; expected a flag of the launcher (--help "
+            "lists them). Fix: put the program's own flags after the program, or those of "
+            "tfdist.train after --",
+        ),
+    ],
+)
+def test_the_line_of_a_mistake(line, text):
+    with pytest.raises(UsageError) as caught:
+        parse([line])
+    assert str(caught.value) == text
 
 
 def test_a_script_that_is_not_there_is_named_with_the_near_one(tmp_path, monkeypatch):
@@ -363,9 +395,12 @@ def test_an_error_that_is_no_limit_is_no_users_mistake(monkeypatch):
         ("-np", "workers"),
         ("--nproc-per-node=2", "workers"),
         ("--nnodes", "hosts"),
+        ("--worker", "workers"),
+        ("--devices-per-workers", "devices_per_worker"),
+        ("-workers", "workers"),
     ],
 )
-def test_the_flags_of_other_launchers_lead_to_ours(theirs, ours):
+def test_near_flags_and_those_of_other_launchers_lead_to_ours(theirs, ours):
     with pytest.raises(UsageError) as caught:
         parse([theirs, "2", "train.py"])
     assert f"(did you mean --{ours}?)" in str(caught.value)

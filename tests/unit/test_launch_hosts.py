@@ -105,16 +105,10 @@ def test_a_list_of_one_host_has_an_evaluator_where_there_are_several_tasks():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--hosts a,b --node_rank 2", "--node_rank: received 2; expected 0 to 1"),
-        ("--hosts a,b --node_rank -1", "--node_rank: received -1"),
         ("--node_rank 1", "--node_rank: received 1 without --hosts"),
         ("--hosts a,b --workers 2", "--workers: received 2 with --hosts"),
         ("--hosts a,b --strategy mirrored", "--hosts: received a list of hosts with --strategy"),
-        ("--hosts a,b --strategy ps --node_rank 0", "--hosts: received 2 tasks; expected 3"),
         ("--hosts a,b --rendezvous_port 0", "--rendezvous_port: received 0"),
-        ("--hosts a,b --node_rank 0 --min_workers 3", "--min_workers: received 3 of 2 workers"),
-        ("--hosts a,b --node_rank 0 --rendezvous_token_file /none", "--rendezvous_token_file: "),
-        ("--hosts a,b --node_rank 0 --isolate", "--isolate: received it in a job on 2 hosts"),
         ("--hosts a,b --host_timeout_s 0", "--host_timeout_s: received 0"),
         ("--hosts a,b --host_timeout_s 1", "--host_timeout_s: received 1; expected 2 or more"),
         ("--fork_server 3 --isolate", "--fork_server: received a fork server with --isolate"),
@@ -123,6 +117,27 @@ def test_a_list_of_one_host_has_an_evaluator_where_there_are_several_tasks():
 )
 def test_what_cannot_be_is_one_line(line, said):
     assert refusal(line).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "code"),
+    [
+        ("--hosts a,b --node_rank 2", "--node_rank", "out-of-range"),
+        ("--hosts a,b --node_rank -1", "--node_rank", "out-of-range"),
+        ("--hosts a,b --strategy ps --node_rank 0", "--hosts", "too-few-tasks"),
+        ("--hosts a,b --node_rank 0 --min_workers 3", "--min_workers", "out-of-range"),
+        (
+            "--hosts a,b --node_rank 0 --rendezvous_token_file /none",
+            "--rendezvous_token_file",
+            "unreadable-file",
+        ),
+        ("--hosts a,b --node_rank 0 --isolate", "--isolate", "exclusive"),
+    ],
+)
+def test_what_does_not_go_with_several_hosts_is_refused(line, where, code):
+    with pytest.raises(UsageError) as error:
+        decided(line)
+    assert (error.value.where, error.value.code) == (where, code)
 
 
 def test_why_several_hosts_are_not_isolated_is_said():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
-from tfdist.launch.multihost.messages import NO_SENSE, heard, told
+from tfdist.launch.multihost.messages import NO_SENSE, decode_event, encode_event
 
 W1 = Task("worker", 1)
 EVENTS = [
@@ -34,9 +34,9 @@ EVENTS = [
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_an_event_arrives_by_the_clock_of_who_hears_it(event):
-    message = json.loads(json.dumps(told(event, now_s=100)))
-    assert heard(message, now_s=100) == event
-    later = heard(message, now_s=1100)
+    message = json.loads(json.dumps(encode_event(event, now_s=100)))
+    assert decode_event(message, now_s=100) == event
+    later = decode_event(message, now_s=1100)
     assert later.at_s == event.at_s + 1000
     if isinstance(event, Beat):
         assert later.since_s == event.since_s + 1000
@@ -47,7 +47,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=5,
 )
-KEYS = ("task", "age_s", "pid", "exit_code", "cause", "step", "status", "phase", "since_age_s")
+KEYS = ("task", "at_s", "pid", "exit_code", "cause", "step", "status", "phase", "since_s")
 
 
 @given(
@@ -58,7 +58,7 @@ KEYS = ("task", "age_s", "pid", "exit_code", "cause", "step", "status", "phase",
 )
 def test_what_is_no_event_is_refused_without_another_error(message):
     try:
-        event = heard(message, now_s=100)
+        event = decode_event(message, now_s=100)
     except NO_SENSE:
         return
     assert isinstance(event, Started | Raised | Ended | Beat)

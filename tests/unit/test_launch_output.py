@@ -321,24 +321,11 @@ def test_a_damaged_report_does_not_stop_the_next_attempt(tmp_path, text):
     assert earlier_attempts(tmp_path) == []
 
 
-def test_tensorflows_own_chatter_is_in_the_log_and_not_on_the_screen(tmp_path):
-    shown = []
-
-    class Writer:
-        num_lines = 0
-
-        def say(self, text): ...
-
-        def line(self, name, text, *, hue=0):
-            shown.append(text)
-
-        def progress(self, name, text, *, hue=0): ...
-
-        def drop_progress(self): ...
-
-    output = TaskOutput("worker-0", log_path=tmp_path / "log", writer=Writer())
+def test_tensorflows_own_chatter_is_in_the_log_and_not_on_the_screen(reader, tmp_path):
+    output = task_output(reader.console, tmp_path)
     chatter = b"I0000 00:00:1795172313.149165   16599 port.cc:153] oneDNN is on.\n"
     output.feed(chatter + b"I 2026 mine\nE0000 00:00:1.2  3 real.cc:1] an error\n")
     output.close()
-    assert shown == [b"I 2026 mine", b"E0000 00:00:1.2  3 real.cc:1] an error"]
+    lines = ["[worker-0] I 2026 mine", "[worker-0] E0000 00:00:1.2  3 real.cc:1] an error"]
+    assert reader.text().splitlines() == lines
     assert (tmp_path / "log").read_bytes().startswith(chatter)

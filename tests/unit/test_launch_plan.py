@@ -20,12 +20,10 @@ from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
 from tfdist.launch.options import parse
 from tfdist.launch.plan import (
-    LaunchContext,
+    JobDescription,
     decided_strategy,
-    plan,
     render,
     start_method,
-    tasks_with_address,
 )
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt
 
@@ -35,18 +33,17 @@ def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=Fa
     options = parse([*line.split(), "train.py"])
     machine = machine or Machine(cpus=cpus, gpus=tuple(gpus))
     strategy = decided_strategy(options, machine)
-    place = LaunchContext(
+    job = JobDescription(
+        options=options,
+        strategy=strategy,
         machine=machine,
         environ=environ or {"PATH": "/bin"},
         python="/usr/bin/python",
         run_dir=Path("/runs/a b"),
-        attempt=3,
         is_terminal=is_terminal,
     )
-    addresses = [
-        f"127.0.0.1:{5000 + i}" for i, _ in enumerate(tasks_with_address(options, strategy))
-    ]
-    specs = plan(options, strategy=strategy, place=place, addresses=addresses)
+    addresses = [f"127.0.0.1:{5000 + i}" for i, _ in enumerate(job.tasks_with_address)]
+    specs = job.specs(addresses, attempt=3)
     return {str(spec.task): spec for spec in specs}
 
 
@@ -377,8 +374,9 @@ def test_each_start_in_a_run_directory_is_another_attempt(tmp_path):
 
 
 def test_two_jobs_do_not_share_a_run_directory(tmp_path):
-    with RunDir(tmp_path), pytest.raises(UsageError, match="where a job runs"):
+    with RunDir(tmp_path), pytest.raises(UsageError) as caught:
         RunDir(tmp_path)
+    assert caught.value.code == "run-dir-in-use"
     RunDir(tmp_path).close()
 
 

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,8 @@ class World:
         return list(os.read(self.fd, 100))
 
     # the guardian
+
+    mark = "mark"
 
     def add(self, session):
         self.session = session
@@ -119,7 +122,6 @@ def processes(world, tmp_path):
     screen = JobScreen(out=console, err=console)
     made = JobProcesses(
         chief=W0,
-        mark="mark",
         starter=world,
         guard=world,
         evidence=Evidence(world),
@@ -297,3 +299,15 @@ def test_why_the_kernel_killed_a_task_is_told_with_its_end(world, processes):
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     *_, ended = processes.wait(1)
     assert ended == Ended(task=W0, status=-signal.SIGKILL, at_s=5, cause="out of memory")
+
+
+def test_a_bound_command_ends_with_the_process_that_started_it():
+    code = (
+        "import subprocess, sys, time; from tfdist.launch.guardian import bound_command;"
+        "own = [sys.executable, '-c', 'print(1, flush=True); import time; time.sleep(600)'];"
+        "subprocess.Popen(bound_command(own)).wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout.readline() == b"1\n"
+        owner.kill()
+        assert owner.stdout.read() == b""  # both have let go of it

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.lint_cases import BROKEN, HERE
 from tfdist.cluster import decode
 from tfdist.errors import UsageError
 from tfdist.lint import main
@@ -22,17 +23,14 @@ from tfdist.ops.lint import RULES, Finding, LintSource, Severity, lint
 from tfdist.ops.lint.files import KINDS, kind_of
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent / "lint"
-FILES = sorted(p for p in HERE.glob("[A-Zg]*_*.*") if p.is_file())
-BROKEN = [path for path in FILES if not path.name.startswith("good_")]
-GOOD = [path for path in FILES if path.name.startswith("good_")]
+GOOD = sorted(HERE.glob("good_*.*"))
 OURS = sorted(
     path
     for pattern in ("configs/*.py", "launch/**/*.yaml", "tests/golden/*.yaml")
     for path in ROOT.glob(pattern)
 )
-PLAIN = [path for path in FILES if "tfdist.train" not in path.read_text("latin-1")]
-PLAIN = [path for path in PLAIN if path.suffix != ".py"]
+TEXTS = {**BROKEN, **{path.name: path.read_bytes() for path in GOOD}}
+PLAIN = [n for n, text in TEXTS.items() if b"tfdist.train" not in text and not n.endswith(".py")]
 MANIFEST = (HERE / "good_indexed_job.yaml").read_text()
 
 
@@ -52,8 +50,8 @@ def name_of(path: Path) -> str:
 
 
 @functools.cache
-def of_file(path: Path) -> list[Finding]:
-    return lint([LintSource(name=str(path), data=path.read_bytes())])
+def of_broken(name: str) -> list[Finding]:
+    return lint([LintSource(name=name, data=BROKEN[name])])
 
 
 def findings(text: str, name: str = "-", kind: str | None = None) -> list[Finding]:
@@ -73,20 +71,20 @@ def config(*lines: str) -> str:
 # The files
 
 
-@pytest.mark.parametrize("path", BROKEN, ids=name_of)
-def test_a_broken_file_is_caught_by_its_rule_and_no_other(path: Path) -> None:
-    assert {finding.code for finding in of_file(path)} == {path.name.split("_")[0]}
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_caught_by_its_rule_and_no_other(name: str) -> None:
+    assert {finding.code for finding in of_broken(name)} == {name.partition("_")[0]}
 
 
 @pytest.mark.parametrize("path", [*GOOD, *OURS], ids=name_of)
 def test_a_good_file_has_no_finding(path: Path) -> None:
-    assert of_file(path) == []
+    assert lint([LintSource(name=str(path), data=path.read_bytes())]) == []
 
 
-@pytest.mark.parametrize("path", BROKEN, ids=name_of)
-def test_every_finding_is_one_line_that_names_the_place(path: Path) -> None:
-    for finding in of_file(path):
-        assert re.match(rf"{re.escape(str(path))}(:[1-9]\d*)?( \S|: )", str(finding))
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_finding_is_one_line_that_names_the_place(name: str) -> None:
+    for finding in of_broken(name):
+        assert re.match(rf"{re.escape(name)}(:[1-9]\d*)?( \S|: )", str(finding))
         whole_file = ("LNT", "CFG007", "CFG008", "CFG02", "TFC001", "TFC002", "TFC003", "TFC004")
         whole_file = (*whole_file, "CFG002")
         assert finding.place.line or finding.place.path or finding.code.startswith(whole_file)
@@ -95,7 +93,7 @@ def test_every_finding_is_one_line_that_names_the_place(path: Path) -> None:
 
 
 def test_there_is_a_broken_file_for_each_rule() -> None:
-    assert {path.name.split("_")[0] for path in BROKEN} == set(RULES)
+    assert {name.partition("_")[0] for name in BROKEN} == set(RULES)
 
 
 # Places
@@ -103,10 +101,10 @@ def test_there_is_a_broken_file_for_each_rule() -> None:
 
 def test_the_place_is_the_line_of_the_mistake() -> None:
     held = 0
-    for path in BROKEN:
-        text = path.read_bytes().decode("utf-8", "replace").splitlines()
-        for finding in of_file(path):
-            if path.suffix == ".py" and finding.place.path and finding.place.line:
+    for name in BROKEN:
+        text = BROKEN[name].decode("utf-8", "replace").splitlines()
+        for finding in of_broken(name):
+            if name.endswith(".py") and finding.place.path and finding.place.line:
                 line = text[finding.place.line - 1]
                 assert finding.place.path.rpartition(".")[2] in line, finding
                 held += 1
@@ -124,16 +122,14 @@ def test_addresses_are_named_by_their_path() -> None:
 # What a task would refuse has a rule
 
 
-@pytest.mark.parametrize("path", [p for p in BROKEN if p.name.startswith("TFC")], ids=name_of)
-def test_the_rule_is_that_of_the_error_that_a_task_would_get(path: Path) -> None:
-    code = path.name.split("_")[0]
-    if path.suffix != ".json":
-        return
+@pytest.mark.parametrize("name", [n for n in BROKEN if n.startswith("TFC") and n.endswith("json")])
+def test_the_rule_is_that_of_the_error_that_a_task_would_get(name: str) -> None:
+    code = name.partition("_")[0]
     if RULES[code].severity is Severity.WARNING or code == "TFC025":
-        decode(path.read_text())
+        decode(BROKEN[name])
         return
     with pytest.raises(UsageError) as refused:
-        decode(path.read_text())
+        decode(BROKEN[name])
     assert refused.value.code == code
 
 
@@ -254,7 +250,7 @@ def test_a_command_is_given_after_two_dashes(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_grace_period_outlasts_the_launcher_in_the_pod() -> None:
-    text = (HERE / "K8S026_launcher.yaml").read_text()
+    text = BROKEN["K8S026_launcher.yaml"].decode()
     assert codes(text.replace("Seconds: 120", "Seconds: 121"), "x.yaml") == set()
     unsaid = text.replace("      terminationGracePeriodSeconds: 120\n", "")
     assert unsaid != text
@@ -269,6 +265,7 @@ def test_a_grace_period_outlasts_the_launcher_in_the_pod() -> None:
         (2222, '{name: TFDIST_PORT, value: "7000"}', {"K8S045"}),
         (7000, '{name: TFDIST_PORT, value: "7000"}', set()),
         (7050, '{name: TFDIST_PORTS, value: "7000-7100"}', set()),
+        (2222, '{name: TFDIST_PORTS, value: "7000-7100"}', {"K8S045"}),
         (7050, '{name: TFDIST_PORT, value: "seven"}', {"ENV001"}),
     ],
 )
@@ -298,9 +295,9 @@ def test_standard_input_is_known_by_its_text(text: str, kind: str | None) -> Non
 
 
 def test_a_secret_is_not_shown() -> None:
-    for path in BROKEN:
-        if path.name.startswith("ENV005"):
-            (finding,) = of_file(path)
+    for name in BROKEN:
+        if name.startswith("ENV005"):
+            (finding,) = of_broken(name)
             assert "not-a-real" not in str(finding)
 
 
@@ -313,11 +310,16 @@ def test_anchors_that_multiply_cost_nothing() -> None:
 # The program
 
 
-def test_the_exit_code_is_the_worst_finding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_is_the_worst_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doubtful, wrong = tmp_path / "TFC024_low.json", tmp_path / "TFC010_no_port.json"
+    for path in doubtful, wrong:
+        path.write_bytes(BROKEN[path.name])
     assert main([str(path) for path in GOOD]) == 0
     assert capsys.readouterr().out == f"{len(GOOD)} files: no findings\n"
-    assert main([str(HERE / "TFC024_low.json")]) == 1
-    assert main([str(HERE / "TFC024_low.json"), str(HERE / "TFC010_no_port.json")]) == 2
+    assert main([str(doubtful)]) == 1
+    assert main([str(doubtful), str(wrong)]) == 2
     out = capsys.readouterr().out
     assert "TFC010_no_port.json $.cluster.worker[0]: TFC010 error: received 'a.example'" in out
     assert out.endswith("2 files: 1 error, 1 warning\n")
@@ -330,7 +332,7 @@ def test_the_exit_code_is_the_worst_finding(capsys: pytest.CaptureFixture[str]) 
         (["nowhere.yaml"], "No such file"),
         (["--jsn", "x"], "did you mean '--json'?"),
         (["--kind=manifests", "x"], "expected one of tf_config, config, manifest, environ"),
-        (["--replicas", "0", "x"], "a number from 1 on"),
+        (["--replicas", "0", "x"], "--replicas: received 0; expected a whole number of at least 1"),
         (["--kind"], "no value"),
         (["--replicas=\uff12", "x"], "expected an integer"),
         (["--replicas=2", "x", "--replicas", "3"], "--replicas: received it twice"),
@@ -348,8 +350,9 @@ def test_a_wrong_command_line_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_json_has_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    path = HERE / "K8S011_two_at_a_time.yaml"
+def test_json_has_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "K8S011_two_at_a_time.yaml"
+    path.write_bytes(BROKEN[path.name])
     assert main(["--json", str(path)]) == 2
     value = json.loads(capsys.readouterr().out)
     assert value["exit_code"] == 2
@@ -410,10 +413,10 @@ def test_random_bytes_end_nothing(data: bytes, kind: str) -> None:
 
 @given(st.sampled_from(PLAIN), st.floats(0, 1), st.text(max_size=4), st.integers(0, 12))
 @settings(deadline=None, max_examples=400)
-def test_a_damaged_file_ends_nothing(path: Path, where: float, put: str, cut: int) -> None:
-    data = path.read_bytes()[:8000]
+def test_a_damaged_file_ends_nothing(name: str, where: float, put: str, cut: int) -> None:
+    data = TEXTS[name][:8000]
     at = int(where * len(data))
     damaged = data[:at] + put.encode("utf-8", "surrogatepass") + data[at + cut :]
-    for finding in lint([LintSource(name=path.name, data=damaged)]):
+    for finding in lint([LintSource(name=name, data=damaged)]):
         assert finding.code in RULES
-        assert finding.place.file == path.name
+        assert finding.place.file == name

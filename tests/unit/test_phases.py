@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tfdist.cluster import phases
+from tfdist import phases
 
 
 @pytest.fixture(autouse=True)

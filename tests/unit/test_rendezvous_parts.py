@@ -10,7 +10,8 @@ import pytest
 
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.agreement import differences, summary, without_secrets
-from tfdist.launch.multihost.connection import is_own_address, own_address, resolve
+from tfdist.launch.multihost.connection import resolve
+from tfdist.launch.multihost.hosts import is_own_address, own_address
 from tfdist.launch.multihost.hub import listen
 from tfdist.launch.multihost.token import VARIABLE, read_token
 

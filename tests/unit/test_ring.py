@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import neighbours
 from tfdist.strategy.group import naming_lost_peer
@@ -288,6 +288,14 @@ def test_workers_find_their_neighbours(request, on_one_machine, size):
     assert all((result[0] == size * np.arange(9.0)).all() for result in results)
     for ring in rings:
         ring.close()
+
+
+def test_workers_of_two_versions_end_with_the_names_of_both(monkeypatch):
+    versions = iter(["TensorFlow 2.20.1, tfdist 0.1", "TensorFlow 2.21.0, tfdist 0.1"])
+    monkeypatch.setattr(neighbours, "own_versions", lambda: next(versions))
+    with pytest.raises(UsageError, match=r"-\d: received TensorFlow 2.*, as worker-\d has") as told:
+        joined(2)
+    assert told.value.code == "version"
 
 
 def test_a_worker_that_is_slow_to_read_is_not_given_up(apart):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tfdist.cluster.environment import read_environment
+from tfdist.cluster import read_environment
 from tfdist.submit import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "submit.md"

@@ -6,16 +6,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import yaml
 
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.ops.submit import rendering
-from tfdist.ops.submit.flags import clock_text, mebibytes, seconds
-from tfdist.submit import _NOT_HERE, main
+from tfdist.ops.submit.command import NOT_HERE
+from tfdist.submit import main
 
 SLURM = "--to slurm --dry_run "
 PODS = "--to kubernetes --dry_run --image train:1 "
@@ -50,8 +48,8 @@ def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (SLURM + "--workers \uff12 train.py", "an integer"),
         (SLURM + "--cpus +2 train.py", "an integer"),
         (SLURM + "--env X=1 --env X=2 train.py", "received X twice; expected each name once"),
-        (SLURM + "--wrokers 2 train.py", "did you mean --workers"),
-        (SLURM + "--imag x train.py", "did you mean --image"),
+        (SLURM + "--wrokers 2 train.py", "did you mean '--workers'"),
+        (SLURM + "--imag x train.py", "did you mean '--image'"),
         (SLURM + "--image x train.py", "expected kubernetes"),
         (SLURM + "--kind job train.py", "expected kubernetes"),
         (PODS + "--partition gpu train.py", "expected slurm"),
@@ -95,7 +93,7 @@ def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (PODS + f"--label team={'a' * 64} train.py", "--label team=vision"),
         (PODS + "--label app.kubernetes.io/instance=x train.py", "none of app.kubernetes.io/name"),
         (PODS + "--node_selector disk=a/b train.py", "--node_selector disk=ssd"),
-        (PODS + "--toleration gpu:NoShedule train.py", "did you mean 'NoSchedule'"),
+        (PODS + "--toleration gpu:NoShedule train.py", "NoSchedule or PreferNoSchedule"),
         (PODS + "--toleration gpu:yes=NoSchedule train.py", "KEY=VALUE:EFFECT"),
         (PODS + "--toleration =yes:NoExecute train.py", "KEY=VALUE:EFFECT"),
         (PODS + "--toleration 'a b' train.py", "KEY=VALUE:EFFECT"),
@@ -109,8 +107,8 @@ def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (PODS + "--volume data=/data:rw train.py", "--volume"),
         (PODS + "--node_selector ssd train.py", "NAME=VALUE"),
         (PODS + "--strategy ps --gpus 1 train.py", "--kind jobset"),
-        ("--to slurm --status '*'", "--status or --logs"),
-        ("--to slurm --logs=-x", "--status or --logs"),
+        ("--to slurm --status '*'", "--status"),
+        ("--to slurm --logs=-x", "--logs"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -210,7 +208,7 @@ def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(
     others, value = EXAMPLES.get(flag, ("", "7"))
     to += "--kind jobset " * (to == PODS and flag == "evaluator")
     line = f"{to} {others} --{flag} {value} train.py"
-    if flag in _NOT_HERE or (flag == "hang_timeout_s" and to == PODS):
+    if flag in NOT_HERE or (flag == "hang_timeout_s" and to == PODS):
         assert f"leave --{flag} out" in refused(line, capsys)
     else:
         assert printed(line, capsys) != printed(f"{to} {others} train.py", capsys)
@@ -236,33 +234,40 @@ def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(
 def test_the_help_has_the_launchers_flags_too(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("--to slurm --help", capsys)
     for flag in LAUNCHER:
-        left_out = flag.name in (*_NOT_HERE, "help")
+        left_out = flag.name in (*NOT_HERE, "help")
         assert (f"\n  --{flag.name} {flag.shown}".rstrip() + "\n" in text) != left_out, flag.name
 
 
 @pytest.mark.parametrize(
-    ("text", "total_s"),
-    [("90m", 5400), ("2d", 172_800), ("04:00:00", 14_400), ("1-00:30:00", 88_200), ("45s", 45)],
+    ("flag", "line"),
+    [
+        ("--time 90m", "--time=0-01:30:00"),
+        ("--time 2d", "--time=2-00:00:00"),
+        ("--time 04:00:00", "--time=0-04:00:00"),
+        ("--time 1-00:30:00", "--time=1-00:30:00"),
+        ("--time 75s", "--time=0-00:01:15"),
+        ("--memory 16G", "--mem-per-cpu=16384M"),
+        ("--memory 512Mi", "--mem-per-cpu=512M"),
+        ("--memory 1TB", "--mem-per-cpu=1048576M"),
+    ],
 )
-def test_times(text: str, total_s: int) -> None:
-    assert seconds(text) == total_s
-    assert seconds(clock_text(total_s)) == total_s
-
-
-@pytest.mark.parametrize(("text", "mib"), [("16G", 16_384), ("512Mi", 512), ("1TB", 1_048_576)])
-def test_memory(text: str, mib: int) -> None:
-    assert mebibytes(text[:-1] if text.endswith("TB") else text) == mib
+def test_times_and_memory(flag: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"#SBATCH {line}\n" in printed(f"{SLURM} {flag} train.py", capsys)
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("train.py", "train"), ("my.pkg.Fit_It", "fit-it"), ("01_run.py", "run"), ("7.py", "tfdist")],
+    ("program", "name"),
+    [
+        ("train.py", "train"),
+        ("-m my.pkg.Fit_It", "fit-it"),
+        ("01_run.py", "run"),
+        ("7.py", "tfdist"),
+    ],
 )
-def test_a_job_is_named_after_its_program(name: str, expected: str) -> None:
-    fields: Mapping[str, object] = dict.fromkeys(rendering.LauncherFlags.__dataclass_fields__)
-    assert (
-        rendering._name_of(rendering.LauncherFlags(**{**fields, "program_name": name})) == expected
-    )  # type: ignore[arg-type]
+def test_a_job_is_named_after_its_program(
+    program: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"#SBATCH --job-name={name}\n" in printed(SLURM + program, capsys)
 
 
 def test_it_loads_no_tensorflow() -> None:

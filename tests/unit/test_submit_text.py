@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tfdist.ops.submit.kubernetes import text_of
 from tfdist.ops.submit.pods import literal
-from tfdist.ops.submit.request import JobRequest
-from tfdist.ops.submit.slurm import SlurmOptions, render
+from tfdist.submit import main
 
 NASTY = (
     "two words",
@@ -63,25 +62,22 @@ def test_kubernetes_replaces_nothing_in_what_a_user_wrote(text: str) -> None:
     assert expanded(literal(text)) == text
 
 
-def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path: Path) -> None:
+def test_arguments_and_variables_reach_the_tasks_of_slurm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, body in {"python": "exit 0", "srun": r'printf "%s\0" "$NOTE" "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    request = JobRequest(
-        name="x",
-        strategy="auto",
-        program=("train.py", *NASTY),
-        run_dir="runs/x",
-        env={"NOTE": "".join(NASTY)},
-    )
+    note = "".join(NASTY).replace("\n", "")
+    assert main(["--to=slurm", "--dry_run", f"--env=NOTE={note}", "train.py", *NASTY]) == 0
     done = subprocess.run(
         ["bash"],
-        input=render(request, SlurmOptions()).encode(),
+        input=capsys.readouterr().out.encode(),
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
         cwd=tmp_path,
         capture_output=True,
         timeout=120,
     )
     words = done.stdout.decode().split("\0")[:-1]
-    assert words[0] == "".join(NASTY)
+    assert words[0] == note
     assert words[-len(NASTY) - 2 :] == ["python", "train.py", *NASTY]

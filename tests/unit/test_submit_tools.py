@@ -6,24 +6,25 @@ import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.ops.submit import tools
-from tfdist.ops.submit.tools import CommandResult
+from tfdist.ops.submit.tools import Result
 from tfdist.submit import main
 
 
 class Recorded:
     """Answers each command by the first of the given answers that its words begin."""
 
-    def __init__(self, **answers: CommandResult) -> None:
+    def __init__(self, **answers: Result) -> None:
         self.answers = answers
         self.asked: list[str] = []
         self.texts: list[str] = []
 
-    def __call__(self, argv: Sequence[str], text: str) -> CommandResult:
+    def __call__(self, argv: Sequence[str], text: str) -> Result:
         self.asked.append(shlex.join(argv))
         self.texts.append(text)
         names = [word.replace("-", "_").strip("_").partition("=")[0] for word in argv]
@@ -31,17 +32,17 @@ class Recorded:
         return found[0] if found else says("")
 
 
-def says(text: str, *, errors: str = "") -> CommandResult:
-    return CommandResult(exit_code=0, output=text, errors=errors)
+def says(text: str, *, errors: str = "") -> Result:
+    return CompletedProcess([], 0, text, errors)
 
 
-def fails(text: str) -> CommandResult:
-    return CommandResult(exit_code=1, output="", errors=text)
+def fails(text: str) -> Result:
+    return CompletedProcess([], 1, "", text)
 
 
 def test_a_script_is_given_to_sbatch() -> None:
     ask = Recorded(sbatch=says("42;cluster\n"))
-    submitted = tools.sbatch("#!/bin/bash\n", name="x", ask=ask)
+    submitted = tools.sbatch("#!/bin/bash\n", name="x", run=ask)
     assert submitted == tools.Submitted(text="job 42 (x); output: x-42.out")
     assert (ask.asked, ask.texts) == (["sbatch --parsable"], ["#!/bin/bash\n"])
 
@@ -49,13 +50,13 @@ def test_a_script_is_given_to_sbatch() -> None:
 def test_what_sbatch_says_is_one_line() -> None:
     words = "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job failed\n"
     with pytest.raises(UsageError, match="invalid partition specified: nope; expected") as caught:
-        tools.sbatch("", name="x", ask=Recorded(sbatch=fails(words)))
+        tools.sbatch("", name="x", run=Recorded(sbatch=fails(words)))
     assert "\n" not in str(caught.value)
 
 
 def test_manifests_are_created_only_if_all_would_be() -> None:
     ask = Recorded(apply=says("job.batch/x created\n"))
-    shown = tools.apply("kind: Job\n", name="x", kind="job", namespace="ml", ask=ask)
+    shown = tools.apply("kind: Job\n", name="x", kind="job", namespace="ml", run=ask)
     assert shown == tools.Submitted(text="job.batch/x created\n")
     assert ask.asked == [
         "kubectl --namespace=ml get job/x --ignore-not-found --output=name",
@@ -72,10 +73,10 @@ def test_warnings_of_those_who_take_the_job_are_passed_on(
     log = "W1120 14:51:30.399739   31516 warnings.go:70] unknown field"
     created = says("job.batch/x created\n", errors=f"{log}\n{refused}\n\n")
     asked = Recorded(apply=created, dry_run=created)
-    shown = tools.apply("", name="x", kind="job", namespace=None, ask=asked)
+    shown = tools.apply("", name="x", kind="job", namespace=None, run=asked)
     assert (shown.text, shown.warnings) == ("job.batch/x created\n", (refused,))
     hours = says("42\n", errors="sbatch: 3 hours are left\n")
-    monkeypatch.setattr(tools, "sbatch", partial(tools.sbatch, ask=Recorded(sbatch=hours)))
+    monkeypatch.setattr(tools, "sbatch", partial(tools.sbatch, run=Recorded(sbatch=hours)))
     assert main(["--to", "slurm", "train.py"]) == 0
     out, err = capsys.readouterr()
     assert out == "job 42 (train); output: train-42.out\n"
@@ -86,7 +87,7 @@ def test_a_namespace_that_is_not_there_is_one_line_and_nothing_is_created() -> N
     line = 'Error from server (NotFound): error when creating "STDIN": namespaces "ml" not found'
     ask = Recorded(dry_run=fails(f"{line}\n{line}\n"))
     with pytest.raises(UsageError, match='namespaces "ml" not found') as caught:
-        tools.apply("", name="x", kind="job", namespace="ml", ask=ask)
+        tools.apply("", name="x", kind="job", namespace="ml", run=ask)
     assert "\n" not in str(caught.value)
     assert "kubectl create namespace" in str(caught.value)
     assert all("--dry-run=server" in asked for asked in ask.asked if " apply " in asked)
@@ -96,27 +97,27 @@ def test_the_log_of_kubectl_itself_is_passed_over() -> None:
     log = 'E1120 14:51:30.399739   31516 memcache.go:265] "Unhandled Error"'
     ask = Recorded(get=fails(f"{log}\n{log}\nThe connection to the server was refused\n"))
     with pytest.raises(UsageError, match="exit code 1: The connection to the server was refused;"):
-        tools.apply("", name="x", kind="job", namespace=None, ask=ask)
+        tools.apply("", name="x", kind="job", namespace=None, run=ask)
 
 
 def test_a_job_that_is_there_is_left_alone() -> None:
     ask = Recorded(get=says("job.batch/x\n"))
     with pytest.raises(UsageError, match=r"kubectl delete job\.batch/x"):
-        tools.apply("", name="x", kind="job", namespace=None, ask=ask)
+        tools.apply("", name="x", kind="job", namespace=None, run=ask)
     assert len(ask.asked) == 1
 
 
 def test_the_state_of_a_job() -> None:
     ask = Recorded(squeue=says("JOBID NAME\n 7 x\n"))
-    assert tools.squeue("x", ask=ask) == "JOBID NAME\n 7 x\n"
+    assert tools.squeue("x", run=ask) == "JOBID NAME\n 7 x\n"
     with pytest.raises(UsageError, match="a job that squeue still knows"):
-        tools.squeue("x", ask=Recorded(squeue=says("JOBID NAME\n")))
+        tools.squeue("x", run=Recorded(squeue=says("JOBID NAME\n")))
     ask = Recorded(pods=says("x-0 Running\n"), get=says("x 0/2\n"))
-    shown = tools.pods("x", kind="jobset", namespace=None, label="a/b", ask=ask)
+    shown = tools.pods("x", kind="jobset", namespace=None, label="a/b", run=ask)
     assert shown == "x 0/2\n\nx-0 Running\n"
     assert ask.asked == ["kubectl get jobset/x", "kubectl get pods --selector=a/b=x"]
     ask = Recorded(pods=says("", errors="No resources found"), get=says("x 0/2\n"))
-    shown = tools.pods("x", kind="job", namespace="ml", label="a/b", ask=ask)
+    shown = tools.pods("x", kind="job", namespace="ml", label="a/b", run=ask)
     assert shown == "x 0/2\n\nno pods; why: kubectl --namespace=ml describe job/x\n"
 
 
@@ -124,21 +125,21 @@ def test_the_output_of_the_latest_job_is_found() -> None:
     job = "JobId=10 JobName=x\n   Command=x\n   StdIn=/dev/null\n   StdOut=/a b/x-10.out\n"
     for more in ("   Power=\n", "", "   TresPerTask=gres/gpu=1\n\nJobId=11 JobName=x\n"):
         ask = Recorded(squeue=says("10+0\n10+1\n9\n"), scontrol=says(job + more))
-        assert tools.slurm_output("x", ask=ask) == "/a b/x-10.out"
+        assert tools.slurm_output("x", run=ask) == "/a b/x-10.out"
         assert ask.asked[-1] == "scontrol show job 10"
     for answers in ({}, {"squeue": says("9\n"), "scontrol": says("JobId=9 JobName=interactive\n")}):
         with pytest.raises(UsageError, match="a job that squeue still knows"):
-            tools.slurm_output("x", ask=Recorded(**answers))
+            tools.slurm_output("x", run=Recorded(**answers))
 
 
 def test_the_output_of_pods() -> None:
     ask = Recorded(logs=says("[pod/x-0/tfdist] step 1\n"))
-    assert tools.pod_logs("x", namespace="ml", label="a/b", ask=ask).endswith("step 1\n")
+    assert tools.pod_logs("x", namespace="ml", label="a/b", run=ask).endswith("step 1\n")
     assert ask.asked[0].startswith(
         "kubectl --namespace=ml logs --selector=a/b=x --prefix --tail=-1"
     )
     with pytest.raises(UsageError, match="kubectl still knows"):
-        tools.pod_logs("x", namespace=None, label="a/b", ask=Recorded())
+        tools.pod_logs("x", namespace=None, label="a/b", run=Recorded())
 
 
 @pytest.mark.parametrize(
@@ -172,4 +173,4 @@ def test_a_command_that_does_not_answer_is_given_up(
     command.chmod(0o755)
     monkeypatch.setattr(tools, "_DEADLINE_S", 0.2)
     with pytest.raises(TfdistError, match="sbatch: no answer"):
-        tools.ask([str(command)])
+        tools.run([str(command)])

@@ -15,12 +15,12 @@ from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobRules, JobState
 from tfdist.launch.supervisor import (
-    RESTART_GRACE_S,
     SERVER_GRACE_S,
     STACKS_S,
     STRAGGLER_GRACES,
-    RestartPolicy,
     Supervisor,
 )
 from tfdist.launch.watchdog import Hang
@@ -74,8 +74,13 @@ class History:
         """Has `events` seen at one awakening, at `at_s`."""
         heapq.heappush(self._coming, (at_s, next(self._order), events))
 
+    def happens(self, *events):
+        """Has `events` happen, each a moment and what is seen then; of one moment together."""
+        for at_s, same in itertools.groupby(events, key=lambda event: event[0]):
+            self.at(at_s, *(event for _, event in same))
+
     def ends(self, task, at_s, status=0):
-        self.at(at_s, Ended(task=task, status=status, at_s=at_s))
+        self.happens(ended(task, at_s, status))
 
     def beats(self, task, at_s, *, step, first_step_s=None):
         self.at(
@@ -90,23 +95,21 @@ class History:
             ),
         )
 
-    def hangs(self, at_s, task, *stuck):
+    def hangs(self, at_s, task, *stuck, since_s=0.0):
         """Has the watchdog find a task that hangs, at `at_s`."""
-        self.hang = (at_s, Hang(task=task, cause="hangs: silent", stuck=stuck))
+        hang = Hang(task=task, cause="hangs: silent", stuck=stuck, since_s=since_s)
+        self.hang = (at_s, hang)
 
     def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
-        supervisor = Supervisor(
-            [spec(task) for task in tasks],
-            chief=tasks[0],
-            is_ps=is_ps,
-            grace_s=grace_s,
-            min_workers=min_workers,
+        rules = JobRules(chief=tasks[0], is_ps=is_ps, grace_s=grace_s, min_workers=min_workers)
+        state = JobState.of(
+            map(spec, tasks),
+            rules,
             policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
             watchdog=self,
-            processes=self,
-            screen=self,
-            clock=lambda: self.now_s,
+            now_s=self.now_s,
         )
+        supervisor = Supervisor(state, processes=self, screen=self, clock=lambda: self.now_s)
         return supervisor.run()
 
     def sent(self, task):
@@ -197,6 +200,18 @@ def record(attempt, task):
     return next(record for record in attempt.tasks if record.task == task)
 
 
+def raised(task, at_s, cause="ValueError: boom", *, exit_code=1, step=None):
+    return at_s, Raised(task=task, exit_code=exit_code, cause=cause, at_s=at_s, step=step)
+
+
+def ended(task, at_s, status=0, *, cause=""):
+    return at_s, Ended(task=task, status=status, at_s=at_s, cause=cause)
+
+
+def asked(signum, at_s):
+    return at_s, StopRequest(signum=signum)
+
+
 # done
 
 
@@ -204,282 +219,224 @@ def test_a_job_whose_tasks_all_exit_0_is_done(history):
     history.ends(W0, 5)
     history.ends(W1, 6)
     attempt = history.run([W0, W1])
-    assert attempt.exit_code == 0
-    assert attempt.first_failure is None
+    assert (attempt.exit_code, attempt.first_failure) == (0, None)
     assert not history.signals
     assert record(attempt, W1).ended_at_s == 6
     assert record(attempt, W1).status == 0
     assert not record(attempt, W1).stopped
 
 
-def test_ps_is_stopped_after_the_chief_is_done(history):
-    history.ends(CHIEF, 30)
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 0
-    assert attempt.first_failure is None
-    for task in (W0, W1, PS):
-        assert history.sent(task) == [(30, signal.SIGTERM)]
-        assert record(attempt, task).stopped
-
-
-def test_servers_that_do_not_hear_sigterm_are_killed_soon_after_the_chief_is_done(history):
+def test_servers_are_ended_after_the_chief_is_done_and_soon_killed(history):
     history.deaf[PS] = {signal.SIGTERM}
     history.ends(CHIEF, 30)
     attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 0
+    assert (attempt.exit_code, attempt.first_failure) == (0, None)
+    assert history.sent(W0) == history.sent(W1) == [(30, signal.SIGTERM)]
     assert history.sent(PS) == [(30, signal.SIGTERM), (30 + SERVER_GRACE_S, signal.SIGKILL)]
+    assert record(attempt, W0).stopped
     assert not history.said
 
 
-def test_servers_seen_to_end_together_with_the_chief_are_no_failure(history):
-    history.at(30, Ended(task=W0, status=0, at_s=30), Ended(task=CHIEF, status=0, at_s=30))
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 0
+@pytest.mark.parametrize(
+    ("tasks", "events"),
+    [
+        ([W0, W1], [ended(W0, 10), ended(W1, 10 + STRAGGLER_GRACES * GRACE_S - 1)]),
+        ([W0, W1], [ended(W1, 10), ended(W0, 10_000)]),
+        ([W0, W1], [raised(W1, 5, "SystemExit"), ended(W1, 6), ended(W0, 40)]),
+        (PS_JOB, [ended(W0, 30), ended(CHIEF, 30)]),
+    ],
+    ids=["after the chief", "long before the chief", "told but ended with 0", "with the chief"],
+)
+def test_it_is_no_failure_to_end(history, tasks, events):
+    history.happens(*events)
+    assert history.run(tasks, is_ps=CHIEF in tasks).exit_code == 0
 
 
 # failures
 
-
-def test_the_first_failure_stops_the_others_and_gives_its_exit_code(history):
-    history.ends(W1, 5, status=3)
-    attempt = history.run([W0, W1, W2])
-    assert attempt.exit_code == 3
-    assert attempt.first_failure.task == W1
-    assert attempt.first_failure.cause == "exit code 3"
-    assert attempt.first_failure.at_s == 5
-    assert attempt.first_failure.last_lines == ("last line of worker-1",)
-    assert history.failure_shown == (W1, "exit code 3")
-    assert history.sent(W0) == [(5, signal.SIGTERM)]
-    assert history.sent(W1) == []
-    assert record(attempt, W0).stopped
-    assert not record(attempt, W1).stopped
+LOST = "UnavailableError: Graph execution error: ... Connection reset by peer"
+WAITED = "worker-0: waited 60 s of 60 s for worker-1"
+ABORT, KILL, SEGV = -signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV
 
 
 @pytest.mark.parametrize(
-    ("signum", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV")]
+    ("events", "code", "task", "cause"),
+    [
+        ([ended(W1, 5, SEGV)], 139, W1, "killed by SIGSEGV"),
+        ([ended(W1, 5, KILL)], 137, W1, "killed by SIGKILL, not by the launcher"),
+        ([ended(W1, 5, 7), ended(W0, 5.1, 1)], 7, W1, "exit code 7"),
+        (
+            [raised(W1, 5, exit_code=4), ended(W0, 6, 1), ended(W1, 7, 4)],
+            *(4, W1, "ValueError: boom"),
+        ),
+        ([raised(W0, 5), ended(W0, 6, 1)], 1, W0, "ValueError: boom (exit code 1)"),
+        (
+            [(5, raised(W0, 4.9, "UnavailableError")[1]), ended(W0, 5, 1), ended(W1, 5, KILL)],
+            *(137, W1, "killed by SIGKILL, not by the launcher"),
+        ),
+        (
+            [ended(W1, 5, ABORT), (5, raised(W0, 4.9, "ValueError")[1]), ended(W0, 5, 1)],
+            *(1, W0, "ValueError (exit code 1)"),
+        ),
+        ([ended(W0, 5, KILL, cause="the fork server has ended")], 137, W0, "the fork server"),
+        (
+            [raised(W0, 5, LOST), ended(W0, 5.1, 1), ended(W1, 5.1 + SETTLE_S / 2, KILL)],
+            *(137, W1, "killed by SIGKILL, not by the launcher"),
+        ),
+    ],
 )
-def test_a_task_ended_by_a_signal_gives_128_and_its_number(history, signum, name):
-    history.ends(W0, 5, status=-signum)
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == 128 + signum
-    assert attempt.first_failure.cause.startswith(f"killed by {name}")
-
-
-def test_a_task_deaf_to_sigterm_is_killed_after_the_grace(history):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=1)
-    attempt = history.run([W0, W1])
-    assert history.sent(W0) == [(5, signal.SIGTERM), (5 + GRACE_S, signal.SIGKILL)]
-    assert attempt.exit_code == 1
-    assert "worker-0" in history.said[0]
-
-
-def test_later_failures_are_secondary_failures(history):
-    history.ends(W1, 5, status=7)
-    history.ends(W0, 5.1, status=1)
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == 7
-    assert attempt.first_failure.task == W1
-
-
-def test_who_raised_first_failed_first_although_its_victim_ended_before_it(history):
-    history.at(5, Raised(task=W1, exit_code=4, cause="ValueError: boom", at_s=5))
-    history.ends(W0, 6, status=1)
-    history.ends(W1, 7, status=4)
-    attempt = history.run([W0, W1])
-    assert attempt.first_failure.task == W1
-    assert attempt.first_failure.cause == "ValueError: boom"
-    assert attempt.exit_code == 4
-    assert history.sent(W1) == []  # so that its traceback is not cut short
-
-
-def test_a_cause_that_was_told_is_given_with_the_exit_code(history):
-    history.at(5, Raised(task=W0, exit_code=1, cause="ValueError: boom", at_s=5))
-    history.ends(W0, 6, status=1)
-    attempt = history.run([W0])
-    assert attempt.first_failure.cause == "ValueError: boom (exit code 1)"
-    assert attempt.first_failure.at_s == 5
-
-
-def test_of_ends_seen_together_a_killed_task_comes_before_one_that_raised(history):
-    history.at(3, Started(task=W2, pid=1, at_s=3))
-    history.at(
-        5,
-        Raised(task=W0, exit_code=1, cause="UnavailableError", at_s=4.9),
-        Ended(task=W0, status=1, at_s=5),
-        Ended(task=W1, status=-9, at_s=5),
-    )
+def test_the_root_cause_gives_the_exit_code(history, events, code, task, cause):
+    history.happens(*events)
     attempt = history.run([W0, W1, W2])
-    assert attempt.first_failure.task == W1
+    assert (attempt.exit_code, attempt.first_failure.task) == (code, task)
+    assert attempt.first_failure.cause.startswith(cause)
+    assert history.failure_shown == (task, attempt.first_failure.cause)
 
 
-def test_of_ends_seen_together_an_abort_does_not_come_first(history):
-    history.at(
-        5,
-        Ended(task=W1, status=-signal.SIGABRT, at_s=5),
-        Raised(task=W0, exit_code=1, cause="ValueError", at_s=4.9),
-        Ended(task=W0, status=1, at_s=5),
-    )
-    attempt = history.run([W0, W1])
-    assert attempt.first_failure.task == W0
+def test_the_first_failure_stops_the_others(history):
+    history.deaf[W0] = {signal.SIGTERM}
+    history.ends(W1, 5, status=3)
+    attempt = history.run([W0, W1, W2])
+    assert attempt.first_failure.at_s == 5
+    assert attempt.first_failure.last_lines == ("last line of worker-1",)
+    assert history.sent(W0) == [(5, signal.SIGTERM), (5 + GRACE_S, signal.SIGKILL)]
+    assert history.sent(W1) == []
+    assert record(attempt, W0).stopped
+    assert not record(attempt, W1).stopped
+    assert "worker-0" in history.said[0]
 
 
 def test_a_program_that_failed_but_whose_process_stays_is_found_after_the_grace(history):
     history.deaf[W1] = {signal.SIGTERM}
-    history.at(5, Raised(task=W1, exit_code=1, cause="ValueError: boom", at_s=5))
+    history.happens(raised(W1, 5))
     attempt = history.run([W0, W1])
-    assert attempt.first_failure.at_s == 5
+    assert (attempt.exit_code, attempt.first_failure.at_s) == (1, 5)
     assert "does not end" in attempt.first_failure.cause
     assert history.sent(W0) == [(5 + GRACE_S, signal.SIGTERM)]
-    assert attempt.exit_code == 1
-
-
-def test_a_failure_that_was_told_but_ends_with_0_is_none(history):
-    history.at(5, Raised(task=W1, exit_code=1, cause="SystemExit", at_s=5))
-    history.ends(W1, 6)
-    history.ends(W0, 40)
-    assert history.run([W0, W1]).exit_code == 0
 
 
 @pytest.mark.parametrize("task", [W0, PS])
 def test_a_server_that_ends_before_the_chief_is_a_failure(history, task):
     history.ends(task, 5)
     attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 1
-    assert attempt.first_failure.task == task
+    assert (attempt.exit_code, attempt.first_failure.task) == (1, task)
     assert "before the chief" in attempt.first_failure.cause
     assert history.sent(CHIEF) == [(5, signal.SIGTERM)]
 
 
-def test_workers_that_go_on_long_after_their_chief_are_a_failure_that_names_them(history):
+@pytest.mark.parametrize("others", [(), (EVALUATOR,)])
+def test_workers_that_go_on_long_after_their_chief_are_a_failure_that_names_them(history, others):
     history.ends(W0, 10)
     history.ends(W1, 12)
-    attempt = history.run([W0, W1, W2])
-    limit_s = 10 + STRAGGLER_GRACES * GRACE_S
-    assert history.sent(W2) == [(limit_s, signal.SIGTERM)]
+    attempt = history.run([W0, *others, W1, W2])
+    assert history.sent(W2) == [(10 + STRAGGLER_GRACES * GRACE_S, signal.SIGTERM)]
     assert attempt.exit_code == 1
     assert attempt.first_failure.cause == "still running 60 s after worker-0 was done: worker-2"
-
-
-def test_workers_may_end_some_time_after_their_chief(history):
-    history.ends(W0, 10)
-    history.ends(W1, 10 + STRAGGLER_GRACES * GRACE_S - 1)
-    assert history.run([W0, W1]).exit_code == 0
-
-
-def test_a_chief_may_go_on_as_long_as_it_likes_after_its_workers(history):
-    history.ends(W1, 10)
-    history.ends(W0, 10_000)
-    assert history.run([W0, W1]).exit_code == 0
 
 
 def test_a_task_that_cannot_be_started_fails_the_job_and_stops_those_before_it(history):
     history.broken = {W1}
     attempt = history.run([W0, W1, W2])
-    assert attempt.exit_code == 1
-    assert attempt.first_failure.task == W1
+    assert (attempt.exit_code, attempt.first_failure.task) == (1, W1)
     assert "cannot be started: Resource temporarily unavailable" in attempt.first_failure.cause
     assert history.sent(W0) == [(0, signal.SIGTERM)]
     assert record(attempt, W2).started_at_s is None
 
 
-def test_an_end_whose_cause_the_starter_knows_says_it(history):
-    history.at(5, Ended(task=W0, status=-9, at_s=5, cause="the fork server has ended"))
-    assert history.run([W0]).first_failure.cause == "the fork server has ended"
-
-
-def test_a_process_that_not_even_sigkill_ends_is_named_and_left(history):
+def test_a_process_that_not_even_sigkill_ends_is_named_and_takes_the_restart_back(history):
     history.deaf[W0] = {signal.SIGTERM, signal.SIGKILL}
     history.ends(W1, 5, status=1)
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == 1
+    attempt = history.run([W0, W1], max_restarts=3)
+    assert (attempt.exit_code, attempt.restart) == (1, "")
     assert history.said[-1] == "cannot be killed: worker-0"
     assert record(attempt, W0).status is None
 
 
-# hosts
+@pytest.mark.parametrize(
+    ("cause", "exit_code", "is_there", "expected"),
+    [
+        (LOST, 1, True, "stopped (SIGSTOP), and worker-0 lost it: UnavailableError"),
+        (WAITED, 75, True, "stopped (SIGSTOP), and worker-0 lost it: worker-0: waited"),
+        (WAITED, 75, False, f"has not started by 5, and worker-0 gave up: {WAITED}"),
+        ("ValueError: boom", 1, True, None),
+    ],
+)
+def test_who_lost_or_missed_a_peer_names_it(history, cause, exit_code, is_there, expected):
+    if is_there:
+        history.stopped_task = W1
+    else:
+        history.absent_task = W1
+    history.happens(raised(W0, 5, cause, exit_code=exit_code), ended(W0, 6, exit_code))
+    attempt = history.run([W0, W1])
+    assert attempt.exit_code == exit_code
+    assert attempt.first_failure.task == (W1 if expected else W0)
+    assert attempt.first_failure.cause.startswith(expected or cause)
 
 
-def test_a_worker_whose_host_is_gone_is_not_started_again_alone(history):
-    history.gone = {W1}
-    history.ends(W1, 5, status=75)
-    history.ends(CHIEF, 30)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
-    assert attempt.exit_code == 75
-    assert attempt.restart
-    assert not attempt.restarts
+def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history):
+    history.happens(raised(W0, 5, LOST), ended(W0, 5.1, 1))
+    attempt = history.run([W0, W1])
+    assert attempt.first_failure.task == W0
+    assert history.sent(W1) == [(5.1 + SETTLE_S, signal.SIGTERM)]
+    assert attempt.first_failure.detect_s == pytest.approx(0.1 + SETTLE_S)
+
+
+def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_first(history):
+    history.beats(W0, 3, step=20, first_step_s=2.5)
+    history.beats(W1, 3.5, step=18, first_step_s=2.75)
+    history.ends(W1, 5, status=1)
+    attempt = history.run([W0, W1])
+    assert (attempt.first_failure.step, attempt.first_step_at_s) == (20, 2.5)
+
+
+def test_a_program_that_fails_tells_the_step_itself(history):
+    history.beats(W1, 3, step=18)
+    history.happens(raised(W1, 5, step=31), ended(W1, 5.5, 1))
+    assert history.run([W0, W1]).first_failure.step == 31
 
 
 # requests to stop
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("signum", "passed_on", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGHUP, signal.SIGTERM, 129),
+        (signal.SIGUSR1, signal.SIGUSR1, 143),
+        (signal.SIGPIPE, signal.SIGTERM, 141),
+    ],
 )
-def test_a_signal_is_passed_to_every_task_once(history, signum, code):
-    history.at(5, StopRequest(signum=signum))
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == code
-    assert attempt.first_failure is None
-    passed_on = signal.SIGTERM if signum == signal.SIGHUP else signum
-    for task in (W0, W1):
-        assert history.sent(task) == [(5, passed_on)]
+def test_a_signal_is_passed_to_every_task_once(history, signum, passed_on, code):
+    history.happens(asked(signum, 5))
+    attempt = history.run([W0, W1], max_restarts=3)
+    assert (attempt.exit_code, attempt.first_failure, attempt.restart) == (code, None, "")
+    assert history.sent(W0) == history.sent(W1) == [(5, passed_on)]
 
 
 def test_a_second_signal_kills_at_once(history):
     history.deaf = {W0: {signal.SIGINT}, W1: {signal.SIGINT}}
-    history.at(5, StopRequest(signum=signal.SIGINT))
-    history.at(6, StopRequest(signum=signal.SIGINT))
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == 130
+    history.happens(asked(signal.SIGINT, 5), asked(signal.SIGINT, 6))
+    assert history.run([W0, W1]).exit_code == 130
     assert history.sent(W0) == [(5, signal.SIGINT), (6, signal.SIGKILL)]
     assert history.now_s == 6
 
 
-def test_after_a_signal_the_grace_is_kept_and_then_tasks_are_killed(history):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.at(5, StopRequest(signum=signal.SIGTERM))
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == 143
-    assert history.sent(W0) == [(5, signal.SIGTERM), (5 + GRACE_S, signal.SIGKILL)]
-
-
-def test_tasks_that_fail_while_they_are_stopped_are_no_failure(history):
-    history.deaf = {W0: {signal.SIGTERM}, W1: {signal.SIGTERM}}
-    history.at(5, StopRequest(signum=signal.SIGTERM))
-    history.at(6, Raised(task=W0, exit_code=1, cause="UnavailableError", at_s=6))
-    history.ends(W0, 7, status=1)
-    history.ends(W1, 8, status=143)
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == 143
-    assert attempt.first_failure is None
-
-
 def test_servers_live_until_the_chief_has_saved_and_not_much_longer(history):
     history.deaf = {task: {signal.SIGTERM} for task in PS_JOB}
-    history.at(5, StopRequest(signum=signal.SIGTERM))
+    history.happens(asked(signal.SIGTERM, 5), raised(W1, 6), ended(W1, 6, KILL))
     history.ends(CHIEF, 9, status=143)
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 143
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
+    assert (attempt.exit_code, attempt.first_failure, attempt.restarts) == (143, None, ())
     assert history.sent(CHIEF) == [(5, signal.SIGTERM)]
-    assert history.sent(PS) == [
-        (9, signal.SIGTERM),
-        (9 + SERVER_GRACE_S, signal.SIGKILL),
-    ]
+    assert history.sent(PS) == [(9, signal.SIGTERM), (9 + SERVER_GRACE_S, signal.SIGKILL)]
 
 
 def test_a_signal_seen_together_with_an_end_explains_it(history):
-    history.at(5, Ended(task=W0, status=-15, at_s=5), StopRequest(signum=signal.SIGTERM))
+    history.happens(ended(W0, 5, -15), asked(signal.SIGTERM, 5))
     attempt = history.run([W0, W1])
-    assert attempt.exit_code == 143
-    assert attempt.first_failure is None
-
-
-def test_a_closed_output_ends_the_job_like_sigpipe(history):
-    history.at(5, StopRequest(signum=signal.SIGPIPE))
-    attempt = history.run([W0])
-    assert attempt.exit_code == 141
-    assert history.sent(W0) == [(5, signal.SIGTERM)]
+    assert (attempt.exit_code, attempt.first_failure) == (143, None)
 
 
 def test_without_grace_tasks_are_killed_right_after_the_signal(history):
@@ -488,102 +445,18 @@ def test_without_grace_tasks_are_killed_right_after_the_signal(history):
     assert history.sent(W0) == [(5, signal.SIGTERM), (5, signal.SIGKILL)]
 
 
-def test_sigusr1_is_passed_on_and_ends_as_sigterm_does(history):
-    history.at(5, StopRequest(signum=signal.SIGUSR1))
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == 143
-    assert history.sent(W0) == [(5, signal.SIGUSR1)]
-
-
-# blame
-
-
-def test_a_victim_that_is_seen_first_is_not_blamed_if_its_culprit_comes_soon(history):
-    lost = "UnavailableError: Connection reset by peer"
-    history.at(5, Raised(task=W0, exit_code=1, cause=lost, at_s=5))
-    history.ends(W0, 5.1, status=1)
-    history.ends(W1, 5.1 + SETTLE_S / 2, status=-signal.SIGKILL)
-    attempt = history.run([W0, W1, W2])
-    assert attempt.first_failure.task == W1
-    assert attempt.first_failure.cause == "killed by SIGKILL, not by the launcher"
-    assert attempt.first_failure.detect_s == 0
-    assert attempt.exit_code == 137
-
-
-def test_a_task_that_is_stopped_is_the_root_cause_of_one_that_lost_a_peer(history):
-    lost = "UnavailableError: Graph execution error: ... Connection reset by peer"
-    history.stopped_task = W1
-    history.deaf = {W1: {signal.SIGTERM}}
-    history.at(5, Raised(task=W0, exit_code=1, cause=lost, at_s=5))
-    history.ends(W0, 6, status=1)
-    failure = history.run([W0, W1]).first_failure
-    assert failure.task == W1
-    assert failure.cause.startswith("stopped (SIGSTOP), and worker-0 lost it: UnavailableError")
-
-
-WAITED = "worker-0: waited 60 s of 60 s for worker-1"
-
-
-def test_a_task_that_does_not_come_is_the_culprit_of_one_that_gave_up_waiting(history):
-    history.absent_task = W1
-    history.at(5, Raised(task=W0, exit_code=75, cause=WAITED, at_s=5))
-    history.ends(W0, 6, status=75)
-    attempt = history.run([W0, W1])
-    failure = attempt.first_failure
-    assert (failure.task, attempt.exit_code) == (W1, 75)
-    assert failure.cause == f"has not started by 5, and worker-0 gave up: {WAITED} (exit code 75)"
-
-
-def test_a_task_that_is_stopped_is_the_root_cause_of_one_that_gave_up_waiting(history):
-    history.stopped_task = W1
-    history.at(5, Raised(task=W0, exit_code=75, cause=WAITED, at_s=5))
-    history.ends(W0, 6, status=75)
-    failure = history.run([W0, W1]).first_failure
-    assert failure.task == W1
-    assert failure.cause.startswith("stopped (SIGSTOP), and worker-0 lost it: worker-0: waited")
-
-
-def test_a_task_with_an_error_of_its_own_is_blamed_whoever_is_stopped(history):
-    history.stopped_task = history.absent_task = W1
-    history.ends(W0, 6, status=1)
-    assert history.run([W0, W1]).first_failure.task == W0
-
-
-def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history):
-    lost = "UnavailableError: Connection reset by peer"
-    history.at(5, Raised(task=W0, exit_code=1, cause=lost, at_s=5))
-    history.ends(W0, 5.1, status=1)
-    attempt = history.run([W0, W1])
-    assert attempt.first_failure.task == W0
-    assert history.sent(W1) == [(5.1 + SETTLE_S, signal.SIGTERM)]
-    assert attempt.first_failure.detect_s == pytest.approx(0.1 + SETTLE_S)
-
-
-def test_a_death_is_dated_when_it_was_seen(history):
-    history.beats(W0, 3, step=7)
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    attempt = history.run([W0, W1])
-    assert attempt.first_failure.at_s == 5
-
-
 # restarts of the whole job
 
 
-def test_a_failed_job_is_worth_another_attempt_and_its_victims_get_little_time(history):
+@pytest.mark.parametrize("grace_s", [0.25, 600])
+def test_a_failed_job_is_worth_another_attempt_and_its_victims_get_little_time(history, grace_s):
     history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    attempt = history.run([W0, W1], grace_s=600, max_restarts=3)
+    history.ends(W1, 5, status=KILL)
+    attempt = history.run([W0, W1], grace_s=grace_s, max_restarts=3)
     assert attempt.restart == "restart 1 of 3 within 3600 s"
     assert attempt.exit_code == 137
-    assert history.sent(W0) == [(5, signal.SIGTERM), (5 + RESTART_GRACE_S, signal.SIGKILL)]
+    assert history.sent(W0)[-1] == (5 + min(grace_s, RESTART_GRACE_S), signal.SIGKILL)
     assert not history.said
-
-
-def test_a_grace_that_is_shorter_still_is_kept(history):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.run([W0, W1], grace_s=0.25, max_restarts=3)
-    assert history.sent(W0)[-1] == (5.25, signal.SIGKILL)
 
 
 def test_a_failure_that_is_not_worth_it_keeps_the_grace_and_is_explained(history):
@@ -597,128 +470,56 @@ def test_a_failure_that_is_not_worth_it_keeps_the_grace_and_is_explained(history
     )
 
 
-def test_a_job_that_is_done_or_was_asked_to_stop_is_not_started_again(history):
-    history.ends(W0, 5)
-    assert not history.run([W0], max_restarts=3).restart
-    history.at(5, StopRequest(signum=signal.SIGTERM))
-    assert not history.run([W0], max_restarts=3).restart
-
-
 def test_a_request_to_stop_while_secondary_failures_end_takes_the_restart_back(history):
     history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.at(5.5, StopRequest(signum=signal.SIGTERM))
+    history.ends(W1, 5, status=KILL)
+    history.happens(asked(signal.SIGTERM, 5.25))
     attempt = history.run([W0, W1], max_restarts=3)
-    assert attempt.exit_code == 143
-    assert not attempt.restart
-    assert attempt.first_failure.task == W1
+    assert (attempt.exit_code, attempt.restart, attempt.first_failure.task) == (143, "", W1)
     assert history.said == ["SIGTERM: not started again"]
     assert history.sent(W0) == [(5, signal.SIGTERM), (6, signal.SIGKILL)]
 
 
 def test_a_second_request_while_secondary_failures_end_kills_at_once(history):
     history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.at(5.25, StopRequest(signum=signal.SIGINT))
-    history.at(5.5, StopRequest(signum=signal.SIGINT))
+    history.ends(W1, 5, status=KILL)
+    history.happens(asked(signal.SIGINT, 5.25), asked(signal.SIGINT, 5.5))
     assert history.run([W0, W1], max_restarts=3).exit_code == 130
     assert history.sent(W0)[-1] == (5.5, signal.SIGKILL)
-
-
-def test_a_process_that_cannot_be_killed_takes_the_restart_back(history):
-    history.deaf[W0] = {signal.SIGTERM, signal.SIGKILL}
-    history.ends(W1, 5, status=1)
-    assert not history.run([W0, W1], max_restarts=3).restart
-
-
-def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_first(history):
-    history.beats(W0, 3, step=20, first_step_s=2.5)
-    history.beats(W1, 3.5, step=18, first_step_s=2.75)
-    history.ends(W1, 5, status=1)
-    attempt = history.run([W0, W1])
-    assert attempt.first_failure.step == 20
-    assert attempt.first_step_at_s == 2.5
-
-
-def test_a_program_that_fails_tells_the_step_itself(history):
-    history.beats(W1, 3, step=18)
-    history.at(5, Raised(task=W1, exit_code=1, cause="ValueError", at_s=5, step=31))
-    history.ends(W1, 5.5, status=1)
-    assert history.run([W0, W1]).first_failure.step == 31
 
 
 # restarts of a worker alone
 
 
-def test_a_worker_of_a_ps_job_is_started_again_alone(history):
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.ends(CHIEF, 30)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.exit_code == 0
-    assert attempt.first_failure is None
-    assert history.sent(W0) == [(30, signal.SIGTERM)]
-    assert history.started_logs[-1] == "worker-1.restart-1.log"
-    assert [r.status for r in attempt.tasks if r.task == W1] == [-signal.SIGKILL, -signal.SIGTERM]
-    assert [r.restart for r in attempt.tasks if r.task == W1] == [0, 1]
-    (restart,) = attempt.restarts
-    assert (restart.task, restart.at_s) == (W1, 5)
-
-
 def test_two_workers_that_die_at_once_both_return(history):
-    history.at(
-        5,
-        Ended(task=W0, status=-signal.SIGKILL, at_s=5),
-        Ended(task=W1, status=-signal.SIGKILL, at_s=5),
-    )
-    history.ends(CHIEF, 30)
+    history.happens(ended(W0, 5, KILL), ended(W1, 5, KILL), ended(CHIEF, 30))
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=2)
-    assert attempt.exit_code == 0
+    assert (attempt.exit_code, attempt.first_failure) == (0, None)
     assert {failure.task for failure in attempt.restarts} == {W0, W1}
-
-
-def test_workers_that_return_count_against_the_restarts(history):
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.ends(W0, 6, status=1)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.exit_code == 1
-    assert attempt.first_failure.task == W0
-    assert not attempt.restart
-    assert history.sent(CHIEF) == [(6, signal.SIGTERM)]
-    assert "not started again: the one restart within 3600 s used up" in history.said
+    assert history.started_logs[-2:] == ["worker-0.restart-1.log", "worker-1.restart-1.log"]
+    records = [r for r in attempt.tasks if r.task == W1]
+    assert [(r.restart, r.status) for r in records] == [(0, KILL), (1, -signal.SIGTERM)]
 
 
 def test_a_worker_that_fails_the_same_way_twice_ends_the_job(history):
     history.ends(W1, 5, status=1)
     history.ends(W1, 6, status=1)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=9)
-    assert attempt.exit_code == 1
-    assert not attempt.restart
+    assert (attempt.exit_code, attempt.restart) == (1, "")
     assert "the same failure" in history.said[-1]
 
 
-@pytest.mark.parametrize("task", [CHIEF, PS])
-def test_a_ps_job_without_chief_or_ps_is_started_again_whole(history, task):
-    history.ends(task, 5, status=-signal.SIGKILL)
+@pytest.mark.parametrize("failed", [[CHIEF], [PS], [W0, PS]])
+def test_a_ps_job_without_chief_or_ps_is_started_again_whole(history, failed):
+    history.happens(*(ended(task, 5, KILL) for task in failed))
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.first_failure.task == task
-    assert attempt.restart
-    assert not attempt.restarts
-
-
-def test_a_worker_that_ends_together_with_a_ps_does_not_return_alone(history):
-    history.at(
-        5,
-        Ended(task=W0, status=-signal.SIGKILL, at_s=5),
-        Ended(task=PS, status=-signal.SIGKILL, at_s=5),
-    )
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
+    assert attempt.first_failure.task == failed[0]
     assert attempt.restart
     assert not attempt.restarts
 
 
 def test_a_worker_whose_process_does_not_end_is_killed_and_returns(history):
-    history.at(5, Raised(task=W1, exit_code=1, cause="ValueError: boom", at_s=5))
-    history.ends(CHIEF, 40)
+    history.happens(raised(W1, 5), ended(CHIEF, 40))
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
     assert attempt.exit_code == 0
     assert history.killed_alone[0] == (5 + GRACE_S, W1)
@@ -731,20 +532,18 @@ def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
         history.broken = {W1}
 
     history.kill_one = broken_from_now  # called before the new start
-    history.ends(W1, 5, status=-signal.SIGKILL)
+    history.ends(W1, 5, status=KILL)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
     assert attempt.exit_code == 1
     assert "cannot be started" in attempt.first_failure.cause
 
 
-def test_after_a_request_to_stop_no_worker_returns(history):
-    history.deaf = {task: {signal.SIGTERM} for task in PS_JOB}
-    history.at(5, StopRequest(signum=signal.SIGTERM))
-    history.ends(W1, 6, status=-signal.SIGKILL)
-    history.ends(CHIEF, 7, status=143)
+def test_a_worker_whose_host_is_gone_is_not_started_again_alone(history):
+    history.gone = {W1}
+    history.ends(W1, 5, status=75)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
-    assert attempt.exit_code == 143
-    assert not attempt.restarts
+    assert (attempt.exit_code, attempt.restarts) == (75, ())
+    assert attempt.restart
 
 
 # a ps job that goes on without a worker
@@ -752,11 +551,9 @@ def test_after_a_request_to_stop_no_worker_returns(history):
 
 def test_a_ps_job_that_trains_goes_on_without_a_worker_and_says_so(history):
     history.beats(CHIEF, 4, step=7)
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.ends(CHIEF, 30)
+    history.happens(ended(W1, 5, KILL), ended(CHIEF, 30))
     attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 0
-    assert attempt.first_failure is None
+    assert (attempt.exit_code, attempt.first_failure) == (0, None)
     assert history.sent(W0) == [(30, signal.SIGTERM)]
     (lost,) = attempt.lost
     assert (lost.task, lost.at_s, lost.step) == (W1, 5, 7)
@@ -770,11 +567,9 @@ def test_a_ps_job_that_trains_goes_on_without_a_worker_and_says_so(history):
 
 def test_the_end_of_the_last_worker_ends_the_job_by_the_name_of_the_first(history):
     history.beats(CHIEF, 4, step=7)
-    history.ends(W1, 5, status=-signal.SIGSEGV)
-    history.ends(W0, 25, status=-signal.SIGKILL)
+    history.happens(ended(W1, 5, SEGV), ended(W0, 25, KILL))
     attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.first_failure.task == W1
-    assert attempt.exit_code == 128 + signal.SIGSEGV
+    assert (attempt.exit_code, attempt.first_failure.task) == (139, W1)
     assert history.failure_shown == (W1, "killed by SIGSEGV")
     assert "worker-0 failed: killed by SIGKILL, not by the launcher; no worker is left" in (
         history.said
@@ -782,18 +577,27 @@ def test_the_end_of_the_last_worker_ends_the_job_by_the_name_of_the_first(histor
     assert history.sent(CHIEF) == [(25, signal.SIGTERM)]
 
 
-def test_all_workers_that_die_at_once_end_the_job(history):
-    history.beats(CHIEF, 4, step=7)
-    history.at(5, *(Ended(task=task, status=-signal.SIGKILL, at_s=5) for task in (W0, W1)))
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 137
-    assert not attempt.lost
+@pytest.mark.parametrize(
+    ("tasks", "events", "code"),
+    [
+        (PS_JOB, [ended(W0, 5, KILL), ended(W1, 5, KILL)], 137),
+        (PS_JOB, [ended(CHIEF, 5, KILL)], 137),
+        (PS_JOB, [ended(PS, 5, KILL)], 137),
+        ((CHIEF, W0, W1, W2, PS), [ended(W1, 5, KILL), ended(W0, 6, 2)], 2),
+        ([W0, W1, W2], [ended(W1, 5, KILL)], 137),
+        ((*PS_JOB, EVALUATOR), [ended(EVALUATOR, 5, 2)], 2),
+    ],
+    ids=["all workers", "chief", "ps", "a mistake", "multiworker", "a mistake of an evaluator"],
+)
+def test_without_these_a_job_that_trains_does_not_go_on(history, tasks, events, code):
+    history.beats(tasks[0], 4, step=7)
+    history.happens(*events)
+    assert history.run(tasks, is_ps=CHIEF in tasks).exit_code == code
 
 
 @pytest.mark.parametrize(("min_workers", "code"), [(None, 1), (2, 1), (1, 0)])
 def test_before_the_first_step_enough_workers_must_be_left(history, min_workers, code):
-    history.ends(W1, 5, status=1)
-    history.ends(CHIEF, 30)
+    history.happens(ended(W1, 5, 1), ended(CHIEF, 30))
     attempt = history.run(PS_JOB, is_ps=True, min_workers=min_workers)
     assert attempt.exit_code == code
     assert len(attempt.lost) == 1 - code
@@ -802,63 +606,16 @@ def test_before_the_first_step_enough_workers_must_be_left(history, min_workers,
 @pytest.mark.parametrize("min_workers", [None, 1])
 def test_an_error_that_every_worker_raises_at_the_start_ends_the_job_at_once(history, min_workers):
     for at_s, task in ((5.0, W0), (5.2, W1)):
-        history.at(at_s, Raised(task=task, exit_code=1, cause="ValueError: boom", at_s=at_s))
-        history.ends(task, at_s + 0.1, status=1)
+        history.happens(raised(task, at_s), ended(task, at_s + 0.1, 1))
     attempt = history.run(PS_JOB, is_ps=True, min_workers=min_workers)
-    assert attempt.exit_code == 1
-    assert attempt.first_failure.task == W0
+    assert (attempt.exit_code, attempt.first_failure.task) == (1, W0)
     assert attempt.first_failure.cause == "ValueError: boom (exit code 1)"
     assert history.sent(CHIEF)[0][0] <= 5.3
 
 
-def test_a_mistake_of_a_worker_ends_the_job_whenever_it_is_made(history):
-    history.beats(CHIEF, 4, step=7)
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.ends(W0, 6, status=2)
-    attempt = history.run((CHIEF, W0, W1, W2, PS), is_ps=True)
-    assert attempt.exit_code == 2
-    assert attempt.first_failure.task == W0
-
-
-def test_a_worker_that_hangs_is_killed_and_done_without(history):
-    history.beats(CHIEF, 4, step=7)
-    history.hangs(20, W1, CHIEF, W1)
-    history.ends(CHIEF, 40)
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 0
-    assert history.stacks_asked == [(20, W1)]
-    assert history.killed_alone[0] == (20 + STACKS_S, W1)
-    assert attempt.lost[0].cause == "hangs: silent"
-
-
-def test_a_worker_that_is_being_killed_counts_for_nobody(history):
-    history.beats(CHIEF, 4, step=7)
-    history.kill_one = lambda task: None  # it takes its time
-    history.hangs(20, W1, W1)
-    history.ends(W0, 21, status=-signal.SIGKILL)
-    assert history.run(PS_JOB, is_ps=True).exit_code == 137
-
-
-@pytest.mark.parametrize("task", [CHIEF, PS])
-def test_without_restarts_a_chief_or_a_ps_still_ends_the_job(history, task):
-    history.beats(CHIEF, 4, step=7)
-    history.ends(task, 5, status=-signal.SIGKILL)
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert attempt.exit_code == 137
-    assert attempt.first_failure.task == task
-
-
-def test_a_worker_of_a_multiworker_job_is_not_done_without(history):
-    history.beats(W0, 4, step=7)
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    assert history.run([W0, W1, W2]).exit_code == 137
-
-
 def test_workers_return_while_they_may_and_are_done_without_after_that(history):
     history.beats(CHIEF, 4, step=7)
-    history.ends(W1, 5, status=-signal.SIGKILL)
-    history.ends(W0, 6, status=1)
-    history.ends(CHIEF, 30)
+    history.happens(ended(W1, 5, KILL), ended(W0, 6, 1), ended(CHIEF, 30))
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
     assert attempt.exit_code == 0
     assert ([f.task for f in attempt.restarts], [f.task for f in attempt.lost]) == ([W1], [W0])
@@ -870,41 +627,34 @@ def test_workers_return_while_they_may_and_are_done_without_after_that(history):
 
 # an evaluator
 
-
-EVALUATOR = Task("evaluator", 0)
 WITH_EVALUATOR = (*PS_JOB, EVALUATOR)
 
 
-def test_the_servers_go_on_until_the_evaluator_is_done_with_the_last_checkpoint(history):
-    history.ends(CHIEF, 30)
-    history.ends(W0, 36)  # as they see that the chief is gone
-    history.ends(EVALUATOR, 40)
+@pytest.mark.parametrize(
+    ("events", "end_s"),
+    [
+        ([ended(CHIEF, 30), ended(W0, 36), ended(EVALUATOR, 40)], 40),  # W0: the chief is gone
+        ([ended(EVALUATOR, 20), ended(CHIEF, 30)], 30),
+    ],
+)
+def test_the_servers_go_on_until_chief_and_evaluator_are_done(history, events, end_s):
+    history.happens(*events)
     attempt = history.run(WITH_EVALUATOR, is_ps=True)
     assert (attempt.exit_code, attempt.first_failure, attempt.lost) == (0, None, ())
     assert history.sent(EVALUATOR) == []
-    assert history.sent(PS) == [(40, signal.SIGTERM)]
+    assert history.sent(PS) == [(end_s, signal.SIGTERM)]
     assert not history.said
-
-
-def test_an_evaluator_that_is_done_before_the_chief_is_no_failure(history):
-    history.ends(EVALUATOR, 20)
-    history.ends(CHIEF, 30)
-    attempt = history.run(WITH_EVALUATOR, is_ps=True)
-    assert (attempt.exit_code, attempt.lost) == (0, ())
-    assert history.sent(PS) == [(30, signal.SIGTERM)]
 
 
 @pytest.mark.parametrize("is_ps", [True, False])
 def test_an_evaluator_that_takes_too_long_after_the_chief_is_done_without(history, is_ps):
     tasks = WITH_EVALUATOR if is_ps else (W0, W1, EVALUATOR)
     history.deaf[EVALUATOR] = {signal.SIGTERM}
-    history.ends(tasks[0], 30)
-    history.ends(W1, 30)
+    history.happens(ended(tasks[0], 30), ended(W1, 30))
     attempt = history.run(tasks, is_ps=is_ps)
     assert attempt.exit_code == 0
-    assert [lost.cause for lost in attempt.lost] == [
-        f"still running 60 s after {tasks[0]} was done"
-    ]
+    (lost,) = attempt.lost
+    assert lost.cause == f"still running 60 s after {tasks[0]} was done"
     limit_s = 30 + STRAGGLER_GRACES * GRACE_S
     assert history.sent(EVALUATOR) == [
         (limit_s, signal.SIGTERM),
@@ -917,14 +667,11 @@ def test_an_evaluator_that_takes_too_long_after_the_chief_is_done_without(histor
 def test_the_end_of_an_evaluator_does_not_end_the_training(history, is_ps, max_restarts):
     tasks = WITH_EVALUATOR if is_ps else (W0, W1, EVALUATOR)
     history.beats(tasks[0], 4, step=7)
-    history.ends(EVALUATOR, 5, status=-signal.SIGKILL)
-    history.ends(tasks[0], 30)
-    history.ends(W1, 30)
-    history.ends(EVALUATOR, 31)
+    history.happens(ended(EVALUATOR, 5, KILL), ended(tasks[0], 30), ended(W1, 30))
+    history.happens(ended(EVALUATOR, 31))
     attempt = history.run(tasks, is_ps=is_ps, max_restarts=max_restarts)
     assert attempt.exit_code == 0
-    assert len(attempt.restarts) == max_restarts
-    assert len(attempt.lost) == 1 - max_restarts
+    assert (len(attempt.restarts), len(attempt.lost)) == (max_restarts, 1 - max_restarts)
     if not max_restarts:
         assert history.said[0].endswith("; going on without it")
 
@@ -935,87 +682,65 @@ def test_what_an_evaluator_raises_before_the_first_step_ends_the_job(history):
     assert (attempt.exit_code, attempt.first_failure.task) == (1, EVALUATOR)
 
 
-def test_a_mistake_that_an_evaluator_finds_ends_the_job(history):
-    history.beats(CHIEF, 4, step=7)
-    history.ends(EVALUATOR, 5, status=2)
-    assert history.run(WITH_EVALUATOR, is_ps=True).exit_code == 2
-
-
 def test_an_evaluator_that_fails_on_the_last_checkpoint_is_reported(history):
     history.beats(CHIEF, 4, step=7)
-    history.ends(CHIEF, 30)
-    history.ends(EVALUATOR, 32, status=1)
+    history.happens(ended(CHIEF, 30), ended(EVALUATOR, 32, 1))
     attempt = history.run(WITH_EVALUATOR, is_ps=True)
     assert attempt.exit_code == 0
     assert [lost.task for lost in attempt.lost] == [EVALUATOR]
     assert history.sent(PS) == [(32, signal.SIGTERM)]
 
 
-def test_workers_that_go_on_long_after_their_chief_are_blamed_and_not_the_evaluator(history):
-    history.ends(W0, 10)
-    attempt = history.run([W0, EVALUATOR, W1])
-    assert attempt.exit_code == 1
-    assert attempt.first_failure.cause == "still running 60 s after worker-0 was done: worker-1"
-
-
-# standing still
+# hangs
 
 
 def test_a_task_that_hangs_is_a_failure_after_the_stacks_were_asked_for(history):
     history.deaf[W1] = {signal.SIGTERM}
     history.beats(W0, 19, step=7)
-    history.beats(W1, 3, step=7)
-    history.hangs(20, W1, W0)
-    attempt = history.run([W0, W1])
+    history.hangs(20, W1, W0, since_s=3)
+    attempt = history.run([W0, W1], max_restarts=1)
     assert history.stacks_asked == [(20, W0)]
     failure = attempt.first_failure
     assert (failure.task, failure.cause, failure.step) == (W1, "hangs: silent", 7)
-    assert failure.at_s == 3  # its last word
-    assert failure.detect_s == 17
+    assert (failure.at_s, failure.detect_s) == (3, 17)
     assert failure.stacks == ((W0, ("last line of worker-0",)),)
     assert history.sent(W0) == [(20 + STACKS_S, signal.SIGTERM)]
-    assert history.sent(W1)[-1] == (20 + STACKS_S + GRACE_S, signal.SIGKILL)
+    assert history.sent(W1)[-1] == (20 + STACKS_S + RESTART_GRACE_S, signal.SIGKILL)
     assert attempt.exit_code == 1
-
-
-def test_a_task_that_speaks_but_does_not_get_on_is_dated_by_its_last_progress(history):
-    history.beats(W1, 19, step=7)
-    history.hangs(20, W1)
-    failure = history.run([W0, W1]).first_failure
-    assert failure.at_s == 18.75
-    assert failure.stacks == ()
-
-
-def test_a_hang_is_worth_another_attempt(history):
-    history.hangs(20, W1, W0, W1)
-    assert history.run([W0, W1], max_restarts=1).restart
+    assert attempt.restart
 
 
 def test_tasks_that_end_instead_of_printing_stacks_do_not_hide_the_hang(history):
     history.hangs(20, W1, W0, W1)
-    history.at(
-        20.1,
-        Ended(task=W0, status=-signal.SIGQUIT, at_s=20.1),
-        Ended(task=W1, status=-signal.SIGQUIT, at_s=20.1),
-    )
+    history.happens(ended(W0, 20.1, -signal.SIGQUIT), ended(W1, 20.1, -signal.SIGQUIT))
     attempt = history.run([W0, W1], max_restarts=1)
     assert attempt.first_failure.cause == "hangs: silent"
     assert attempt.restart
 
 
-def test_a_worker_that_hangs_returns_alone_and_the_others_are_not_disturbed(history):
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_worker_that_hangs_is_killed_and_the_others_are_not_disturbed(history, max_restarts):
+    history.beats(CHIEF, 4, step=7)
     history.hangs(20, W1, CHIEF, W1)
     history.ends(CHIEF, 40)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=max_restarts)
     assert attempt.exit_code == 0
     assert history.stacks_asked == [(20, W1)]
     assert history.killed_alone[0] == (20 + STACKS_S, W1)
-    assert attempt.restarts[0].cause == "hangs: silent"
+    (failure,) = attempt.restarts if max_restarts else attempt.lost
+    assert failure.cause == "hangs: silent"
+
+
+def test_a_worker_that_is_being_killed_counts_for_nobody(history):
+    history.beats(CHIEF, 4, step=7)
+    history.kill_one = lambda task: None  # it takes its time
+    history.hangs(20, W1, W1)
+    history.ends(W0, 21, status=KILL)
+    assert history.run(PS_JOB, is_ps=True).exit_code == 137
 
 
 def test_a_request_to_stop_while_stacks_are_printed_comes_first(history):
     history.hangs(20, W1, W0)
-    history.at(20.1, StopRequest(signum=signal.SIGTERM))
+    history.happens(asked(signal.SIGTERM, 20.1))
     attempt = history.run([W0, W1], max_restarts=1)
-    assert attempt.exit_code == 143
-    assert attempt.first_failure is None
+    assert (attempt.exit_code, attempt.first_failure) == (143, None)

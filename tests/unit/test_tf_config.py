@@ -151,12 +151,6 @@ def test_no_tf_config_means_no_job(read: Callable[..., TaskConfig | None]) -> No
     assert read({"TF_CONFIG": GOOD}) == decode(GOOD)
 
 
-def test_the_first_reader_that_knows_the_environment_decides() -> None:
-    first, second = decode(GOOD), decode(config_text(cluster=PS))
-    readers = (lambda environ: None, lambda environ: first, lambda environ: second)
-    assert read_environment({}, readers=readers) == first
-
-
 # The evaluator
 
 
@@ -307,24 +301,15 @@ def test_text_that_is_no_json_object_is_refused(text: str | bytes, received: str
         ({"cluster": WORKERS}, 'Fix: add "task": {"type": "worker", "index": 0}'),
         ({"cluster": WORKERS, "Task": WORKER_0}, "Fix: write 'task' for 'Task'"),
         ({"cluster": [], "task": WORKER_0}, "TF_CONFIG cluster: received []; expected an object"),
-        ({"cluster": {"worker": []}, "task": WORKER_0}, "cluster worker: received [], and no"),
-        ({"cluster": {"worker": None}, "task": WORKER_0}, "cluster worker: received null;"),
         ({"cluster": {"worker": [None]}, "task": WORKER_0}, "cluster worker-0: received null;"),
-        ({"cluster": {"worker": {"0": True}}, "task": WORKER_0}, "received {'0': true};"),
         ({"cluster": None, "task": WORKER_0}, "TF_CONFIG cluster: received null;"),
-        ({"cluster": WORKERS, "task": {"type": None, "index": 0}}, "task type: received null;"),
         ({"cluster": WORKERS, "task": {"type": "ps", "index": True}}, "index: received true;"),
         ({"cluster": WORKERS, "task": []}, "TF_CONFIG task: received []; expected an object"),
         ({"cluster": WORKERS, "task": {}}, 'Fix: add "type": "worker"'),
         ({"cluster": WORKERS, "task": {"type": "worker"}}, 'Fix: add "index": 0'),
         ({"cluster": WORKERS, "task": {"typ": "ps", "index": 0}}, "write 'type' for 'typ'"),
-        ({"cluster": {"wroker": ["a:1"]}, "task": WORKER_0}, "did you mean 'worker'?"),
         ({"cluster": {"worker": ["a"]}, "task": WORKER_0}, "TF_CONFIG cluster worker-0: received"),
-        ({"cluster": {"worker": ["a:1"] * 2}, "task": WORKER_0}, "both worker-0 and worker-1"),
-        ({"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": WORKER_0}, "ps without chief"),
-        ({"cluster": WORKERS, "task": {"type": "wroker", "index": 0}}, "did you mean 'worker'?"),
         ({"cluster": WORKERS, "task": {"type": "worker", "index": 2}}, "an index from 0 to 1"),
-        ({"cluster": WORKERS, "task": {"type": "worker", "index": "0"}}, 'write "index": 0'),
         ({"cluster": WORKERS, "task": {"type": "worker", "index": 10**300}}, "from 0 to 1"),
         ({"cluster": WORKERS, "task": {"type": "ps", "index": 0}}, "received ps-0"),
         ({"cluster": {}, "task": {"type": "worker", "index": 1}}, "received worker-1"),

@@ -3,211 +3,41 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.sweep_world import (
+    BEGUN,
+    Crash,
+    Disk,
+    FakeRunner,
+    FakeSearch,
+    flags_of,
+    make_chief,
+)
 from tfdist.errors import UsageError
-from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
-from tfdist.tuning.journal import Journal, Slot, SweepState, Trial, fold, read
+from tfdist.tuning.chief import IDLE, RUNNING
+from tfdist.tuning.early import LEAST_TRIALS, medians_of, values_of
+from tfdist.tuning.journal import Journal, Trial, fold, read
+from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
+from tfdist.tuning.sweep import Retraining, begin_retraining
+from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob, completed
 
 GOAL = Goal(objective="val_accuracy", direction="max")
-BEGUN = {"objective": "val_accuracy", "direction": "max", "tuner": "random", "seed": 1}
+KILLED = Killed(reason="chief-0: killed by SIGKILL")
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-class Crash(BaseException):
-    """The chief is killed: nothing of it runs any more."""
-
-
-class CrashingJournal(Journal):
-    """Dies at the write with number `at`: before it, within it, or after it."""
-
-    def __init__(self, path: Path, *, at: int | None = None, how: str = "before") -> None:
-        super().__init__(path, time_of_day=itertools.count(1.0).__next__)
-        self._left, self._how = at, how
-
-    def add(self, event: str, **fields: Any) -> dict[str, Any]:
-        if self._left is None or self._left > 0:
-            if self._left is not None:
-                self._left -= 1
-            return super().add(event, **fields)
-        if self._how != "before":
-            super().add(event, **fields)
-        if self._how == "within":
-            os.truncate(self.path, self.path.stat().st_size - 5)
-        raise Crash
-
-
-@dataclass
-class FakeSearch:
-    """Asks for `count` trials; IDLE while more than `ahead` are going on."""
-
-    lines: Sequence[Mapping[str, Any]]
-    count: int = 4
-    ahead: int = 99
-    told: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        asked = [line["trial"] for line in self.lines if line["event"] == "asked"]
-        self.asked = [trial for trial in asked if trial is not None]
-        for line in self.lines:
-            if line["event"] == "ended":
-                self.told[line["trial"]] = line["status"]
-
-    def ask(self) -> NextTrial:
-        going_on = set(self.asked) - set(self.told)
-        if len(self.asked) >= self.count:
-            return NextTrial(status=STOPPED, asker="r")
-        if len(going_on) >= self.ahead:
-            return NextTrial(status=IDLE, asker="r")
-        name = str(len(self.asked))
-        self.asked.append(name)
-        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name) + 1})
-
-    def tell(
-        self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
-    ) -> None:
-        assert trial not in self.told, "told twice"
-        self.told[trial] = status
-
-    def publish(self, trials: Iterable[str] | None = None) -> None:
-        pass
-
-
-@dataclass
-class Disk:
-    """What trials leave behind, whoever started them; a trial needs `length` polls to its end."""
-
-    length: int = 2
-    done: dict[str, int] = field(default_factory=dict)
-    """Run to the polls that it has had: where a trial that is started again goes on."""
-    work: int = 0
-    fates: dict[str, list[Outcome]] = field(default_factory=dict)
-    started: list[str] = field(default_factory=list)
-    most_at_once: int = 0
-    running: set[str] = field(default_factory=set)
-
-
-def completed(job: TrialJob) -> Completed:
-    score = 1 / (1 + int(job.flags[0].rpartition("=")[2]))
-    history = ({"virtual_epoch": 1, "val_accuracy": score},)
-    return Completed(history=history, score=score, best_virtual_epoch=1)
-
-
-class FakeTrial:
-    def __init__(self, disk: Disk, job: TrialJob) -> None:
-        self.disk, self.job, self.name = disk, job, job.run_dir.name
-        self.is_asked_to_stop = False
-        disk.started.append(self.name)
-        assert self.name not in disk.running, "two jobs in one directory"
-        disk.running.add(self.name)
-        disk.most_at_once = max(disk.most_at_once, len(disk.running))
-
-    def poll(self) -> Outcome | None:
-        outcome = self._outcome()
-        if outcome is not None:
-            self.disk.running.discard(self.name)
-        return outcome
-
-    def _outcome(self) -> Outcome | None:
-        if self.is_asked_to_stop:
-            return Killed(reason="asked to stop")
-        if fates := self.disk.fates.get(self.name):
-            return fates.pop(0)
-        self.disk.done[self.name] = self.disk.done.get(self.name, 0) + 1
-        self.disk.work += 1
-        return completed(self.job) if self.disk.done[self.name] >= self.disk.length else None
-
-    def stop(self) -> None:
-        self.is_asked_to_stop = True
-
-    def taken(self) -> None:
-        pass
-
-
-class FakeRunner:
-    def __init__(self, disk: Disk, places: int) -> None:
-        self.disk = disk
-        self.places = places
-        self.taken_over: list[tuple[str, int, int]] = []
-        self.on_wait: Callable[[], None] = lambda: None
-
-    def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        is_done = self.disk.done.get(job.run_dir.name, 0) >= self.disk.length
-        return completed(job) if is_done else None
-
-    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
-        return [{}] * self.disk.done.get(run_dir.name, 0)
-
-    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
-        places = [Slot(number=number) for number in range(self.places)]
-        return [place for place in places if place not in taken]
-
-    def start(self, job: TrialJob) -> FakeTrial:
-        return FakeTrial(self.disk, job)
-
-    def take_over(self, job: TrialJob) -> FakeTrial:
-        self.taken_over.append((job.trial, job.lease, job.runner))
-        return FakeTrial(self.disk, job)
-
-    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        self.on_wait()
-
-
-class Nobody:
-    def changed(self, state: SweepState, trial: Trial) -> None:
-        pass
-
-    def tick(self, state: SweepState) -> None:
-        pass
-
-
-def flags_of(trial: Trial) -> tuple[str, ...]:
-    return (f"--config.x={trial.values['x']}",)
-
-
-def make_chief(
-    tmp_path: Path,
-    disk: Disk,
-    *,
-    at: int | None = None,
-    how: str = "before",
-    parallel: int = 1,
-    ahead: int = 99,
-    max_failed: int | None = None,
-    flags: Callable[[Trial], tuple[str, ...]] = flags_of,
-) -> Chief:
-    disk.running.clear()  # a trial dies with its chief
-    path = tmp_path / "journal.jsonl"
-    journal = CrashingJournal(path, at=at, how=how)
-    if not journal.lines:
-        journal._left, left = None, journal._left
-        journal.add("begun", **BEGUN)
-        journal._left = left
-    plan = SweepPlan(
-        sweep_dir=tmp_path,
-        objective="val_accuracy",
-        direction="max",
-        max_epochs=9,
-        max_failed_trials=max_failed,
-        flags_of=flags,
-    )
-    search = FakeSearch(list(journal.lines), ahead=ahead)
-    return Chief(
-        plan, search=search, journal=journal, runner=FakeRunner(disk, parallel), observer=Nobody()
-    )
 
 
 def outcome_of(tmp_path: Path) -> dict[str, tuple[str, float | None]]:
@@ -234,7 +64,7 @@ def test_several_trials_run_at_once_and_no_more_than_asked(tmp_path: Path) -> No
 
 def test_a_search_that_is_idle_is_asked_again_when_a_trial_has_ended(tmp_path: Path) -> None:
     disk = Disk()
-    assert make_chief(tmp_path, disk, parallel=3, ahead=1).run() == 0
+    assert make_chief(tmp_path, disk, parallel=3, search_of=partial(FakeSearch, ahead=1)).run() == 0
     assert disk.most_at_once == 1
     assert len(disk.started) == 4
     idle = [line for line in read(tmp_path / "journal.jsonl") if line.get("status") == IDLE]
@@ -302,7 +132,7 @@ def test_values_that_make_no_configuration_fail_their_trial_only(tmp_path: Path)
         return flags_of(trial)
 
     disk = Disk()
-    chief = make_chief(tmp_path, disk, flags=flags)
+    chief = make_chief(tmp_path, disk, flags_of=flags)
     assert chief.run() == 0
     assert "config.dropout: received 2" in chief.state.trials["2"].reason
     assert disk.started == ["0", "1", "3"]
@@ -310,19 +140,18 @@ def test_values_that_make_no_configuration_fail_their_trial_only(tmp_path: Path)
 
 def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path: Path) -> None:
     fates = {name: [Failed(reason="no")] for name in "012"}
-    chief = make_chief(tmp_path, Disk(fates=fates), max_failed=2)
+    chief = make_chief(tmp_path, Disk(fates=fates), max_failed_trials=2)
     assert chief.run() == 1
     assert chief.state.finished == "2 failed trials (--max_failed_trials)"
     assert not chief.state.is_complete
-    more = make_chief(tmp_path, Disk(fates=fates), max_failed=4)
+    more = make_chief(tmp_path, Disk(fates=fates), max_failed_trials=4)
     assert more.run() == 0
     assert more.state.is_complete
     assert [t.status for t in more.state.trials.values()] == ["failed"] * 3 + ["completed"]
 
 
 def test_a_killed_trial_goes_on_and_one_that_is_always_killed_fails(tmp_path: Path) -> None:
-    killed: Outcome = Killed(reason="chief-0: killed by SIGKILL")
-    disk = Disk(fates={"0": [killed, killed], "1": [killed] * 9})
+    disk = Disk(fates={"0": [KILLED] * 2, "1": [KILLED] * 9})
     chief = make_chief(tmp_path, disk)
     assert chief.run() == 0
     assert chief.state.trials["0"].status == "completed"
@@ -340,7 +169,7 @@ def test_kills_with_progress_in_between_are_not_counted(tmp_path: Path) -> None:
         if next(polls) % 2 and disk.running:
             disk.fates.setdefault(next(iter(disk.running)), []).append(Killed(reason="SIGKILL"))
 
-    chief._runner.on_wait = kill_at_every_second_look  # type: ignore[attr-defined]
+    disk.on_wait = kill_at_every_second_look
     assert chief.run() == 0
     assert {status for status, _ in outcome_of(tmp_path).values()} == {"completed"}
     assert chief.state.trials["0"].starts > 5
@@ -352,7 +181,7 @@ def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(
 ) -> None:
     disk = Disk()
     chief = make_chief(tmp_path, disk, parallel=2)
-    chief._runner.on_wait = lambda: chief.stop(signum)  # type: ignore[attr-defined]
+    disk.on_wait = lambda: chief.stop(signum)
     assert chief.run() == code
     assert not disk.running
     assert {t.status for t in chief.state.trials.values()} <= {"running", "waiting"}
@@ -384,7 +213,7 @@ def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_p
     disk = Disk()
     chief = make_chief(tmp_path, disk, parallel=2)
     assert chief.run() == 0
-    assert chief._runner.taken_over == [("0", 2, 7)]  # type: ignore[attr-defined]
+    assert disk.taken_over == [("0", 2, 7)]
     assert [trial.starts for trial in chief.state.trials.values()] == [2, 2, 1, 1]
     assert disk.most_at_once == 3, "its place is not one of those here"
 
@@ -394,5 +223,180 @@ def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path: Pat
         program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=1.0
     )
     job = TrialJob(run_dir=tmp_path, flags=(), goal=GOAL, trial="0")
-    with pytest.raises(UsageError, match=r"^--serve: received nothing, while trial 0 is with"):
+    with pytest.raises(UsageError) as caught:
         runner.take_over(job)
+    assert (caught.value.where, caught.value.code) == ("--serve", "trial-elsewhere")
+
+
+# --- hopeless trials
+
+GOOD = (0.6, 0.8, 0.9)
+OTHERS = (GOOD,) * LEAST_TRIALS
+
+
+def lines(*values: float | None) -> list[dict[str, Any]]:
+    return [{"virtual_epoch": n, "val_accuracy": v} for n, v in enumerate(values, 1)]
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "direction", "last"),
+    [
+        # below the median of the averages, which are 0.6, 0.7 and 0.77
+        ((0.1, 0.2), OTHERS, "max", 2),
+        ((0.1, 0.69), OTHERS, "max", 2),
+        ((0.1, 0.7), OTHERS, "max", None),
+        ((0.1, 0.72, 0.75), OTHERS, "max", 3),
+        ((0.8, 0.1, 0.1), OTHERS, "max", None),  # its best counts
+        # lower is better
+        ((0.9, 0.9), [(0.8, 0.4)] * 5, "min", 2),
+        ((0.9, 0.5), [(0.8, 0.4)] * 5, "min", None),
+        # the first virtual epoch, and the first trials
+        ((0.0,), OTHERS, "max", None),
+        ((0.0, 0.0, 0.0), OTHERS[1:], "max", None),
+        # others that have not come as far are no measure
+        ((0.1, 0.1), [*OTHERS[1:], (0.9,)], "max", None),
+        ((0.1, 0.1), [*OTHERS, (0.9,)], "max", 2),
+        # what is not finite is no value
+        ((None, None), OTHERS, "max", 2),
+        ((0.9, None), OTHERS, "max", None),
+        ((0.3, 0.3), [(0.2, NAN)] * 5, "max", None),
+        ((0.3, 0.3), [(NAN, NAN)] * 5, "max", None),
+    ],
+)
+def test_a_trial_is_hopeless_by_the_median_rule(
+    values: Sequence[float | None],
+    others: Sequence[Sequence[float]],
+    direction: str,
+    last: int | None,
+) -> None:
+    goal = Goal(objective="val_accuracy", direction=direction, medians=medians_of(others))
+    assert goal.last(lines(*values)) == last
+
+
+def test_what_is_not_reported_is_no_value() -> None:
+    found = values_of([{"x": 1}, {"x": None}, {}], "x")
+    assert found[0] == 1.0
+    assert [math.isnan(value) for value in found] == [False, True, True]
+
+
+def test_a_trial_that_went_further_before_it_was_seen_is_judged_by_what_counts() -> None:
+    goal = Goal(objective="val_accuracy", direction="max", medians=medians_of(OTHERS))
+    seen_late = lines(0.1, 0.2, 0.99)
+    for summary in (None, {"status": "stopped"}, {"status": "done"}):
+        outcome = completed(goal, summary=summary, metrics=seen_late)
+        assert isinstance(outcome, Completed)
+        assert (outcome.score, outcome.stopped_at) == (0.2, 2)
+    goes_on = completed(goal, summary={"status": "done"}, metrics=lines(0.7, 0.8, 0.99))
+    assert isinstance(goes_on, Completed)
+    assert (goes_on.score, goes_on.stopped_at) == (0.99, None)
+
+
+def one_bad(job: TrialJob) -> Any:
+    """Trial 5 is a bad one, until the end."""
+    values = (0.1, 0.2, 0.99) if job.trial == "5" else GOOD
+    return completed(job.goal, summary={"status": "done"}, metrics=lines(*values))
+
+
+EIGHT = partial(FakeSearch, count=8)
+
+
+@pytest.mark.parametrize("early_stop", ["none", MEDIAN])
+def test_the_chief_measures_a_trial_by_those_that_have_ended(
+    tmp_path: Path, early_stop: str
+) -> None:
+    disk = Disk(result=one_bad)
+    chief = make_chief(tmp_path, disk, search_of=EIGHT, early_stop=early_stop)
+    assert chief.run() == 0
+    stopped = {name: t.stopped_at for name, t in chief.state.trials.items() if t.stopped_at}
+    assert stopped == ({"5": 2} if early_stop == MEDIAN else {})
+    assert chief.state.trials["5"].score == (0.2 if early_stop == MEDIAN else 0.99)
+
+
+def test_a_trial_begun_again_is_measured_by_those_that_had_ended_when_it_first_began(
+    tmp_path: Path,
+) -> None:
+    book = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
+    book.add("begun", **BEGUN)
+
+    def begin(*names: str) -> None:
+        for name in names:
+            more = {"values": {"x": 1}, "run": name, "until": None}
+            book.add("asked", asker="r", status=RUNNING, trial=name, **more)
+            book.add("started", trial=name)
+
+    def end(*names: str) -> None:
+        for name in names:
+            score = {"score": GOOD[-1], "best_virtual_epoch": 3, "history": lines(*GOOD)}
+            more = {"status": "COMPLETED", "reason": "", "last_lines": []}
+            book.add("ended", trial=name, **score, **more)
+
+    begin("0", "1", "2", "3")
+    end("0", "1", "2", "3")
+    begin("5", "4")  # at once
+    end("4")  # and then the chief is killed
+    chief = make_chief(tmp_path, Disk(result=one_bad), search_of=EIGHT, early_stop=MEDIAN)
+    assert chief.run() == 0
+    trials = chief.state.trials
+    assert trials["5"].stopped_at is None, "measured by five; it began after four"
+    assert trials["5"].measured_by == ("0", "1", "2", "3")
+    assert trials["6"].measured_by == ("0", "1", "2", "3", "5", "4")
+
+
+# --- the best trial, trained again
+
+JOB = TrialJob(run_dir=Path("best"), flags=("--config.x=1",), goal=GOAL)
+
+
+@pytest.mark.parametrize(
+    ("fates", "done", "code", "starts"),
+    [
+        ([], 0, 0, 1),
+        ([], 2, 0, 0),
+        ([KILLED, KILLED], 0, 0, 3),
+        ([Failed(reason="ValueError: no")], 0, 1, 1),
+        ([KILLED] * 9, 0, 1, 4),
+    ],
+    ids=["done", "done_before", "killed", "failed", "killed_too_often"],
+)
+def test_the_best_is_trained_until_it_has_an_end(
+    fates: list[Outcome], done: int, code: int, starts: int
+) -> None:
+    disk = Disk(fates={"best": [*fates]}, done={"best": done})
+    assert Retraining(FakeRunner(disk), JOB).run() == code
+    assert len(disk.started) == starts
+
+
+def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
+
+    def begin(best: str) -> None:
+        begin_retraining(tmp_path, journal, fold(journal.lines), best=best)
+
+    begin("1")
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "of").write_text("1")
+    begin("1")  # the same command again
+    assert (tmp_path / "best" / "of").exists()
+    begin("3")
+    assert not (tmp_path / "best").exists(), "it would be taken for that of the better one"
+    assert (tmp_path / "best-1" / "of").read_text() == "1"
+    assert fold(read(journal.path)).retrained == "3"
+    begin("3")
+    assert len(journal.lines) == 2
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_best_is_told_to_stop_and_the_same_command_goes_on(signum: int, code: int) -> None:
+    disk = Disk(length=9)
+    runner = FakeRunner(disk)
+    retraining = Retraining(runner, JOB)
+    disk.on_wait = lambda: retraining.stop(signum)
+    assert retraining.run() == code
+    assert not disk.running
+    assert Retraining(FakeRunner(disk), JOB).run() == 0
+    assert disk.started == ["best", "best"]

@@ -22,26 +22,20 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_tune_chief import Disk, FakeRunner, FakeSearch, Nobody, flags_of
+from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, flags_of, refused
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
 from tfdist.launch.multihost.hub import MessageReceived, PeerJoined, listen
-from tfdist.tuning import directory, guard, hosts
+from tfdist.tuning import directory, guard, messages
+from tfdist.tuning.address import SweepAddress, listener_of, placed, sweep_address_of
 from tfdist.tuning.chief import Chief, SweepPlan
-from tfdist.tuning.early import MedianRule
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, LeaseGuard
-from tfdist.tuning.hosts import (
-    LEASE_S,
-    Message,
-    SweepAddress,
-    listener_of,
-    placed,
-    sweep_address_of,
-)
 from tfdist.tuning.journal import Journal, Slot
+from tfdist.tuning.messages import LEASE_S, Message
 from tfdist.tuning.options import RunOptions, SweepOptions, parse
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
-from tfdist.tuning.serving import Gone, Leases, RunnerNews, RunnerServer, ServingRunner
+from tfdist.tuning.runner import TrialProgram
+from tfdist.tuning.serving import Gone, RunnerNews, RunnerServer, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 A, B = 11, 22
@@ -49,43 +43,11 @@ DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_v
 TOKEN = b"correct horse battery staple"
 TERMS = {"tfdist": "1"}
 DEADLINE_S = 200.0
-MARK = directory.Ownership(sweep="s", chief="c", address="a:1")
+OWNERSHIP = directory.Ownership(sweep="s", chief="c", address="a:1")
 GREETING = {"sweep": "s", "chief": "c"}
 
 
-# --- leases
-
-
-def test_a_lease_holds_while_its_runner_is_there_and_ten_seconds_more() -> None:
-    leases = Leases()
-    leases.grant("0", 1, runner=A)
-    assert leases.take_over(1e9) == []
-    leases.gone(A, heard_s=100.0)
-    assert leases.take_over(100.0 + LEASE_S - 0.01) == []
-    assert leases.is_current("0", 1, runner=A)
-    assert leases.take_over(100.0 + LEASE_S) == ["0"]
-    assert not leases.is_current("0", 1, runner=A)
-    assert leases.take_over(1e9) == []
-
-
-def test_a_runner_that_comes_back_in_time_keeps_what_it_presents_and_no_more() -> None:
-    leases = Leases()
-    leases.grant("0", 1, runner=A)
-    leases.grant("1", 4, runner=A)
-    leases.grant("2", 1, runner=B)
-    leases.gone(A, heard_s=0.0)
-    assert leases.back(A, [("0", 1), ("1", 3)]) == ["1"]
-    assert leases.take_over(1e9) == []
-    assert leases.of(A) == {"0": 1}
-    assert leases.of(B) == {"2": 1}
-
-
-def test_an_older_lease_and_that_of_another_are_not_current() -> None:
-    leases = Leases()
-    leases.grant("0", 2, runner=B)
-    assert not leases.is_current("0", 1, runner=B)
-    assert not leases.is_current("0", 2, runner=A)
-    assert not leases.is_current("9", 1, runner=A)
+# --- the guard
 
 
 def test_the_trials_have_ended_before_the_lease_can() -> None:
@@ -107,20 +69,20 @@ def test_the_trials_have_ended_before_the_lease_can() -> None:
 
 
 def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
-    rule = MedianRule(objective="loss", direction="min", medians=(None, 0.25))
     for goal in (
-        Goal(objective="loss", direction="min", until=3, rule=rule),
+        Goal(objective="loss", direction="min", until=3, medians=(None, 0.25)),
         Goal(objective="loss", direction="min"),
     ):
         job = TrialJob(run_dir=Path("trials/0"), flags=("--config.x=1",), goal=goal)
-        assert hosts.goal_of(_sent(hosts.encode_job(job))["goal"]) == goal
+        sent = messages.decode_job(_sent(messages.encode_job(job)), sweep_dir=Path())
+        assert sent == job
     outcomes: list[Outcome] = [
         DONE,
         Failed(reason="no", last_lines=("a", "b")),
         Killed(reason="gone", counts=False),
     ]
     for outcome in outcomes:
-        assert hosts.outcome_of(_sent(hosts.encode_outcome(outcome))) == outcome
+        assert messages.decode_outcome(_sent(messages.encode_outcome(outcome))) == outcome
 
 
 def _sent(message: Message) -> Any:
@@ -169,7 +131,7 @@ class Served:
         self.now_s = 1000.0
         self.line = FakeLine()
         here = FakeRunner(Disk(), 0)
-        self.runner = ServingRunner(here, self.line, mark=MARK, clock=lambda: self.now_s)
+        self.runner = ServingRunner(here, self.line, ownership=OWNERSHIP, clock=lambda: self.now_s)
 
     def hear(self, *news: RunnerNews) -> list[tuple[int, Message]]:
         """Takes in news; returns what is said to the runners upon it."""
@@ -187,11 +149,16 @@ class Served:
         goal = Goal(objective="loss", direction="min")
         run_dir = Path("trials") / trial
         return TrialJob(
-            run_dir=run_dir, flags=(), goal=goal, trial=trial, lease=lease, runner=runner
+            run_dir=run_dir,
+            flags=(),
+            goal=goal,
+            trial=trial,
+            lease=lease,
+            slot=Slot(number=0, runner=runner),
         )
 
     def ended(self, rank: int, lease: tuple[str, int], outcome: Outcome = DONE) -> Any:
-        told = {"lease": list(lease), "outcome": hosts.encode_outcome(outcome)}
+        told = {"lease": list(lease), "outcome": messages.encode_outcome(outcome)}
         return self.hear(MessageReceived(rank=rank, message={"ended": told}))
 
 
@@ -317,23 +284,6 @@ def _config_flags(*flags: str) -> SweepOptions:
     return options
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--serve", "a:1", "--join", "a:1"], "--join: received it with --serve"),
-        (["--serve", "a"], "--serve: received 'a'"),
-        (["--join", "a:99999"], "--join: received"),
-        (["--join", "a:1", "--parallel_trials", "0"], "--parallel_trials: received 0"),
-        (["--join", "a:1", "--reconnect_s", "0"], "--reconnect_s: received 0"),
-    ],
-)
-def test_wrong_flags_of_several_hosts_are_one_line(flags: list[str], said: str) -> None:
-    with pytest.raises(UsageError) as error:
-        _config_flags(*flags)
-    assert str(error.value).startswith(said)
-    assert "\n" not in str(error.value)
-
-
 def test_tf_config_says_who_serves_and_who_joins() -> None:
     cluster = '{"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": %s}'
 
@@ -349,8 +299,8 @@ def test_tf_config_says_who_serves_and_who_joins() -> None:
     alone = placed(_config_flags(), {"HOME": "/"})
     assert (alone[0].serve, alone[0].join) == (None, None)
     ps = '{"cluster": {"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3"]}, "task": %s}'
-    with pytest.raises(UsageError, match="received task ps-0"):
-        placed(_config_flags(), {"TF_CONFIG": ps % '{"type": "ps", "index": 0}'})
+    environ = {"TF_CONFIG": ps % '{"type": "ps", "index": 0}'}
+    assert refused(lambda: placed(_config_flags(), environ))[1] == "no-part-in-a-sweep"
 
 
 def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line() -> None:
@@ -358,22 +308,18 @@ def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UsageError, match=rf"^--serve: received {address} \(Address already"):
             listener_of(address)
-    with pytest.raises(UsageError, match=r"^--serve: received 192\.0\.2\.1:2 \(Cannot assign"):
-        listener_of("192.0.2.1:2")
-    with pytest.raises(UsageError, match=r"0\.0\.0\.0:2, which is 0\.0\.0\.0"):
-        listener_of("0.0.0.0:2")
+    assert refused(lambda: listener_of("192.0.2.1:2")) == ("--serve", "cannot-listen")
+    assert refused(lambda: listener_of("0.0.0.0:2")) == ("--serve", "unreachable")
 
 
 def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path: Path) -> None:
     options = RunOptions(sweep_dir=tmp_path, serve="127.0.0.1:2")
 
     def meet(environ: dict[str, str]) -> SweepAddress | None:
-        return sweep_address_of(
-            options, environ, program="p", program_file=__file__, args=["--x=1"]
-        )
+        program = TrialProgram(command=(), name="p", file=__file__, args=("--x=1",))
+        return sweep_address_of(options, program, environ)
 
-    with pytest.raises(UsageError, match=r"^TFDIST_RENDEZVOUS_TOKEN: received no token"):
-        meet({})
+    assert refused(lambda: meet({}))[0] == "TFDIST_RENDEZVOUS_TOKEN"
     sweep_address = meet({"TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode(), "TF_X": "1"})
     assert sweep_address is not None
     assert sweep_address.token == TOKEN
@@ -382,36 +328,36 @@ def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path: Path)
     assert TOKEN.decode() not in str(sweep_address)
 
 
-def test_the_mark_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path: Path) -> None:
-    assert directory.read_mark(tmp_path) is None
-    first = directory.leave_mark(tmp_path, address="a:1")
-    moved = directory.leave_mark(tmp_path, address="b:2")
-    assert directory.read_mark(tmp_path) == moved
+def test_the_ownership_file_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path: Path) -> None:
+    assert directory.read_ownership(tmp_path) is None
+    first = directory.write_ownership(tmp_path, address="a:1")
+    moved = directory.write_ownership(tmp_path, address="b:2")
+    assert directory.read_ownership(tmp_path) == moved
     assert (moved.sweep, moved.address) == (first.sweep, "b:2")
     assert moved.chief != first.chief, "a copy of the directory would be taken for it"
-    (tmp_path / directory.MARK).write_text("{")
-    assert directory.read_mark(tmp_path) is None
+    (tmp_path / directory.OWNERSHIP).write_text("{")
+    assert directory.read_ownership(tmp_path) is None
 
 
 def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path: Path) -> None:
     here, copy = tmp_path / "here", tmp_path / "copy"
     here.mkdir()
-    directory.leave_mark(here, address="a:1")
+    directory.write_ownership(here, address="a:1")
     shutil.copytree(here, copy)  # as a backup has it
-    now = directory.leave_mark(here, address="a:1")
+    now = directory.write_ownership(here, address="a:1")
 
-    def contact(path: Path) -> ChiefClient:
+    def client(path: Path) -> ChiefClient:
         sweep_address = SweepAddress(address="a:1", token=TOKEN, terms=TERMS)
-        return ChiefClient(sweep_address, rank=A, sweep_dir=path, renew=lambda at_s: None)
+        return ChiefClient(sweep_address, sweep_dir=path, renew=lambda at_s: None)
 
-    with pytest.raises(UsageError, match="which is not that of the chief at a:1"):
-        contact(copy)._check(now.sweep, chief=now.chief)
-    runner = contact(here)
+    refusal = refused(lambda: client(copy)._check(now.sweep, chief=now.chief))
+    assert refusal == ("--sweep_dir", "not-shared")
+    runner = client(here)
     runner._check(now.sweep, chief=now.chief)
-    (here / directory.MARK).unlink()  # --overwrite has moved it aside
-    other = directory.leave_mark(here, address="a:1")
-    with pytest.raises(UsageError, match="where another sweep has begun meanwhile"):
-        runner._check(other.sweep, chief=other.chief)
+    (here / directory.OWNERSHIP).unlink()  # --overwrite has moved it aside
+    other = directory.write_ownership(here, address="a:1")
+    refusal = refused(lambda: runner._check(other.sweep, chief=other.chief))
+    assert refusal == ("--sweep_dir", "another-sweep")
 
 
 def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(
@@ -433,24 +379,23 @@ def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_no
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         sweep_address = SweepAddress(address=address, token=TOKEN, terms=TERMS)
-        contact = ChiefClient(
+        client = ChiefClient(
             sweep_address,
-            rank=A,
             sweep_dir=tmp_path,
             renew=renewed.append,
             clock=lambda: next(now_s),
         )
-        contact.turn()
-        assert contact.why == "it does not answer"
+        client.turn()
+        assert client.why == "it does not answer"
         assert renewed == []
-    contact.turn()
-    assert contact.why == "Connection refused"
+    client.turn()
+    assert client.why == "Connection refused"
     assert len(renewed) == 1
-    mark = directory.leave_mark(tmp_path, address="127.0.0.1:1")  # it is elsewhere now
-    contact._sweep = mark.sweep
-    contact.turn()
+    mark = directory.write_ownership(tmp_path, address="127.0.0.1:1")  # it is elsewhere now
+    client._sweep = mark.sweep
+    client.turn()
     assert len(renewed) == 1
-    assert contact.address == "127.0.0.1:1"
+    assert client.address == "127.0.0.1:1"
 
 
 def test_a_runner_loads_neither_tensorflow_nor_keras_tuner_and_gives_up_in_one_line() -> None:
@@ -505,7 +450,7 @@ class Client:
                 told = message["run"]
                 self.given.append(told["trial"])
                 lease = [told["trial"], told["lease"]]
-                outcome = hosts.encode_outcome(DONE)
+                outcome = messages.encode_outcome(DONE)
                 self._to_say.append({"ended": {"lease": lease, "outcome": outcome}})
 
     def beat(self) -> None:
@@ -529,7 +474,7 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(
     listener = listen("127.0.0.1", 0, num_hosts=COUNT)
     address = listener.getsockname()
     line = RunnerServer(listener, token=TOKEN, terms=TERMS)
-    serving = ServingRunner(FakeRunner(Disk(), 0), line, mark=MARK)
+    serving = ServingRunner(FakeRunner(Disk(), 0), line, ownership=OWNERSHIP)
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
     plan = SweepPlan(

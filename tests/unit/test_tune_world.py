@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, TRIALS, Host, Mishaps, World
-from tests.unit.test_tune_chief import FakeSearch
+from tests.unit.sweep_world import (
+    EPOCHS,
+    FAILS,
+    LENGTH,
+    TRIALS,
+    FakeSearch,
+    Host,
+    Mishaps,
+    World,
+)
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
 from tfdist.tuning.journal import read
 
@@ -120,7 +128,7 @@ def test_the_ends_of_a_trial_that_fails_are_counted_once(tmp_path: Path) -> None
     def events() -> None:
         if world.failures and not had:
             had.append(True)
-            host.contact.close()
+            host.client.close()
 
     had: list[bool] = []
     world.events = events

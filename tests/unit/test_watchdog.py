@@ -122,6 +122,7 @@ def test_a_stopped_task_is_named_and_not_asked_for_its_stacks():
     assert "last heard in a step after 10 steps" in hang.cause
     assert hang.cause.endswith("; worker-0, worker-2 wait for it")
     assert hang.stuck == (W0, W2)
+    assert hang.since_s == 1003.0  # its last word
 
 
 def test_the_silent_one_is_blamed_by_a_waiting_one_whose_time_is_up_first():
@@ -172,54 +173,44 @@ def test_one_in_a_callback_is_blamed_not_those_who_wait_for_it():
     hang = job.run(HANG_S + 2)
     assert (hang.task, hang.stuck) == (W1, (W1, W0, W2))
     assert hang.cause.startswith("hangs: in a callback after 120 steps for 20 s; worker-0, ")
+    assert hang.since_s == 1000.0  # when it last got on, though it speaks
 
 
-def test_the_task_with_the_fewest_steps_is_blamed():
+@pytest.mark.parametrize(
+    ("everyone", "one", "blamed", "cause"),
+    [
+        (
+            ("step", 120),
+            ("step", W1, 119),
+            W1,
+            "in a step after 119 steps for 20 s, while worker-0 is in a step after 120 steps",
+        ),
+        (("step", 120), ("save", W2, 120), W2, "saving after 120 steps"),
+        (("step", 120), ("done", W1, 120), W1, "done with its training after 120 steps"),
+        *(
+            (
+                ("sum", 120),
+                (phase, W1, 120),
+                W1,
+                f"{doing} after 120 steps for 20 s, while worker-0 is at a sum with its peers",
+            )
+            for phase, doing in (("step", "in a step"), ("save", "saving"))
+        ),
+        (
+            ("step", 120),
+            ("step", W0, 120),
+            W0,
+            "all 3 tasks are in a step after 120 steps for 20 s, none of them behind",
+        ),
+    ],
+)
+def test_the_one_that_is_behind_is_blamed_else_the_chief(everyone, one, blamed, cause):
     job = Job()
-    job.enter("step", step=120)
-    job.enter("step", W1, step=119)
+    job.enter(everyone[0], step=everyone[1])
+    job.enter(one[0], one[1], step=one[2])
     hang = job.run(HANG_S + 2)
-    assert hang.task == W1
-    assert hang.cause == (
-        "hangs: in a step after 119 steps for 20 s, while worker-0 is in a step after 120 steps"
-    )
-
-
-def test_at_the_same_step_the_one_that_saves_is_blamed():
-    job = Job()
-    job.enter("step", step=120)
-    job.enter("save", W2, step=120)
-    assert job.run(HANG_S + 2).task == W2
-
-
-def test_who_traces_while_others_are_at_a_sum_has_its_time():
-    job = Job()
-    job.enter("sum", step=0)
-    job.enter("trace", W1, step=0)
-    assert job.run(2 * HANG_S) is None
-    assert job.run(10 * HANG_S).task == W1
-
-
-@pytest.mark.parametrize("phase", ["step", "save", "validate"])
-def test_who_is_not_at_a_sum_where_the_others_are_is_blamed(phase):
-    job = Job()
-    job.enter("sum", step=120)
-    job.enter(phase, W1, step=120)
-    hang = job.run(HANG_S + 2)
-    assert hang.task == W1
-    assert hang.cause.endswith(
-        " after 120 steps for 20 s, while worker-0 is at a sum with its peers after 120 steps"
-    )
-
-
-def test_where_all_wait_alike_the_chief_is_named_and_it_is_said():
-    job = Job()
-    job.enter("step", step=120)
-    hang = job.run(HANG_S + 2)
-    assert hang.task == W0
-    assert hang.cause == (
-        "hangs: all 3 tasks are in a step after 120 steps for 20 s, none of them behind"
-    )
+    assert hang.task == blamed
+    assert hang.cause.startswith(f"hangs: {cause}")
 
 
 def test_a_task_alone_is_not_compared():
@@ -228,13 +219,12 @@ def test_a_task_alone_is_not_compared():
     assert job.run(HANG_S + 2).cause == "hangs: validating after 50 steps for 20 s"
 
 
-def test_a_task_that_stopped_training_on_its_own_is_blamed_by_those_that_go_on():
+def test_who_traces_while_others_are_at_a_sum_has_its_time():
     job = Job()
-    job.enter("step", step=120)
-    job.enter("done", W1, step=120)
-    hang = job.run(HANG_S + 2)
-    assert hang.task == W1
-    assert "done with its training after 120 steps" in hang.cause
+    job.enter("sum", step=0)
+    job.enter("trace", W1, step=0)
+    assert job.run(2 * HANG_S) is None
+    assert job.run(10 * HANG_S).task == W1
 
 
 @pytest.mark.parametrize("phase", ["import", "done", "serve", "of_my_own"])
@@ -268,12 +258,6 @@ def test_a_task_that_never_speaks_has_not_started():
     hang = job.run(2)
     assert hang.task == W1
     assert hang.cause == "hangs: has not started: silent for 80 s (its process sleeps)"
-
-
-def test_a_task_stopped_before_it_spoke_is_found_as_any_stopped_one():
-    job = Job()
-    job.stop(W1)
-    assert job.run(HANG_S + 2).task == W1
 
 
 def test_libraries_that_hold_all_else_up_while_they_load_have_the_startup_besides():
@@ -365,17 +349,6 @@ def test_a_chief_that_waits_for_a_piece_is_not_blamed_for_it():
     job.run(1)
     job.awaited = TaskPendingWork(task=W0, since_s=job.now_s, is_first=False)
     assert job.run(HANG_S + 2).task == W0
-
-
-def test_pieces_that_are_done_in_time_blame_nobody():
-    job = Job((CHIEF, W0, W1, PS), is_ps=True)
-
-    def work():
-        job.enter("step", CHIEF, step=1)
-        if job.now_s % 10 == 0:
-            job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=False)
-
-    assert job.run(10 * HANG_S, work=work) is None
 
 
 def test_a_launcher_that_was_stopped_itself_blames_nobody():
@@ -569,23 +542,23 @@ def test_who_rests_while_another_works_may_wait_for_it():
     assert hang.stuck == WORKERS
 
 
-def test_who_rests_is_blamed_by_those_who_wait_for_it_to_come():
+@pytest.mark.parametrize("phase", ["barrier", "rendezvous"])
+def test_who_rests_is_blamed_by_those_who_wait_for_it_to_come(phase):
     job = Job()
-    job.enter("rendezvous", W0, W2)
+    job.enter(phase, W0, W2)
+    if phase == "barrier":  # others may take their time there
+        assert job.run(9 * HANG_S) is None
     job.rest(W1)
     hang = job.run(HANG_S + 3)
     assert hang.task == W1
     assert hang.cause.endswith("; worker-0, worker-2 wait for it")
 
 
-def test_who_waits_for_others_who_take_their_time_waits_with_them():
-    job = Job()
-    job.enter("barrier", W0, W1)
-    assert job.run(9 * HANG_S) is None
-    job.rest(W2)
-    hang = job.run(HANG_S + 3)
-    assert hang.task == W2
-    assert hang.cause.endswith("; worker-0, worker-1 wait for it")
+def test_who_rests_before_its_training_is_blamed_before_those_after_theirs():
+    job = Job((W0, W1))
+    job.enter("done", W0, step=30)
+    job.rest(W0, W1)
+    assert job.run(HANG_S + 3).task == W1
 
 
 def test_a_task_that_has_ended_and_of_which_nobody_says_so_is_found():
@@ -609,15 +582,6 @@ def test_a_task_that_never_gets_a_process_is_found():
     assert (hang.task, hang.stuck) == (W1, (W0, W2))
     assert hang.cause.startswith("hangs: has not started: silent for 8")
     assert "(it has no process)" in hang.cause
-
-
-def test_who_rests_before_its_training_is_blamed_before_those_after_theirs():
-    job = Job()
-    job.enter("done", W0, step=30)
-    job.rest(W0, W1)
-    job.watchdog.ended(W2)
-    del job.doing[W2]
-    assert job.run(HANG_S + 3).task == W1
 
 
 def test_who_serves_rests_as_long_as_it_likes():

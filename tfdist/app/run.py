@@ -24,11 +24,11 @@ from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.outputs.tensorboard import StepProfiler
 from tfdist.outputs.terminal import ProgressDisplay, show_result, strategy_line
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
-from tfdist.training import fit
 from tfdist.training.building import bytes_on_servers
-from tfdist.training.engines.base import naming_a_lost_server
+from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
+from tfdist.training.fitting import fit
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger

@@ -23,11 +23,12 @@ from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.run_directory import DONE, RunDirectory
-from tfdist.strategy import current_job, make_strategy
+from tfdist.strategy import Job, current_job, make_strategy
 from tfdist.training import building
+from tfdist.training.blocks import BlockRunner
+from tfdist.training.engines import engine_for
 from tfdist.training.inputs import Data, Length, prepare
-from tfdist.training.program import StepProgram
-from tfdist.training.session import Session
+from tfdist.training.program import StepProgram, program_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +107,8 @@ def replay(
     )
     checkpoint = nearest(store, step)
     with _policy(config.precision):
-        session, data = _session(config, fresh=checkpoint is None)
-        return _replayed(session, data, store, checkpoint, step=step, seed=config.seed)
+        blocks, data = _blocks(config, fresh=checkpoint is None)
+        return _replayed(blocks, data, store, checkpoint, step=step)
 
 
 def config_of(settings: Mapping[str, Any]) -> Any:
@@ -150,8 +151,8 @@ def _policy(name: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def _session(config: Any, *, fresh: bool) -> tuple[Session, Data]:
-    """Return the model and the data as the run had them before its first step."""
+def _blocks(config: Any, *, fresh: bool) -> tuple[BlockRunner, Data]:
+    """Return the training of the model, and the data, as the run had them before its first step."""
     job = current_job()
     assert job is not None
     keras.utils.set_random_seed(config.seed)
@@ -175,35 +176,40 @@ def _session(config: Any, *, fresh: bool) -> tuple[Session, Data]:
     building.build(model, job, data.batch_spec, first_batch=data.first_batch)
     if config.initial_weights and fresh:
         load_weights(model, config.initial_weights, job=job)
-    return Session(model, job), data
+    return _runner(
+        model, job, program_of(model, job, "train_step", data.feed, seed=config.seed)
+    ), data
+
+
+def _runner(model: keras.Model, job: Job, program: StepProgram) -> BlockRunner:
+    return BlockRunner(model, job, engine_for(job), program, phase="step")
 
 
 def _replayed(
-    session: Session,
+    blocks: BlockRunner,
     data: Data,
     store: CheckpointStore,
     checkpoint: Checkpoint | None,
     *,
     step: int,
-    seed: int,
 ) -> Replay:
-    model, job = session.model, session.job
+    model, job = blocks.model, blocks.job
     if checkpoint is not None:
         where = f"checkpoint {store.directory}"
         state.require_same_variables(model, checkpoint.meta["variables"], where=where)
         state.restore(model, job, checkpoint.arrays)
-    program = session.program("train_step", data.feed, seed=seed)
     start = checkpoint.step if checkpoint else 0
     if start < step:
-        session.run(program, start, step)
-    session.reset_metrics()
+        blocks.run(start, step, looked_at=True)
+    blocks.reset_metrics()
     before = state.capture(model, job)
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-    metrics = session.metrics(program, session.run(program, step, step + 1))
+    blocks.run(step, step + 1, looked_at=True)
+    metrics = blocks.metrics(blocks.logs)
     after = state.capture(model, job)
     hashes = weights_sha256(model), state_sha256(model)
     state.restore(model, job, before)
-    record, norms = _observed(session, program, data, step=step)
+    record, norms = _observed(blocks, data, step=step)
     same = _same_bits(after, state.capture(model, job))
     indices, passes = (array[0] for array in record.arrays[:2])
     rows = [row >= 0 for row in indices]
@@ -229,14 +235,13 @@ def _replayed(
     )
 
 
-def _observed(
-    session: Session, program: StepProgram, data: Data, *, step: int
-) -> tuple[Record, dict[str, float]]:
+def _observed(blocks: BlockRunner, data: Data, *, step: int) -> tuple[Record, dict[str, float]]:
     """Run the step with an eye on its gradients and its examples."""
     records: list[Record] = []
-    looking = recorded(program, data, session.job, mode="full", sink=records.append)
-    with _noting_gradients(session.model) as (names, norms):
-        session.run(looking, step, step + 1)
+    model, job = blocks.model, blocks.job
+    looking = recorded(blocks.program, data, job, mode="full", sink=records.append)
+    with _noting_gradients(model) as (names, norms):
+        _runner(model, job, looking).run(step, step + 1, looked_at=True)
     return records[0], dict(zip(names, map(float, norms.numpy()), strict=False))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.cluster.environment import read_environment
+from collections.abc import Mapping
+
 from tfdist.cluster.job import STRATEGIES, JobOptions, addressed_tasks, build_cluster
 from tfdist.cluster.ports import HeldPort, hold_ports, is_port_free
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
@@ -34,3 +35,17 @@ __all__ = [
     "read_environment",
     "resolved_strategy",
 ]
+
+
+def read_environment(environ: Mapping[str, str]) -> TaskConfig | None:
+    """Return which task of which job this process is, or None: a process by itself.
+
+    Raises:
+        UsageError: a source is wrong, or two of them disagree; the message has both.
+    """
+    config = from_environ(environ) if "TFDIST_JOB" in environ else None
+    if config is not None:
+        return config
+    from tfdist.cluster import environment  # a task that our launcher starts needs none of it
+
+    return environment.detect(environ)

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster.address import shown, shown_json
+from tfdist.cluster.address import shown_json
 from tfdist.cluster.spec import ClusterSpec, Kind, Task
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, near, require, require_int
 
 STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps")
 
@@ -44,18 +44,16 @@ class JobOptions:
     """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy, where="tfdist.strategy")
-        _check_count("devices_per_worker", self.devices_per_worker, optional=True)
-        _check_count("threads_per_task", self.threads_per_task, optional=True)
-        _check_count("min_workers", self.min_workers, optional=True)
-        _check_count("split_bytes", self.split_bytes, optional=True)
+        check_strategy(self.strategy, where="tfdist.strategy", code="TFC019")
+        for name in ("devices_per_worker", "threads_per_task", "min_workers", "split_bytes"):
+            _check_count(name, getattr(self, name), optional=True)
         _check_count("attempt", self.attempt, optional=False)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
         _check_directory("run_dir", self.run_dir)
-        _check_switch("evaluator", self.evaluator)
-        _check_switch("profile_ps", self.profile_ps)
-        _check_switch("terminal", self.terminal)
+        for name in ("evaluator", "profile_ps", "terminal"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise _wrong(name, value, "true or false", "give one")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
@@ -75,15 +73,18 @@ class JobOptions:
         return dataclasses.asdict(self)
 
 
-def check_strategy(strategy: object, *, where: str) -> None:
+def check_strategy(strategy: object, *, where: str, code: str) -> None:
     """Raise `UsageError`, with the name that was probably meant, unless it is known."""
     if isinstance(strategy, str) and strategy in STRATEGIES:
         return
     hint = near(strategy.strip().lower(), STRATEGIES) if isinstance(strategy, str) else ""
-    expected = "one of " + ", ".join(STRATEGIES)
-    fix = f"use one of these names{hint}"
-    code = "TFC019" if where == "tfdist.strategy" else ""
-    raise UsageError(where, received=shown_json(strategy), expected=expected, fix=fix, code=code)
+    raise UsageError(
+        where,
+        received=shown_json(strategy),
+        expected="one of " + ", ".join(STRATEGIES),
+        fix=f"use one of these names{hint}",
+        code=code,
+    )
 
 
 def _check_count(name: str, value: object, *, optional: bool) -> None:
@@ -108,11 +109,6 @@ def _check_directory(name: str, value: object) -> None:
         return
     fix = "give a path as a string, or null for none"
     raise _wrong(name, value, "the path of a directory", fix)
-
-
-def _check_switch(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false", "give one")
 
 
 def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
@@ -155,10 +151,14 @@ def build_cluster(
     tasks = addressed_tasks(
         strategy=strategy, workers=workers, ps=ps, chief=chief, evaluator=evaluator
     )
-    if len(addresses) != len(tasks):
-        expected = f"{len(tasks)}, one for each task that needs one"
-        fix = "give as many addresses as addressed_tasks() returns tasks"
-        raise UsageError("addresses", received=f"{len(addresses)}", expected=expected, fix=fix)
+    require(
+        len(addresses) == len(tasks),
+        "addresses",
+        received=len(addresses),
+        expected=f"{len(tasks)}, one for each task that needs one",
+        fix="give as many addresses as addressed_tasks() returns tasks",
+        code="wrong-number",
+    )
     lists: dict[str, list[str]] = {}
     for task, address in zip(tasks, addresses, strict=True):
         lists.setdefault(task.type, []).append(address)
@@ -166,29 +166,25 @@ def build_cluster(
 
 
 def _kind(strategy: str, *, workers: int, ps: int, chief: bool) -> Kind:
-    check_strategy(strategy, where="strategy")
-    _check_number("workers", workers, at_least=1)
-    _check_number("ps", ps, at_least=0)
+    check_strategy(strategy, where="strategy", code="unknown-value")
+    require_int("workers", workers, least=1, fix="ask for --workers 1 or more")
+    require_int("ps", ps, least=0, fix="ask for --ps 1 or more")
     if strategy == "ps" and not ps:
         fix = "ask for at least one ps (--ps 1), or for strategy multiworker"
-        raise UsageError("ps", received="0 with strategy ps", expected="1 or more", fix=fix)
+        raise _unfit("ps", "0 with strategy ps", "1 or more", fix)
     if strategy == "ps" or (strategy == "auto" and ps):
         return "ps"
     if ps:
         fix = "ask for strategy ps, or leave ps out"
-        raise UsageError("ps", received=f"{ps} with strategy {strategy}", expected="0", fix=fix)
+        raise _unfit("ps", f"{ps} with strategy {strategy}", "0", fix)
     if strategy == "multiworker" or (strategy == "auto" and (workers > 1 or chief)):
         return "multiworker"
     if workers > 1 or chief:
         received = f"{workers + chief} training tasks with strategy {strategy}"
         fix = "ask for strategy multiworker, or leave workers out"
-        raise UsageError("workers", received=received, expected="one process", fix=fix)
+        raise _unfit("workers", received, "one process", fix)
     return "single"
 
 
-def _check_number(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
-        return
-    expected = f"an integer from {at_least} on"
-    fix = f"ask for --{name} {max(at_least, 1)} or more"
-    raise UsageError(name, received=shown(value), expected=expected, fix=fix)
+def _unfit(where: str, received: str, expected: str, fix: str) -> UsageError:
+    return UsageError(where, received=received, expected=expected, fix=fix, code="wrong-number")

@@ -19,37 +19,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tfdist.cluster import placement, settings
+from tfdist.cluster import placement
 from tfdist.cluster.address import shown
-from tfdist.cluster.settings import HOSTS, text
+from tfdist.cluster.hostlist import parse_hosts
+from tfdist.cluster.settings import (
+    HOSTS,
+    NODE_RANK,
+    JobSettings,
+    contradiction,
+    integer,
+    missing,
+    text,
+)
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.errors import UsageError
 
 INDEX = "JOB_COMPLETION_INDEX"
 
 
-def is_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is in a pod whose manifest says which pods the job has."""
-    in_pod = "KUBERNETES_SERVICE_HOST" in environ or INDEX in environ
-    return in_pod and bool(text(environ, HOSTS))
-
-
-def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
+def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this pod's part of the job, or None outside a pod that has TFDIST_HOSTS.
+
+    A pod that says its place itself, by TFDIST_NODE_RANK, is a host like any other.
 
     Raises:
         UsageError: the pod is not in the list, or is where its index does not say.
     """
-    if not is_pod(environ):
+    is_pod = "KUBERNETES_SERVICE_HOST" in environ or INDEX in environ
+    if not is_pod or not text(environ, HOSTS) or text(environ, NODE_RANK):
         return None
-    if text(environ, settings.NODE_RANK):
-        return placement.from_environ(environ)
-    job_settings = settings.from_environ(environ)
-    listed = placement.parse_hosts(text(environ, HOSTS), where=HOSTS)
+    listed = parse_hosts(text(environ, HOSTS), where=HOSTS)
     if any(slots > 1 for _, slots in listed):
-        fix = "write a pod for each task"
-        received = shown(text(environ, HOSTS))
-        raise UsageError(HOSTS, received=received, expected="one task a pod", fix=fix)
+        raise contradiction(
+            HOSTS, shown(text(environ, HOSTS)), "one task a pod", "write a pod for each task"
+        )
     pods = [host for host, _ in listed]
     return placement.one_of(pods, rank=_rank(environ, pods), job_settings=job_settings)
 
@@ -58,22 +60,21 @@ def _rank(environ: Mapping[str, str], pods: Sequence[str]) -> int:
     """Return where this pod is in the list."""
     name = text(environ, "HOSTNAME")
     if not name:
-        expected = "the pod's name, which containers have there"
-        raise settings.missing("HOSTNAME", expected)
+        raise missing("HOSTNAME", "the pod's name, which containers have there")
     ranks = [rank for rank, pod in enumerate(pods) if placement.same_host(pod, name)]
     if len(ranks) != 1:
-        raise UsageError(
+        raise contradiction(
             "HOSTNAME",
-            received=f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
-            expected=f"one of {shown(environ[HOSTS])}, each once",
-            fix=f"write the names of the job's pods into {HOSTS}, with the Service's name",
+            f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
+            f"one of {shown(environ[HOSTS])}, each once",
+            f"write the names of the job's pods into {HOSTS}, with the Service's name",
         )
-    index = settings.integer(environ, INDEX)
+    index = integer(environ, INDEX)
     if index is not None and name.split(".")[0].rpartition("-")[2] != str(index):
-        raise UsageError(
+        raise contradiction(
             INDEX,
-            received=f"{index} in the pod {shown(name)}",
-            expected="the number at the end of the pod's name",
-            fix=f"leave {INDEX} and HOSTNAME as Kubernetes sets them",
+            f"{index} in the pod {shown(name)}",
+            "the number at the end of the pod's name",
+            f"leave {INDEX} and HOSTNAME as Kubernetes sets them",
         )
     return ranks[0]

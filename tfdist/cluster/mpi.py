@@ -17,11 +17,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import hostlist, placement, settings, slurm
+from tfdist.cluster import placement
 from tfdist.cluster.address import shown
-from tfdist.cluster.settings import HOSTS, integer, needed, text
+from tfdist.cluster.hostlist import expand, parse_hosts, ranks_of
+from tfdist.cluster.settings import (
+    HOSTS,
+    JobSettings,
+    contradiction,
+    integer,
+    missing,
+    needed,
+    text,
+)
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.errors import UsageError
 
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 _OMPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -47,13 +55,15 @@ class _World:
     local_names: tuple[str, str]
 
 
-def num_tasks(environ: Mapping[str, str]) -> int:
-    """Return how many ranks mpirun started, this one among them; 1 if it did not."""
+def counted(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the variable that counts the ranks of mpirun, and how many they are; 1 without it."""
+    if _OMPI[0] not in environ and _PMI[1] not in environ:  # PMIx alone does not count them
+        return "", 1
     world = _world(environ)
-    return world.size if world else 1
+    return (world.names[0], world.size) if world else ("", 1)
 
 
-def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
+def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this rank's part of the job, or None outside a job of several ranks.
 
     Ranks are taken host after host, as mpirun places them unless told otherwise
@@ -66,15 +76,13 @@ def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
     world = _world(environ)
     if world is None or world.size == 1:
         return None
-    job_settings = settings.from_environ(environ)
     where, ranks = _hosts(environ, world)
     _check_self(environ, world, ranks, where)
     job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
     first_port = placement.port_of_job(job, job_settings=job_settings)
     at = placement.ports_of_ranks(ranks, first_port=first_port, among=job_settings.ports)
     types = placement.task_types(world.size, job_settings=job_settings)
-    attempt = slurm.attempt(environ)  # in whose jobs mpirun is at home, too
-    return placement.placed(at, types, rank=world.rank, job_settings=job_settings, attempt=attempt)
+    return placement.placed(at, types, rank=world.rank, job_settings=job_settings)
 
 
 def _world(environ: Mapping[str, str]) -> _World | None:
@@ -89,8 +97,8 @@ def _world(environ: Mapping[str, str]) -> _World | None:
         value = text(environ, HOSTS)
         if not value:
             expected = "the hosts of the job, as PMIx does not tell a rank how many there are"
-            raise settings.missing(HOSTS, expected)
-        size = len(placement.ranks_of(placement.parse_hosts(value, where=HOSTS)))
+            raise missing(HOSTS, expected)
+        size = len(ranks_of(parse_hosts(value, where=HOSTS)))
         rank = needed(environ, _PMIX_RANK, most=size - 1)
         names = (HOSTS, _PMIX_RANK)
         return _World(
@@ -113,12 +121,12 @@ def _is_of_slurm(environ: Mapping[str, str]) -> bool:
         return False
     for name in (_PMI[1] if of_pmi else _PMIX_RANK,):
         if text(environ, name) not in ("", text(environ, "SLURM_PROCID")):
-            raise UsageError(
+            raise contradiction(
                 name,
-                received=f"{shown(text(environ, name))}, and SLURM_PROCID="
+                f"{shown(text(environ, name))}, and SLURM_PROCID="
                 f"{text(environ, 'SLURM_PROCID') or 'unset'}",
-                expected="the two to agree, as Slurm sets both",
-                fix="pass Slurm's variables on to the task as they are",
+                "the two to agree, as Slurm sets both",
+                "pass Slurm's variables on to the task as they are",
             )
     return True
 
@@ -144,22 +152,22 @@ def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
     """Return the variable that says where the ranks are, and the host of each."""
     value = text(environ, HOSTS)
     if value:
-        ranks = placement.ranks_of(placement.parse_hosts(value, where=HOSTS))
+        ranks = ranks_of(parse_hosts(value, where=HOSTS))
         if len(ranks) < world.size:
-            raise UsageError(
+            raise contradiction(
                 HOSTS,
-                received=f"{shown(value)}: {len(ranks)} slots",
-                expected=f"a slot for each of the {world.size} ranks of {world.names[0]}",
-                fix="give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
+                f"{shown(value)}: {len(ranks)} slots",
+                f"a slot for each of the {world.size} ranks of {world.names[0]}",
+                "give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
             )
         return HOSTS, ranks[: world.size]
     if world.local_size == world.size:
         return world.local_names[0], [_LOCAL_HOST] * world.size
     listed = text(environ, "SLURM_JOB_NODELIST")
-    nodes = hostlist.expand(listed, where="SLURM_JOB_NODELIST") if listed else []
+    nodes = expand(listed, where="SLURM_JOB_NODELIST") if listed else []
     if not nodes or world.size % len(nodes):
         expected = f"the hosts of the {world.size} ranks, which are on several"
-        raise settings.missing(HOSTS, f"{expected}; pass it on with mpirun -x {HOSTS}")
+        raise missing(HOSTS, f"{expected}; pass it on with mpirun -x {HOSTS}")
     each = world.size // len(nodes)
     return "SLURM_JOB_NODELIST", [node for node in nodes for _ in range(each)]
 
@@ -171,22 +179,22 @@ def _check_self(
     host = ranks[world.rank]
     here = [rank for rank, other in enumerate(ranks) if other == host]
     local = here.index(world.rank)
-    for name, told, follows in (
+    for name, value, follows in (
         (world.local_names[0], world.local_size, len(here)),
         (world.local_names[1], world.local_rank, local),
     ):
-        if told not in (None, follows):
-            raise UsageError(
+        if value not in (None, follows):
+            raise contradiction(
                 name,
-                received=f"{told} for rank {world.rank}",
-                expected=f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
-                fix=f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
+                f"{value} for rank {world.rank}",
+                f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
+                f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
             )
-    told_host = text(environ, "PMIX_HOSTNAME")
-    if told_host and placement.is_name(host) and not placement.same_host(host, told_host):
-        raise UsageError(
+    own_host = text(environ, "PMIX_HOSTNAME")
+    if own_host and placement.is_name(host) and not placement.same_host(host, own_host):
+        raise contradiction(
             "PMIX_HOSTNAME",
-            received=f"{shown(told_host)} for rank {world.rank}",
-            expected=f"{host}, where {where} puts it",
-            fix=f"write the hosts into {HOSTS} in mpirun's order, by their own names",
+            f"{shown(own_host)} for rank {world.rank}",
+            f"{host}, where {where} puts it",
+            f"write the hosts into {HOSTS} in mpirun's order, by their own names",
         )

@@ -3,25 +3,23 @@
 Whatever started the tasks, they are numbered by rank, and each rank is on a host. Everything
 else, who is chief and which port is whose, follows by rules here: each task applies them by
 itself, and all come to the same cluster.
-
-Without a scheduler, for pods, and for MPI on several hosts, a list ``host:slots,...`` is all there
-is: as flags of the launcher, or in the variable TFDIST_HOSTS.
 """
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from tfdist.cluster import hostlist, settings
-from tfdist.cluster.address import check_address, shown
+from tfdist.cluster import settings
 from tfdist.cluster.ports import as_text
-from tfdist.cluster.settings import HOSTS, LOCAL_RANK, NODE_RANK, JobSettings, text
+from tfdist.cluster.settings import JobSettings
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import TaskConfig
 from tfdist.errors import UsageError
+
+DEFAULT_PORT = 2222
+"""Of the first task of each host; what TensorFlow's own examples and TFJob have."""
 
 FIRST_PORT = 20_000
 """Ports from here to 32703 are below those of outgoing connections, as Linux has them."""
@@ -30,33 +28,32 @@ PORTS_PER_JOB = 32
 _JOBS = 397  # prime, so that job numbers in steps of any size are spread over all
 
 
-def place(
-    hosts: Sequence[str], *, rank: int, job_settings: JobSettings, first_port: int, attempt: int = 1
-) -> TaskConfig:
+def place(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig:
     """Return what the task of `rank` is told, where `hosts` has the host of each rank.
 
-    The tasks of a host have `first_port` and the ports after it, in order of rank. A port
-    that is wished for goes before `first_port`, and so does the first of a range.
+    The tasks of a host have `DEFAULT_PORT` and the ports after it, in order of rank. A port
+    that is set goes before it, and so does the first of a range.
     """
     types = task_types(len(hosts), job_settings=job_settings)
-    if job_settings.ports is not None:
-        first_port = job_settings.ports.start
-    return placed(
-        addresses(hosts, first_port=job_settings.port or first_port, among=job_settings.ports),
-        types,
-        rank=rank,
-        job_settings=job_settings,
-        attempt=attempt,
-    )
+    ports = job_settings.ports
+    first_port = job_settings.port or (DEFAULT_PORT if ports is None else ports.start)
+    at = addresses(hosts, first_port=first_port, among=ports)
+    return placed(at, types, rank=rank, job_settings=job_settings)
+
+
+def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
+    """Return what the task of `rank` is told, or None in a job of one task that asks nothing."""
+    if (
+        len(hosts) == 1
+        and not job_settings.ps
+        and job_settings.strategy not in ("multiworker", "ps")
+    ):
+        return None
+    return place(hosts, rank=rank, job_settings=job_settings)
 
 
 def placed(
-    at: Sequence[str],
-    types: Sequence[str],
-    *,
-    rank: int,
-    job_settings: JobSettings,
-    attempt: int = 1,
+    at: Sequence[str], types: Sequence[str], *, rank: int, job_settings: JobSettings
 ) -> TaskConfig:
     """Return what the task of `rank` is told, from the address and the type of each rank."""
     lists: dict[str, list[str]] = {type_: [] for type_ in TASK_TYPES}
@@ -64,7 +61,7 @@ def placed(
         lists[type_].append(address)
     task = Task(types[rank], types[:rank].count(types[rank]))
     cluster = ClusterSpec.from_dict(lists)
-    return TaskConfig(cluster=cluster, task=task, options=job_settings.options(attempt=attempt))
+    return TaskConfig(cluster=cluster, task=task, options=job_settings.options())
 
 
 def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
@@ -73,7 +70,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     An evaluator comes after them.
 
     Raises:
-        UsageError: the job has too few tasks, or too many, for what is wished.
+        UsageError: the job has too few tasks, or too many, for what is set.
     """
     if job_settings.groups:
         raise UsageError(
@@ -81,25 +78,26 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
             received=",".join(job_settings.groups),
             expected="a heterogeneous job of Slurm",
             fix=f"unset it, and say how many tasks are ps by {settings.PS}",
+            code="ENV007",
         )
     if job_settings.evaluator:
         return [*_with_evaluator(count, job_settings), "evaluator"]
     ps = _ps_count(job_settings)
     if not ps:
         if job_settings.strategy in ("single", "mirrored") and count > 1:
-            raise UsageError(
+            raise _unfit(
                 settings.STRATEGY,
-                received=f"{job_settings.strategy} in a job of {count} tasks",
-                expected="one task",
-                fix=f"start one task, or set {settings.CLUSTER}=none for {count} lone processes",
+                f"{job_settings.strategy} in a job of {count} tasks",
+                "one task",
+                f"start one task, or set {settings.CLUSTER}=none for {count} lone processes",
             )
         return ["worker"] * count
     if count < ps + 2:
-        raise UsageError(
+        raise _unfit(
             settings.PS,
-            received=f"{ps} ps in a job of {count} tasks",
-            expected=f"{ps + 2} tasks or more: the chief, a worker and {ps} ps",
-            fix="start more tasks, or fewer ps",
+            f"{ps} ps in a job of {count} tasks",
+            f"{ps + 2} tasks or more: the chief, a worker and {ps} ps",
+            "start more tasks, or fewer ps",
         )
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
 
@@ -108,12 +106,11 @@ def _with_evaluator(count: int, job_settings: JobSettings) -> list[str]:
     """Return the types of all but the last rank, which is the evaluator's."""
     if count > 1 and job_settings.strategy not in ("single", "mirrored"):
         return task_types(count - 1, job_settings=replace(job_settings, evaluator=False))
-    raise UsageError(
+    raise _unfit(
         settings.EVALUATOR,
-        received=f"it in a job of {count} task{'s' * (count > 1)} "
-        f"with strategy {job_settings.strategy}",
-        expected="a multiworker or ps job, and a task more",
-        fix=f"start one more task, or unset {settings.EVALUATOR}",
+        f"it in a job of {count} task{'s' * (count > 1)} with strategy {job_settings.strategy}",
+        "a multiworker or ps job, and a task more",
+        f"start one more task, or unset {settings.EVALUATOR}",
     )
 
 
@@ -140,7 +137,7 @@ def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = N
 
     `PORTS_PER_JOB` ports belong to it. Jobs with numbers that follow each other, as those that
     share a machine often have, get different ones; so do the steps of a job. A port that is
-    wished for goes before them, and a range is divided among the jobs.
+    set goes before them, and a range is divided among the jobs.
     """
     if job_settings is not None and job_settings.port:
         return job_settings.port
@@ -196,6 +193,7 @@ def _check_last_port(last_port: int, *, first_port: int, among: range | None = N
             received=f"{as_text(among)}, {len(among)} ports, for {count} tasks on a host",
             expected="a port for each task of a host",
             fix=f"set {settings.PORTS} to a larger range",
+            code="ENV001",
         )
     if last_port > 65_535:
         raise UsageError(
@@ -203,6 +201,7 @@ def _check_last_port(last_port: int, *, first_port: int, among: range | None = N
             received=f"{first_port} for the first of {count} ports in a row",
             expected="ports up to 65535",
             fix=f"set {settings.PORT} to a lower one",
+            code="ENV001",
         )
 
 
@@ -210,131 +209,21 @@ def _ps_count(job_settings: JobSettings) -> int:
     if job_settings.ps is None:
         return int(job_settings.strategy == "ps")
     if job_settings.strategy not in ("auto", "ps") and job_settings.ps:
-        raise UsageError(
+        raise _unfit(
             settings.PS,
-            received=f"{job_settings.ps} with {settings.STRATEGY}={job_settings.strategy}",
-            expected="0, or strategy ps",
-            fix=f"unset {settings.PS}, or set {settings.STRATEGY}=ps",
+            f"{job_settings.ps} with {settings.STRATEGY}={job_settings.strategy}",
+            "0, or strategy ps",
+            f"unset {settings.PS}, or set {settings.STRATEGY}=ps",
         )
     if job_settings.strategy == "ps" and not job_settings.ps:
-        raise UsageError(
+        raise _unfit(
             settings.PS,
-            received=f"0 with {settings.STRATEGY}=ps",
-            expected="1 or more",
-            fix=f"set {settings.PS}=1, or another strategy",
+            f"0 with {settings.STRATEGY}=ps",
+            "1 or more",
+            f"set {settings.PS}=1, or another strategy",
         )
     return job_settings.ps
 
 
-DEFAULT_PORT = 2222
-"""Of the first task of each host; what TensorFlow's own examples and TFJob have."""
-
-_MAX_SLOTS = 1024  # more is a port that was written in its place
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodePlan:
-    """What one node of a job of several starts: the whole cluster, and its own tasks in it."""
-
-    cluster: ClusterSpec
-    tasks: tuple[Task, ...]
-
-
-def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
-    """Return the hosts and slots of ``host:slots,host,n[1-3]:slots``; one slot if not said.
-
-    Hosts in brackets are a node list (`hostlist.expand`), IPv6 addresses stay in theirs. A host
-    may be repeated: its slots come at both places.
-    """
-    made: list[tuple[str, int]] = []
-    for part in hostlist.split(value.strip(), where=where):
-        names, slots = _slots(part, where)
-        is_ipv6 = names.startswith("[") and ":" in names
-        hosts = [names] if is_ipv6 else hostlist.expand(names, where=where)
-        for host in hosts:
-            check_address(f"{host}:1", where=where)
-        made += [(host, slots) for host in hosts]
-    return made
-
-
-def ranks_of(listed: Sequence[tuple[str, int]]) -> list[str]:
-    """Return the host of each rank: host after host, as many ranks as it has slots."""
-    return [host for host, slots in listed for _ in range(slots)]
-
-
-def node_plan(
-    value: str, *, node_rank: int, job_settings: JobSettings, where: str = "--hosts"
-) -> NodePlan:
-    """Return the cluster of a job on `value` and the tasks that node `node_rank` starts.
-
-    Every node that is given the same list comes to the same cluster. Tasks are numbered host
-    after host: under ps the chief is on the first host and the ps are on the last.
-    """
-    listed = parse_hosts(value, where=where)
-    _check_node_rank(node_rank, listed, where="--node_rank")
-    hosts = ranks_of(listed)
-    first = sum(slots for _, slots in listed[:node_rank])
-    configs = [
-        place(hosts, rank=rank, job_settings=job_settings, first_port=DEFAULT_PORT)
-        for rank in range(first, first + listed[node_rank][1])
-    ]
-    return NodePlan(cluster=configs[0].cluster, tasks=tuple(config.task for config in configs))
-
-
-def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return this task's part of the job on TFDIST_HOSTS, or None where that is not set.
-
-    TFDIST_NODE_RANK says which entry of the list this host is, and TFDIST_LOCAL_RANK, where
-    the entry has several slots, which of them this process is.
-    """
-    value, job_settings = text(environ, HOSTS), settings.from_environ(environ)
-    if not value:
-        return None
-    listed = parse_hosts(value, where=HOSTS)
-    node_rank = settings.needed(environ, NODE_RANK)
-    _check_node_rank(node_rank, listed, where=NODE_RANK)
-    slots = listed[node_rank][1]
-    local = settings.integer(environ, LOCAL_RANK, most=slots - 1)
-    if local is None and slots > 1:
-        expected = f"a number from 0 to {slots - 1}: {listed[node_rank][0]} has {slots} slots"
-        raise settings.missing(LOCAL_RANK, expected)
-    rank = sum(count for _, count in listed[:node_rank]) + (local or 0)
-    return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
-
-
-def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
-    """Return what the task of `rank` is told, or None in a job of one task that asks nothing."""
-    if (
-        len(hosts) == 1
-        and not job_settings.ps
-        and job_settings.strategy not in ("multiworker", "ps")
-    ):
-        return None
-    return place(hosts, rank=rank, job_settings=job_settings, first_port=DEFAULT_PORT)
-
-
-def _slots(part: str, where: str) -> tuple[str, int]:
-    """Split ``names:slots``, where an IPv6 address in its brackets has colons of its own."""
-    names, colon, number = part.strip().rpartition(":")
-    if not colon or number.endswith("]"):
-        names, number = part.strip(), "1"
-    if ":" in names and not names.startswith("["):
-        fix = "write host:slots, and an IPv6 address in brackets, as in [fd00::1]:2"
-        expected = "host or host:slots, separated by commas"
-        raise UsageError(where, received=shown(part), expected=expected, fix=fix)
-    count = int(number) if re.fullmatch("[0-9]{1,6}", number) else 0
-    if not names or not 1 <= count <= _MAX_SLOTS:
-        fix = "give the number of the host's tasks there; ports are not part of the list"
-        expected = f"a host with 1 to {_MAX_SLOTS} slots, as in host:2"
-        raise UsageError(where, received=shown(part), expected=expected, fix=fix)
-    return names, count
-
-
-def _check_node_rank(node_rank: int, listed: Sequence[tuple[str, int]], *, where: str) -> None:
-    if not 0 <= node_rank < len(listed):
-        raise UsageError(
-            where,
-            received=str(node_rank),
-            expected=f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
-            fix="give each host its position in the list, from 0 on",
-        )
+def _unfit(where: str, received: str, expected: str, fix: str) -> UsageError:
+    return UsageError(where, received=received, expected=expected, fix=fix, code="ENV004")

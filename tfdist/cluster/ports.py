@@ -47,7 +47,7 @@ def parse_ports(value: str, *, where: str) -> range:
     if 1 <= first <= last <= 65_535:
         return range(first, last + 1)
     expected, fix = "first-last, ports from 1 to 65535", "write 20000-20100, for example"
-    raise UsageError(where, received=shown(value), expected=expected, fix=fix)
+    raise UsageError(where, received=shown(value), expected=expected, fix=fix, code="bad-ports")
 
 
 def as_text(ports: range) -> str:
@@ -203,12 +203,14 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
             f"{among[0]} to {among[-1]}",
             expected="one for each task of this host",
             fix="give a larger range of ports (--ports), or end what has them (ss -tanp)",
+            code="no-free-port",
         )
     return UsageError(
         "ports",
         received=f"{n} to hold ({error.strerror})",
         expected="as many as the system lets one process hold",
         fix="raise the limit of open files (ulimit -n)" if files else "start fewer tasks",
+        code="no-free-port",
     )
 
 

@@ -6,6 +6,7 @@ variables say the rest. They must have the same values in all tasks of the job.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from tfdist.cluster.address import shown
 from tfdist.cluster.job import JobOptions, check_strategy
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.spec import TASK_TYPES
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, mutually_exclusive, near
 
 LAUNCHED = "TFDIST_JOB"
 """Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
@@ -51,67 +52,39 @@ _OF_CLUSTERS = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RAN
 NAMES = (*_OF_CLUSTERS, *FLAGS.values(), RESTARTS, UNCOUNTED_RESTARTS)
 
 _MAX = 2**31 - 1
-_STARTUP_TIMEOUT_S = JobOptions().startup_timeout_s
+_COUNTS_OF_RESTARTS = (RESTARTS, UNCOUNTED_RESTARTS, "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
-    """Settings of a job, from its ``TFDIST_*`` variables.
+class JobSettings(JobOptions):
+    """Settings of a job, from its ``TFDIST_*`` variables: its options, and what makes its cluster.
 
     Attributes:
-      strategy: one of `STRATEGIES`.
       ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
-      evaluator: whether the very last task is one, beside the training.
       port: of the first task of a host, the others having the next; None for the source's own.
       ports: those that tasks may have; None for any.
       groups: the task type of each component of a heterogeneous job; empty for none.
-      restarts: how often this task was started before.
-      run_dir, startup_timeout_s, devices_per_worker, min_workers, split_bytes, profile_ps: as in
-        `JobOptions`.
     """
 
-    strategy: str = "auto"
     ps: int | None = None
-    evaluator: bool = False
     port: int | None = None
     ports: range | None = None
     groups: tuple[str, ...] = ()
-    restarts: int = 0
-    run_dir: str | None = None
-    startup_timeout_s: float = _STARTUP_TIMEOUT_S
-    devices_per_worker: int | None = None
-    min_workers: int | None = None
-    split_bytes: int | None = None
-    profile_ps: bool = False
 
-    def options(self, *, attempt: int = 1) -> JobOptions:
-        """Return the options of the job that follow from the settings.
-
-        `attempt` is what a scheduler counts by itself; restarts that it leaves to us come on top.
-        """
-        return JobOptions(
-            strategy=self.strategy,
-            evaluator=self.evaluator,
-            attempt=attempt + self.restarts,
-            run_dir=self.run_dir,
-            startup_timeout_s=self.startup_timeout_s,
-            devices_per_worker=self.devices_per_worker,
-            min_workers=self.min_workers,
-            split_bytes=self.split_bytes,
-            profile_ps=self.profile_ps,
-        )
+    def options(self) -> JobOptions:
+        """Return the options alone, as a task is told them."""
+        names = (field.name for field in dataclasses.fields(JobOptions))
+        return JobOptions(**{name: getattr(self, name) for name in names})
 
 
 def from_environ(environ: Mapping[str, str]) -> JobSettings:
     """Return what our variables in `environ` say; `UsageError` names the one that is wrong."""
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
-    check_strategy(strategy, where=STRATEGY)
+    check_strategy(strategy, where=STRATEGY, code="ENV001")
     groups, ports = text(environ, GROUPS), text(environ, PORTS)
     port = integer(environ, PORT, least=1, most=65_535)
-    if ports and port:
-        fix, received = f"unset {PORT}", f"{shown(ports)}, and {PORT}={port}"
-        raise UsageError(PORTS, received=received, expected="one of the two", fix=fix)
+    mutually_exclusive({PORTS: ports, PORT: port}, fix=f"unset {PORT}")
     return JobSettings(
         strategy=strategy,
         ps=integer(environ, PS, least=0),
@@ -119,7 +92,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         port=port,
         ports=parse_ports(ports, where=PORTS) if ports else None,
         groups=_groups(groups) if groups else (),
-        restarts=sum(integer(environ, name) or 0 for name in (RESTARTS, UNCOUNTED_RESTARTS)),
+        attempt=1 + sum(integer(environ, name) or 0 for name in _COUNTS_OF_RESTARTS),
         run_dir=text(environ, RUN_DIR) or None,
         startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),
         devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),
@@ -155,8 +128,9 @@ def integer(
     if len(value) <= 10 and value.isascii() and value.isdecimal() and least <= int(value) <= most:
         return int(value)
     expected = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
-    fix = "correct it, or unset it" if name in NAMES else f"see who sets {name} in this job"
-    raise UsageError(name, received=shown(value), expected=expected, fix=fix)
+    if name in NAMES:
+        raise _wrong(name, value, expected, "correct it, or unset it")
+    raise contradiction(name, shown(value), expected, f"see who sets {name} in this job")
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:
@@ -168,13 +142,13 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
     """Return a positive number of seconds, or how long tasks wait where nobody says it."""
     value = text(environ, name)
     try:
-        seconds = float(value) if value else _STARTUP_TIMEOUT_S
+        seconds = float(value) if value else JobOptions().startup_timeout_s
     except ValueError:
         seconds = 0.0
     if 0 < seconds <= 1e9:
         return seconds
-    fix, expected = "correct it, or unset it", "a positive number of seconds, at most 1e9"
-    raise UsageError(name, received=shown(value), expected=expected, fix=fix)
+    expected = "a positive number of seconds, at most 1e9"
+    raise _wrong(name, value, expected, "correct it, or unset it")
 
 
 def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX) -> int:
@@ -188,7 +162,16 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
 def missing(name: str, expected: str) -> UsageError:
     """Return the error for a variable that is not set."""
     fix = f"pass it on to the task, or set {CLUSTER}=none for a process by itself"
-    return UsageError(name, received="nothing: it is not set", expected=expected, fix=fix)
+    return contradiction(name, "nothing: it is not set", expected, fix)
+
+
+def contradiction(where: str, received: str, expected: str, fix: str) -> UsageError:
+    """Return the error for variables of a scheduler that do not go together."""
+    return UsageError(where, received=received, expected=expected, fix=fix, code="ENV007")
+
+
+def _wrong(name: str, value: str, expected: str, fix: str) -> UsageError:
+    return UsageError(name, received=shown(value), expected=expected, fix=fix, code="ENV001")
 
 
 def _groups(value: str) -> tuple[str, ...]:
@@ -197,7 +180,7 @@ def _groups(value: str) -> tuple[str, ...]:
         if type_ not in TASK_TYPES:
             fix = f"write a type for each component{near(type_, TASK_TYPES)}"
             expected = "chief, worker, ps or evaluator for each component, as in worker,ps"
-            raise UsageError(GROUPS, received=shown(value), expected=expected, fix=fix)
+            raise _wrong(GROUPS, value, expected, fix)
     return types
 
 

@@ -14,11 +14,53 @@ from typing import NamedTuple
 
 from tfdist.cluster import hostlist, placement, settings
 from tfdist.cluster.address import shown
-from tfdist.cluster.settings import JobSettings, missing, needed, text
+from tfdist.cluster.settings import JobSettings, contradiction, missing, needed, text
 from tfdist.cluster.tf_config import TaskConfig
-from tfdist.errors import UsageError
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
+_GROUPS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  # today's, older
+_ALIAS = re.compile(r"([^:,]+):(\[[^\]]*\]|[^:,]*)(?::[^,]*)?")
+_PASS_ON = "pass Slurm's variables on to the task as they are"
+
+
+class _Node(NamedTuple):
+    """A node of the step, the number of its tasks, and the component of the job it is in."""
+
+    name: str
+    tasks: int
+    group: int
+
+
+class _Step(NamedTuple):
+    """A step of several tasks: its nodes, the index in them of each rank's, and this rank."""
+
+    nodes: Sequence[_Node]
+    where: Sequence[int]
+    rank: int
+
+
+def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
+    """Return this task's part of the job step, or None outside a step of several tasks.
+
+    Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
+    and step number (`placement.port_of_job`), or at TFDIST_PORT. In a heterogeneous job
+    TFDIST_HET_GROUPS says what each component is for.
+
+    Raises:
+        UsageError: the variables contradict each other, or do not say on which node a task is.
+    """
+    step = _step(environ)
+    if step is None:
+        return None
+    at = placement.ports_of_ranks(
+        _hosts_of_ranks(environ, step),
+        first_port=first_port(environ, job_settings),
+        among=job_settings.ports,
+    )
+    components = settings.integer(environ, "SLURM_HET_SIZE") or 1
+    groups = [step.nodes[index].group for index in step.where]
+    types = _types(groups, job_settings, components=components)
+    return placement.placed(at, types, rank=step.rank, job_settings=job_settings)
 
 
 def num_tasks(environ: Mapping[str, str]) -> int:
@@ -29,41 +71,6 @@ def num_tasks(environ: Mapping[str, str]) -> int:
     return settings.integer(environ, "SLURM_STEP_NUM_TASKS", least=1) or 1
 
 
-def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return this task's part of the job step, or None outside a step of several tasks.
-
-    Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
-    and step number (`placement.port_of_job`), or at TFDIST_PORT. In a heterogeneous job
-    TFDIST_HET_GROUPS says what each component is for.
-
-    Raises:
-        UsageError: the variables contradict each other, or do not say on which node a task is.
-    """
-    count = num_tasks(environ)
-    if count == 1:
-        return None
-    job_settings = settings.from_environ(environ)
-    nodes = step_nodes(environ, count=count)
-    where = node_of_each_rank(environ, nodes)
-    rank = needed(environ, "SLURM_PROCID", most=count - 1)
-    check_self(environ, nodes, where=where, rank=rank)
-    at = placement.ports_of_ranks(
-        hosts_of_ranks(environ, nodes, where=where),
-        first_port=first_port(environ, job_settings),
-        among=job_settings.ports,
-    )
-    components = settings.integer(environ, "SLURM_HET_SIZE") or 1
-    types = _types([nodes[index].group for index in where], job_settings, components=components)
-    return placement.placed(
-        at, types, rank=rank, job_settings=job_settings, attempt=attempt(environ)
-    )
-
-
-def attempt(environ: Mapping[str, str]) -> int:
-    """Return which attempt at its job a process is: Slurm counts those that came before."""
-    return 1 + (settings.integer(environ, "SLURM_RESTART_COUNT") or 0)
-
-
 def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
     """Return the hosts of the step and the position of this one, or None as `from_environ` does.
 
@@ -72,21 +79,17 @@ def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
     Raises:
         UsageError: the step has several tasks on a node, or its variables are wrong.
     """
-    count = num_tasks(environ)
-    if count == 1:
+    step = _step(environ)
+    if step is None:
         return None
-    nodes = step_nodes(environ, count=count)
-    if any(node.tasks != 1 for node in nodes):
-        raise UsageError(
+    if any(node.tasks != 1 for node in step.nodes):
+        raise contradiction(
             "SLURM_STEP_TASKS_PER_NODE",
-            received=shown(text(environ, "SLURM_STEP_TASKS_PER_NODE")),
-            expected="1 for each node: a launcher starts the tasks of its node itself",
-            fix="run srun with --ntasks-per-node=1",
+            shown(text(environ, "SLURM_STEP_TASKS_PER_NODE")),
+            "1 for each node: a launcher starts the tasks of its node itself",
+            "run srun with --ntasks-per-node=1",
         )
-    where = node_of_each_rank(environ, nodes)
-    rank = needed(environ, "SLURM_PROCID", most=count - 1)
-    check_self(environ, nodes, where=where, rank=rank)
-    return hosts_of_ranks(environ, nodes, where=where), rank
+    return _hosts_of_ranks(environ, step), step.rank
 
 
 def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
@@ -101,51 +104,53 @@ def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
 
 def _types(groups: Sequence[int], job_settings: JobSettings, *, components: int) -> list[str]:
     """Return the type of each rank, which is in the component that `groups` says."""
-    if not job_settings.groups:
+    group_types = job_settings.groups
+    if not group_types:
         return placement.task_types(len(groups), job_settings=job_settings)
-    if len(job_settings.groups) != components:
-        raise UsageError(
+    listed = ",".join(group_types)
+    if len(group_types) != components:
+        raise contradiction(
             settings.GROUPS,
-            received=f"{','.join(job_settings.groups)} in a job of {components} component(s)",
-            expected="a type for each component of the job, from component 0 on",
-            fix=f"write {components} types, or unset it in a job that is not heterogeneous",
+            f"{listed} in a job of {components} component(s)",
+            "a type for each component of the job, from component 0 on",
+            f"write {components} types, or unset it in a job that is not heterogeneous",
         )
-    if job_settings.evaluator and "evaluator" not in job_settings.groups:
+    if job_settings.evaluator and "evaluator" not in group_types:
         fix = f"unset {settings.EVALUATOR}, or add the component"
-        received, expected = f"it with {','.join(job_settings.groups)}", "a component of that type"
-        raise UsageError(settings.EVALUATOR, received=received, expected=expected, fix=fix)
-    types = [job_settings.groups[group] for group in groups]
+        received, expected = f"it with {listed}", "a component of that type"
+        raise contradiction(settings.EVALUATOR, received, expected, fix)
+    types = [group_types[group] for group in groups]
     ps = types.count("ps")
     if job_settings.ps not in (None, ps):
         fix = f"unset {settings.PS}: the components say it"
         expected = f"{ps}, the tasks of the ps components"
-        raise UsageError(settings.PS, received=f"{job_settings.ps}", expected=expected, fix=fix)
+        raise contradiction(settings.PS, f"{job_settings.ps}", expected, fix)
     if ps and "chief" not in types and "worker" in types:
         types[types.index("worker")] = "chief"
     if types.count("chief") > 1 or (ps and "worker" not in types) or ps == len(types):
         counts = ", ".join(f"{types.count(type_)} {type_}" for type_ in ("chief", "worker", "ps"))
-        raise UsageError(
+        raise contradiction(
             settings.GROUPS,
-            received=f"{','.join(job_settings.groups)}, which makes {counts}",
-            expected="one chief at most, and a worker besides the chief where there are ps",
-            fix="correct the types, or the tasks of the components",
+            f"{listed}, which makes {counts}",
+            "one chief at most, and a worker besides the chief where there are ps",
+            "correct the types, or the tasks of the components",
         )
     return types
 
 
-_GROUPS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  # today's, older
-_ALIAS = re.compile(r"([^:,]+):(\[[^\]]*\]|[^:,]*)(?::[^,]*)?")
+def _step(environ: Mapping[str, str]) -> _Step | None:
+    """Return the step that this process is a task of, or None outside one of several tasks."""
+    count = num_tasks(environ)
+    if count == 1:
+        return None
+    nodes = _nodes(environ, count=count)
+    where = _node_of_each_rank(environ, nodes)
+    step = _Step(nodes, where, needed(environ, "SLURM_PROCID", most=count - 1))
+    _check_self(environ, step)
+    return step
 
 
-class SlurmNode(NamedTuple):
-    """A node of the step, the number of its tasks, and the component of the job it is in."""
-
-    name: str
-    tasks: int
-    group: int
-
-
-def step_nodes(environ: Mapping[str, str], *, count: int) -> list[SlurmNode]:
+def _nodes(environ: Mapping[str, str], *, count: int) -> list[_Node]:
     """Return the nodes of the step, component by component, in order of SLURM_NODEID."""
     names = _expanded(environ, "SLURM_STEP_NODELIST")
     variable = "SLURM_STEP_TASKS_PER_NODE"
@@ -154,16 +159,16 @@ def step_nodes(environ: Mapping[str, str], *, count: int) -> list[SlurmNode]:
         raise missing(variable, "how many tasks each node has, as in 2(x3),1")
     tasks = hostlist.expand_counts(value, where=variable)
     if len(tasks) != len(names) or sum(tasks) != count:
-        raise UsageError(
+        raise contradiction(
             variable,
-            received=f"{shown(value)}: {sum(tasks)} tasks on {len(tasks)} nodes",
-            expected=f"SLURM_STEP_NUM_TASKS={count} tasks on the {len(names)} nodes of "
+            f"{shown(value)}: {sum(tasks)} tasks on {len(tasks)} nodes",
+            f"SLURM_STEP_NUM_TASKS={count} tasks on the {len(names)} nodes of "
             f"SLURM_STEP_NODELIST={shown(environ['SLURM_STEP_NODELIST'])}",
-            fix="pass Slurm's variables on to the task as they are",
+            _PASS_ON,
         )
     groups = _group_of_each(environ, names)
-    nodes = [SlurmNode(name, n, groups[name]) for name, n in zip(names, tasks, strict=True)]
-    if groups and max(groups.values()):
+    nodes = [_Node(name, n, groups[name]) for name, n in zip(names, tasks, strict=True)]
+    if max(groups.values()):
         order = {name: at for at, name in enumerate(groups)}
         nodes.sort(key=lambda node: order[node.name])
     return nodes
@@ -177,23 +182,24 @@ def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str
     wanted, groups = set(names), dict[str, int]()
     for group in range(size):
         variable = next((p for p in _GROUPS if f"{p}{group}" in environ), _GROUPS[0])
-        for name in _expanded(environ, f"{variable}{group}"):
-            if name in wanted and name in groups:
-                raise UsageError(
-                    f"{variable}{group}",
-                    received=f"the node {shown(name)}, which component {groups[name]} has too",
-                    expected="nodes of its own for each component",
-                    fix="give the components different nodes (sbatch --exclusive)",
-                )
-            if name in wanted:
-                groups[name] = group
+        listed = _expanded(environ, f"{variable}{group}")
+        twice = next((name for name in listed if name in groups), None)
+        if twice is not None:
+            raise contradiction(
+                f"{variable}{group}",
+                f"the node {shown(twice)}, which component {groups[twice]} has too",
+                "nodes of its own for each component",
+                "give the components different nodes (sbatch --exclusive)",
+            )
+        groups |= {name: group for name in listed if name in wanted}
     if len(groups) < len(wanted):
-        odd = next(name for name in names if name not in groups)
-        raise _not_in_list("SLURM_STEP_NODELIST", odd, f"a node of {_GROUPS[0]}0 to {size - 1}")
+        unknown = next(name for name in names if name not in groups)
+        expected = f"a node of {_GROUPS[0]}0 to {size - 1}"
+        raise contradiction("SLURM_STEP_NODELIST", shown(unknown), expected, _PASS_ON)
     return groups
 
 
-def node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[SlurmNode]) -> list[int]:
+def _node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[_Node]) -> list[int]:
     """Return the index of the node of each rank, by the step's distribution.
 
     https://slurm.schedmd.com/srun.html#OPT_distribution: ``block`` fills node after node,
@@ -202,14 +208,14 @@ def node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[SlurmNode]) ->
     task a node is the same in all.
     """
     tasks = [node.tasks for node in nodes]
-    asked = text(environ, "SLURM_DISTRIBUTION").lower()
-    kind = re.split("[:,]", asked)[0]
+    distribution = text(environ, "SLURM_DISTRIBUTION").lower()
+    kind = re.split("[:,]", distribution)[0]
     if kind == "arbitrary":
-        raise UsageError(
+        raise contradiction(
             "SLURM_DISTRIBUTION",
-            received=shown(asked),
-            expected="block, cyclic or plane: no task is told where an arbitrary one puts the rest",
-            fix="run srun with --distribution=block",
+            shown(distribution),
+            "block, cyclic or plane: no task is told where an arbitrary one puts the rest",
+            "run srun with --distribution=block",
         )
     het = len({node.group for node in nodes}) > 1
     if kind == "cyclic" and not het:
@@ -221,56 +227,43 @@ def node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[SlurmNode]) ->
 
 def _dealt(tasks: Sequence[int], at_a_time: int) -> list[int]:
     left, made = list(tasks), list[int]()
-    remaining = [index for index, count in enumerate(left) if count]
-    while remaining:
-        for index in remaining:
-            given = min(at_a_time, left[index])
+    while any(left):
+        for index, count in enumerate(left):
+            given = min(at_a_time, count)
             made += [index] * given
             left[index] -= given
-        remaining = [index for index in remaining if left[index]]
     return made
 
 
-def check_self(
-    environ: Mapping[str, str], nodes: Sequence[SlurmNode], *, where: Sequence[int], rank: int
-) -> None:
+def _check_self(environ: Mapping[str, str], step: _Step) -> None:
     """Compare what follows for this task with what it is told of itself."""
-    name = text(environ, "SLURMD_NODENAME")
-    if name and name not in {node.name for node in nodes}:
-        listed = shown(text(environ, "SLURM_STEP_NODELIST"))
-        raise _not_in_list("SLURMD_NODENAME", name, f"a node of SLURM_STEP_NODELIST={listed}")
-    node = nodes[where[rank]]
-    if name and node.name != name:
-        raise _not_there("SLURMD_NODENAME", shown(name), f"{node.name} for SLURM_PROCID={rank}")
-    told = text(environ, "SLURM_GTIDS")
-    if not told:
-        return
-    here = [other for other, index in enumerate(where) if index == where[rank]]
-    if told != ",".join(map(str, here)):
-        expected = f"{shown(','.join(map(str, here)))}, which are the tasks of {node.name}"
-        raise _not_there("SLURM_GTIDS", shown(told), expected)
-
-
-def _not_there(where: str, received: str, expected: str) -> UsageError:
     fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
-    return UsageError(where, received=received, expected=expected, fix=fix)
+    node = step.nodes[step.where[step.rank]]
+    name = text(environ, "SLURMD_NODENAME")
+    if name and name not in {node.name for node in step.nodes}:
+        listed = shown(text(environ, "SLURM_STEP_NODELIST"))
+        expected = f"a node of SLURM_STEP_NODELIST={listed}"
+        raise contradiction("SLURMD_NODENAME", shown(name), expected, _PASS_ON)
+    if name and node.name != name:
+        expected = f"{node.name} for SLURM_PROCID={step.rank}"
+        raise contradiction("SLURMD_NODENAME", shown(name), expected, fix)
+    tasks_here = text(environ, "SLURM_GTIDS")
+    here = ",".join(
+        str(rank) for rank, index in enumerate(step.where) if index == step.where[step.rank]
+    )
+    if tasks_here and tasks_here != here:
+        expected = f"{shown(here)}, which are the tasks of {node.name}"
+        raise contradiction("SLURM_GTIDS", shown(tasks_here), expected, fix)
 
 
-def _not_in_list(where: str, name: str, expected: str) -> UsageError:
-    fix = "pass Slurm's variables on to the task as they are"
-    return UsageError(where, received=shown(name), expected=expected, fix=fix)
-
-
-def hosts_of_ranks(
-    environ: Mapping[str, str], nodes: Sequence[SlurmNode], *, where: Sequence[int]
-) -> list[str]:
+def _hosts_of_ranks(environ: Mapping[str, str], step: _Step) -> list[str]:
     """Return the host of each rank: the node's name, or the address of a node in a cloud."""
     aliases = text(environ, "SLURM_NODE_ALIASES")
     known: dict[str, str] = {}
     if aliases and aliases != "(null)":
         known = {match[1]: match[2].strip("[]") for match in _ALIAS.finditer(aliases)}
-    hosts = [known.get(node.name) or node.name for node in nodes]
-    return [hosts[index] for index in where]
+    hosts = [known.get(node.name) or node.name for node in step.nodes]
+    return [hosts[index] for index in step.where]
 
 
 def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:
@@ -279,6 +272,5 @@ def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:
         raise missing(variable, "a node list, as in n[1-4]")
     names = hostlist.expand(value, where=variable)
     if len(set(names)) < len(names):
-        fix = "pass Slurm's variables on to the task as they are"
-        raise UsageError(variable, received=shown(value), expected="each node once", fix=fix)
+        raise contradiction(variable, shown(value), "each node once", _PASS_ON)
     return names

@@ -103,7 +103,7 @@ class ClusterSpec:
 
     @property
     def kind(self) -> Kind:
-        """Returns ``ps`` if there is a ps; else ``multiworker`` if any training task has an
+        """Return ``ps`` if there is a ps; else ``multiworker`` if any training task has an
         address, be it the only one; else ``single``."""
         if self.ps:
             return "ps"
@@ -111,7 +111,7 @@ class ClusterSpec:
 
     @property
     def chief_task(self) -> Task:
-        """Returns the task that writes and decides: the chief, or else worker 0."""
+        """Return the task that writes and decides: the chief, or else worker 0."""
         return Task("chief", 0) if self.chief else Task("worker", 0)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import shown, shown_json
-from tfdist.cluster.job import STRATEGIES, JobOptions, addressed_tasks, build_cluster
+from tfdist.cluster.job import JobOptions
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.errors import UsageError, near
 
@@ -133,20 +133,6 @@ _REPAIRS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
 )
 
 
-__all__ = [
-    "STRATEGIES",
-    "VARIABLE",
-    "JobOptions",
-    "TaskConfig",
-    "addressed_tasks",
-    "build_cluster",
-    "decode",
-    "encode",
-    "from_environ",
-    "job_configs",
-    "resolved_strategy",
-]
-
 VARIABLE = "TF_CONFIG"
 
 
@@ -231,11 +217,11 @@ def resolved_strategy(config: TaskConfig) -> str:
     the answer is ``auto``: single or mirrored, which the devices decide. An evaluator works
     by itself beside the cluster, so for it ``ps`` and ``multiworker`` become ``auto`` too.
     """
-    asked = config.options.strategy
+    strategy = config.options.strategy
     if config.task.type == "evaluator":
-        return asked if asked in ("single", "mirrored") else "auto"
-    if asked != "auto" or config.cluster.kind == "single":
-        return asked
+        return strategy if strategy in ("single", "mirrored") else "auto"
+    if strategy != "auto" or config.cluster.kind == "single":
+        return strategy
     return config.cluster.kind
 
 
@@ -249,22 +235,22 @@ def _check_membership(config: TaskConfig) -> None:
 
 
 def _check_agreement(config: TaskConfig) -> None:
-    asked, kind, cluster = config.options.strategy, config.cluster.kind, config.cluster
-    if asked == "multiworker" and kind == "ps":
+    strategy, kind, cluster = config.options.strategy, config.cluster.kind, config.cluster
+    if strategy == "multiworker" and kind == "ps":
         fix = 'take "ps" out of the cluster, or ask for strategy ps'
-        _disagree(asked, has=f"{len(cluster.ps)} ps", expected="no ps in the cluster", fix=fix)
+        _disagree(strategy, has=f"{len(cluster.ps)} ps", expected="no ps in the cluster", fix=fix)
     if config.task.type == "evaluator":
         return
-    if asked == "ps" and kind != "ps":
+    if strategy == "ps" and kind != "ps":
         fix = "add chief, worker and ps to the cluster, or ask for another strategy"
-        _disagree(asked, has="no ps", expected="at least one ps in the cluster", fix=fix)
-    if asked == "multiworker" and kind == "single":
+        _disagree(strategy, has="no ps", expected="at least one ps in the cluster", fix=fix)
+    if strategy == "multiworker" and kind == "single":
         fix = 'add "worker": ["host:port", ...] to the cluster, or ask for strategy single'
-        _disagree(asked, has="no address", expected="the workers' addresses", fix=fix)
+        _disagree(strategy, has="no address", expected="the workers' addresses", fix=fix)
     count = len(cluster.chief) + len(cluster.worker) + len(cluster.ps)
-    if asked in ("single", "mirrored") and count > 1:
+    if strategy in ("single", "mirrored") and count > 1:
         fix = f"ask for strategy {kind} or auto, or empty the cluster"
-        _disagree(asked, has=f"{count} training tasks", expected="one training task", fix=fix)
+        _disagree(strategy, has=f"{count} training tasks", expected="one training task", fix=fix)
 
 
 def _disagree(strategy: str, *, has: str, expected: str, fix: str) -> None:

@@ -80,10 +80,7 @@ class Console:
 
     def write(self) -> None:
         """Write what the reader takes without waiting."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        while self.is_waiting and poll.poll(0):
-            self._write_some()
+        self.drain(0.0)
 
     def drain(self, timeout_s: float | None) -> None:
         """Write all that is left; wait for the reader as long as `timeout_s` each time."""

@@ -11,6 +11,13 @@ from tfdist.cluster import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """The attempt begins: a task is to be started."""
+
+    task: Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
     """A task has a process."""
 
@@ -81,6 +88,16 @@ class StopRequest:
 
 
 Event = Started | Raised | Beat | Ended | StopRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Awakening:
+    """What has happened since the supervisor was last awake; a history is a list of these."""
+
+    at_s: float
+    events: tuple[Event | Begin, ...] = ()
+    unreachable: frozenset[Task] = frozenset()
+    """Tasks that cannot be started now: their host is gone."""
 
 
 _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")

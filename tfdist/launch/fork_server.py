@@ -6,8 +6,7 @@ devices are made on first use, and do not live through a fork. So there is one t
 forks, given that the libraries below NumPy are told to make none (`ONE_THREAD`).
 
 `ForkStarter` is the launcher's side. Who runs many jobs one after the other, such as a sweep, keeps
-a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it,
-and
+a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it and
 needs no import: ``tfdist.launch --fork_server FD``. The tasks are forked from that one as from any
 fork server, and end with it; what a job has allocated is gone with its processes.
 """
@@ -35,11 +34,11 @@ from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
-from tfdist.launch import heartbeat
 from tfdist.launch.events import Ended, Started
+from tfdist.launch.guardian import die_with
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.process import bootstrap_command, die_with, spawn
-from tfdist.launch.task import note_to, run_program, set_title
+from tfdist.launch.process import Starter, bootstrap_command, spawn
+from tfdist.launch.task import run_task, set_title
 
 MAX_MESSAGE_BYTES = 1 << 17
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -92,7 +91,14 @@ def serve(control: socket.socket) -> None:
     """Fork a task for each request, until the launcher is gone; return in tasks as well."""
     request = _Server(control).serve()
     if request is not None:  # in a task: nothing of the server is left on its stack
-        _run(request)
+        run_task(
+            request["target"],
+            request["args"],
+            is_module=request["is_module"],
+            task=request["task"],
+            title=request["title"],
+            notes_fd=request["notes_fd"],
+        )
 
 
 class _Server:
@@ -131,7 +137,9 @@ class _Server:
             pid = os.fork()
         except OSError as error:
             cause = f"cannot be forked: {error.strerror}"
-            self._tell({"ended": request["task"], "status": 1, "cause": cause, "at": _now()})
+            self._tell(
+                {"ended": request["task"], "status": 1, "cause": cause, "at": time.monotonic()}
+            )
             pid = -1
         if pid == 0:
             self._become_task(request, server=server, output_fd=fds[0], notes_fd=fds[1])
@@ -140,7 +148,7 @@ class _Server:
             os.close(fd)
         if pid > 0:
             self._tasks[pid] = request["task"]
-            self._tell({"started": request["task"], "pid": pid, "at": _now()})
+            self._tell({"started": request["task"], "pid": pid, "at": time.monotonic()})
         return False
 
     def _become_task(
@@ -175,18 +183,10 @@ class _Server:
             task = self._tasks.pop(pid, None)
             if task is not None:
                 code = os.waitstatus_to_exitcode(status)
-                self._tell({"ended": task, "status": code, "at": _now()})
+                self._tell({"ended": task, "status": code, "at": time.monotonic()})
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._control.send(json.dumps(message).encode())
-
-
-def _run(request: dict[str, Any]) -> None:
-    set_title(request["title"])
-    failed = note_to(request["notes_fd"], task=request["task"])
-    heartbeat.print_stacks_on_request()
-    heartbeat.start(request["notes_fd"], task=request["task"])
-    run_program(request["target"], request["args"], is_module=request["is_module"], failed=failed)
 
 
 def _reseed() -> None:
@@ -195,10 +195,6 @@ def _reseed() -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
-
-
-def _now() -> float:
-    return time.monotonic()
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
@@ -345,7 +341,7 @@ IMPORTS = ("tensorflow", "keras")
 """What the server imports before it forks: what every program needs that takes long."""
 
 
-class ForkStarter:
+class ForkStarter(Starter):
     """Starts each task as a fork of one process that has TensorFlow imported.
 
     The process serves all attempts of a job: it never imports the job's own program, and each

@@ -1,8 +1,11 @@
-"""Guardian: a small process that outlives the launcher and ends what it left behind.
+"""No process outlives who started it: the guardian of a job, and death with the parent.
 
-It reads from a pipe which sessions the launcher has started, and waits. The pipe ends with the
-launcher, by kill -9 too. Everything of the job is killed then: what is in those sessions, and
-what carries the job's mark in its environment, wherever it moved.
+`die_with` and `bound_command` have the kernel send a process a signal when its parent ends, which
+reaches nothing further down. So a job has a guardian too, a small process that outlives the
+launcher: it reads from a pipe which sessions the launcher has started, and waits. The pipe ends
+with the launcher, by kill -9 too. Everything of the job is killed then: what is in those sessions,
+and what carries the job's mark in its environment, wherever it moved. `GuardianClient` is the
+launcher's side.
 
 Run by its path in a bare interpreter (-I -S), so it imports nothing of tfdist.
 """
@@ -10,16 +13,38 @@ Run by its path in a bare interpreter (-I -S), so it imports nothing of tfdist.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+_PR_SET_PDEATHSIG = 1
 _MAX_STARTS = 5
 _CLOSE_TIMEOUT_S = 2.0
 _ONE_TASK_S = 1.0
+
+
+_BOUND = "bound"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process `signum` when `parent`, which made it, ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before it could be said
+        os._exit(128 + signum)
+
+
+def bound_command(command: Sequence[str], *, signum: int = signal.SIGKILL) -> list[str]:
+    """Return the command that runs `command`, by its path, as a process that dies with this one.
+
+    With SIGTERM a launcher has its tasks save when whoever started it is killed.
+    """
+    words = (_BOUND, str(os.getpid()), str(int(signum)))
+    return [sys.executable, "-I", "-S", __file__, *words, *command]
 
 
 class GuardianClient:
@@ -29,7 +54,7 @@ class GuardianClient:
     """
 
     def __init__(self, mark: str, *, environ: Mapping[str, str], say: Callable[[str], None]):
-        self._mark = mark
+        self.mark = mark
         self._environ = environ
         self._say = say
         self._sessions: set[int] = set()
@@ -66,7 +91,7 @@ class GuardianClient:
 
         What is in a session of `keep` stays for the next attempt.
         """
-        return end_all(self._mark, self._sessions, keep=keep)
+        return end_all(self.mark, self._sessions, keep=keep)
 
     def end_session(self, session: int) -> None:
         """Kill one task and what it has left in its session, while the others go on."""
@@ -93,7 +118,7 @@ class GuardianClient:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self._mark],
+            [sys.executable, "-I", "-S", __file__, self.mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -200,5 +225,12 @@ def _is_marked(pid: int, mark: str) -> bool:
     return f"\0{MARK}={mark}\0".encode() in environ
 
 
+def _run_bound(parent: int, signum: int, command: list[str]) -> None:
+    die_with(parent, signum)
+    os.execv(command[0], command)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == _BOUND:
+        _run_bound(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
     main(sys.argv[1])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from types import ModuleType
 
-    from tfdist.cluster.phases import PendingWork
+    from tfdist.phases import PendingWork
 
 STACK_SIGNAL: int = _signal.SIGQUIT
 """Makes a task print the Python stacks of all its threads, unless its program handles it."""
@@ -68,7 +68,7 @@ def steps_done() -> int | None:
 
 def _phases() -> ModuleType | None:
     """Only if the program has imported it whole: until then there is nothing to say."""
-    module = sys.modules.get("tfdist.cluster.phases")
+    module = sys.modules.get("tfdist.phases")
     return module if hasattr(module, "entered") else None
 
 

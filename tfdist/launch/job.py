@@ -18,14 +18,18 @@ from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
-from tfdist.launch.isolation import isolate
 from tfdist.launch.machine import this_machine
-from tfdist.launch.multihost.connection import own_address
-from tfdist.launch.multihost.follower import Node
-from tfdist.launch.multihost.hosts import Group, decided_group, environment_of_tasks, terms
+from tfdist.launch.multihost.hosts import (
+    Group,
+    decided_group,
+    environment_of_tasks,
+    own_address,
+    terms,
+)
 from tfdist.launch.multihost.hub import Hub, listen
 from tfdist.launch.multihost.leader import Team, TeamProcesses, TeamScreen
 from tfdist.launch.multihost.member import Joining
+from tfdist.launch.multihost.node import Node, NodeSettings
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import (
     JobDescription,
@@ -35,7 +39,7 @@ from tfdist.launch.plan import (
     start_method,
     tasks_with_address,
 )
-from tfdist.launch.process import raise_file_limit
+from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
     AttemptReport,
@@ -46,10 +50,12 @@ from tfdist.launch.report import (
     signal_name,
     write_report,
 )
+from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt, not_writable
 from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.supervisor import RestartPolicy, Screen, Supervisor
+from tfdist.launch.state import JobRules, JobState
+from tfdist.launch.supervisor import Screen, Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
@@ -71,14 +77,14 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     options, group = decided_group(with_variables(options, environ), environ)
     job = _job(options, group, environ=environment_of_tasks(environ), search=search)
     hosts = 0 if group is None else len(group.hosts)
-    open_files = raise_file_limit(job.num_ports * _FILES_PER_TASK + hosts + _OTHER_FILES)
+    raise_file_limit(len(job.tasks_with_address) * _FILES_PER_TASK + hosts + _OTHER_FILES)
     if group is None:
-        return _run_here(job, open_files=open_files)
+        return _run_here(job)
     if options.dry_run:
         return _show_part(job, group)
     program_file = file_of_program(options.program, search=search)
     alike = terms(options, environ, group=group, program_file=program_file)
-    return run_across(job, group, terms=alike, open_files=open_files)
+    return _run_across(job, group, terms=alike)
 
 
 def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
@@ -102,6 +108,7 @@ def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
             received=f"{told.task} of a job of {count} tasks, and the launcher",
             expected="one of the two: the launcher starts all tasks of a job itself",
             fix=f"start {command} without the launcher, or unset TF_CONFIG",
+            code="nested-launcher",
         )
     _remark("TF_CONFIG is in the environment and not used: each task gets one of this job")
 
@@ -120,6 +127,7 @@ def _working_directory() -> str:
             received=f"one that cannot be found ({error.strerror})",
             expected="a directory that is there, in which the tasks run",
             fix="change to one (cd)",
+            code="no-directory",
         ) from None
 
 
@@ -182,19 +190,28 @@ def ports_of_tasks(
         received=f"{as_text(ports)}, {len(ports)} ports",
         expected=f"{needed} or more for the tasks of a host{also}",
         fix="give a larger range: a port that is taken by something else is left out as well",
+        code="too-few-ports",
     )
 
 
-def _run_here(job: JobDescription, *, open_files: tuple[int, int]) -> int:
+def _run_here(job: JobDescription) -> int:
     if job.options.isolate and not job.options.dry_run:
         isolate()
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(port) for port in hold_ports(job.num_ports, among=job.ports)]
-        specs = job.specs(ports, attempt=next_attempt(job.run_dir))
+        held = hold_ports(len(job.tasks_with_address), among=job.ports)
+        ports = [stack.enter_context(port) for port in held]
+        addresses = [port.address for port in ports]
+        specs = job.specs(addresses, attempt=next_attempt(job.run_dir))
         if job.options.dry_run:
             return _show(job, specs, about="")
         run_dir = stack.enter_context(RunDir(job.run_dir))
-        return _run(job, ports, run_dir=run_dir, open_files=open_files)
+        screen = standard_screen(job.environ)
+        screen.announce(f"run directory {job.run_dir}")
+        with SignalPipe() as signals:
+            job_run = JobRun(job, ports=ports, run_dir=run_dir, screen=screen, signals=signals)
+            outcome = job_run.run()
+        screen.last_words(is_hurried=outcome.was_requested)
+    return outcome.exit_code
 
 
 def _show_part(job: JobDescription, group: Group) -> int:
@@ -215,30 +232,7 @@ def _show(job: JobDescription, specs: Sequence[ProcessSpec], *, about: str) -> i
     return 0
 
 
-def _run(
-    job: JobDescription, ports: Sequence[HeldPort], *, run_dir: RunDir, open_files: tuple[int, int]
-) -> int:
-    screen = standard_screen(job.environ)
-    screen.announce(f"run directory {job.run_dir}")
-    with (
-        SignalPipe() as signals,
-        JobRun(
-            job,
-            ports=ports,
-            run_dir=run_dir,
-            screen=screen,
-            signals=signals,
-            open_files=open_files,
-        ) as run,
-    ):
-        outcome = run.run()
-    screen.last_words(is_hurried=outcome.was_requested)
-    return outcome.exit_code
-
-
-def run_across(
-    job: JobDescription, group: Group, *, terms: Mapping[str, str], open_files: tuple[int, int]
-) -> int:
+def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
     """Run this host's part of a job and return the exit code of the whole.
 
     `terms` must be the same on all hosts.
@@ -256,45 +250,34 @@ def run_across(
         part = _Part(
             job=job, group=group, terms=terms, own=own, ports=ports, screen=screen, signals=signals
         )
-        run = part.follow if group.rank else part.lead
-        code = run(stack, open_files=open_files)
+        code = part.follow(stack) if group.rank else part.lead()
     screen.last_words(is_hurried=code != 0)
     return code
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
     """One host's part of a job."""
 
-    def __init__(
-        self,
-        *,
-        job: JobDescription,
-        group: Group,
-        terms: Mapping[str, str],
-        own: str,
-        ports: Sequence[HeldPort],
-        screen: JobScreen,
-        signals: SignalPipe,
-    ) -> None:
-        self._job = job
-        self._group = group
-        self._terms = terms
-        self._own = own
-        self._ports = ports
-        self._screen = screen
-        self._signals = signals
+    job: JobDescription
+    group: Group
+    terms: Mapping[str, str]
+    own: str
+    ports: Sequence[HeldPort]
+    screen: JobScreen
+    signals: SignalPipe
 
-    def lead(self, stack: contextlib.ExitStack, *, open_files: tuple[int, int]) -> int:
+    def lead(self) -> int:
         """Run the job, as host 0."""
-        job, group = self._job, self._group
+        job, group = self.job, self.group
         hub = self._hub()
         team = Team(
             group,
             hub,
             options=job.options,
             strategy=job.strategy,
-            screen=self._screen,
-            signals=self._signals,
+            screen=self.screen,
+            signals=self.signals,
         )
         code, why = EXIT_FAILED, "the launcher of host 0 has failed"
         try:
@@ -303,8 +286,8 @@ class _Part:
             if asked is not None:
                 code = exit_code_for(asked)
                 return code
-            self._screen.announce(team.roll_call(own=self._own, terms=self._terms))
-            code = self._run(team, open_files=open_files)
+            self.screen.announce(team.roll_call(own=self.own, terms=self.terms))
+            code = self._run(team)
         except TfdistError as error:
             code, why = error.exit_code, str(error)
             raise
@@ -312,75 +295,64 @@ class _Part:
             team.end(code, why=why)
         return code
 
-    def follow(self, stack: contextlib.ExitStack, *, open_files: tuple[int, int]) -> int:
+    def follow(self, stack: contextlib.ExitStack) -> int:
         """Do what host 0 says, as any other host."""
-        job, group = self._job, self._group
-        task_factory = TaskFactory(
-            environ=job.environ,
-            start=job.start,
-            fork_server=job.options.fork_server,
-            screen=self._screen,
-            signals=self._signals,
-            open_files=open_files,
-        )
+        job, group = self.job, self.group
+        task_factory = TaskFactory(job, screen=self.screen, signals=self.signals)
         joining = Joining(
             group.hosts[0],
             group.port,
-            source=self._own,
+            source=self.own,
             token=group.token,
             rank=group.rank,
-            terms=self._terms,
+            terms=self.terms,
             timeout_s=job.options.host_timeout_s,
             clock=time.monotonic,
         )
         with task_factory:
-            return Node(
-                job,
-                group,
-                joining,
-                ports=self._ports,
+            node = NodeSettings(
+                job=job,
+                group=group,
+                joining=joining,
                 task_factory=task_factory,
-                screen=self._screen,
-                signals=self._signals,
-                stack=stack,
-            ).run()
+                screen=self.screen,
+                signals=self.signals,
+            )
+            return Node(node, ports=self.ports, stack=stack).run()
 
     def _hub(self) -> Hub:
-        group = self._group
+        group = self.group
         try:
-            listener = listen(self._own, group.port, num_hosts=len(group.hosts))
+            listener = listen(self.own, group.port, num_hosts=len(group.hosts))
         except OSError as error:
             raise UsageError(
                 "--rendezvous_port",
-                received=f"{placement.join(self._own, group.port)} ({error.strerror})",
+                received=f"{placement.join(self.own, group.port)} ({error.strerror})",
                 expected="a port of this host that is free",
                 fix="end what listens there, or give all hosts another port",
+                code="port-taken",
             ) from None
         return Hub(
             listener,
             token=group.token,
-            terms=self._terms,
+            terms=self.terms,
             num_ranks=len(group.hosts),
-            timeout_s=self._job.options.host_timeout_s,
+            timeout_s=self.job.options.host_timeout_s,
             clock=time.monotonic,
         )
 
-    def _run(self, team: Team, *, open_files: tuple[int, int]) -> int:
-        job = self._job
-        with (
-            RunDir(job.run_dir) as run_dir,
-            JobRun(
-                job,
-                ports=self._ports,
+    def _run(self, team: Team) -> int:
+        with RunDir(self.job.run_dir) as run_dir:
+            self.screen.announce(f"run directory {self.job.run_dir}")
+            job_run = JobRun(
+                self.job,
+                ports=self.ports,
                 run_dir=run_dir,
-                screen=self._screen,
-                signals=self._signals,
-                open_files=open_files,
+                screen=self.screen,
+                signals=self.signals,
                 team=team,
-            ) as run,
-        ):
-            self._screen.announce(f"run directory {job.run_dir}")
-            return run.run().exit_code
+            )
+            return job_run.run().exit_code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -392,7 +364,7 @@ class Outcome:
 
 
 class JobRun:
-    """Runs a job as often as it is worth it; a context manager that leaves no process behind.
+    """Runs a job as often as it is worth it.
 
     The guardian, the fork server and the ports live from the first attempt to the last.
     """
@@ -405,7 +377,6 @@ class JobRun:
         run_dir: RunDir,
         screen: JobScreen,
         signals: SignalPipe,
-        open_files: tuple[int, int],
         team: Team | None = None,
     ) -> None:
         self._job = job
@@ -418,44 +389,32 @@ class JobRun:
         if ports:
             self._hold = partial(self._hold, host=ports[0].host)
         self._stack = contextlib.ExitStack()
-        self._task_factory = TaskFactory(
-            environ=job.environ,
-            start=job.start,
-            fork_server=job.options.fork_server,
-            screen=screen,
-            signals=signals,
-            open_files=open_files,
-        )
+        self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
         self._entries = earlier_attempts(job.run_dir)
         self._policy = RestartPolicy(
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
         )
 
-    def __enter__(self) -> JobRun:
-        self._stack.enter_context(self._task_factory)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
     def run(self) -> Outcome:
-        """Run the attempts; the report is written after each.
+        """Run the attempts; the report is written after each, and no process left behind.
 
         Raises:
             UsageError: the run directory cannot be written to; nothing has been started.
         """
-        logs = self._run_dir.start_attempt()
-        try:
-            self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
-            write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
-        except OSError as error:
-            raise not_writable(self._job.run_dir, error) from None
-        try:
-            return self._run_from(logs)
-        except (OSError, TfdistError) as error:  # of the launcher's own
-            self._write(getattr(error, "exit_code", EXIT_FAILED))
-            raise
+        with self._stack:
+            self._stack.enter_context(self._task_factory)
+            logs = self._run_dir.start_attempt()
+            try:
+                self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
+                write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+            except OSError as error:
+                raise not_writable(self._job.run_dir, error) from None
+            try:
+                return self._run_from(logs)
+            except (OSError, TfdistError) as error:  # of the launcher's own
+                self._write(getattr(error, "exit_code", EXIT_FAILED))
+                raise
 
     def _run_from(self, logs: Path) -> Outcome:
         before: AttemptReport | None = None
@@ -481,6 +440,9 @@ class JobRun:
         options, chief = self._job.options, specs[0].task
         is_ps = self._job.strategy == "ps"
         processes, screen = self._processes(specs, logs=logs)
+        rules = JobRules(
+            chief=chief, is_ps=is_ps, grace_s=options.grace_s, min_workers=options.min_workers
+        )
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
@@ -490,18 +452,10 @@ class JobRun:
             can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
-        supervisor = Supervisor(
-            specs,
-            chief=chief,
-            is_ps=is_ps,
-            grace_s=options.grace_s,
-            min_workers=options.min_workers,
-            policy=self._policy,
-            watchdog=watchdog,
-            processes=processes,
-            screen=screen,
-            clock=time.monotonic,
+        state = JobState.of(
+            specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
         )
+        supervisor = Supervisor(state, processes=processes, screen=screen, clock=time.monotonic)
         try:
             return supervisor.run()
         finally:
@@ -510,7 +464,7 @@ class JobRun:
     def _specs(self) -> tuple[ProcessSpec, ...]:
         attempt = self._run_dir.attempt
         if self._team is None:
-            return self._job.specs(self._ports, attempt=attempt)
+            return self._job.specs([port.address for port in self._ports], attempt=attempt)
         return self._team.specs(
             partial(self._job.specs_here, attempt=attempt),
             ports=self._ports,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist.cluster import (
     ClusterSpec,
-    HeldPort,
     JobOptions,
     Task,
     TaskConfig,
@@ -46,19 +46,6 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchContext:
-    """Where a job runs: this machine, the environment, and the directory it writes to."""
-
-    machine: Machine
-    environ: Mapping[str, str]
-    python: str
-    run_dir: Path
-    attempt: int = 1
-    is_terminal: bool = False
-    """Whether what the tasks print is shown on a terminal."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class JobDescription:
     """A job that has been decided on, but for its ports."""
 
@@ -67,41 +54,67 @@ class JobDescription:
     machine: Machine
     environ: Mapping[str, str]
     run_dir: Path
+    python: str = sys.executable
     start: StartMethod = "exec"
     """How the tasks are started."""
     is_terminal: bool = False
     """Whether what the tasks print is shown on a terminal."""
     ports: Sequence[int] | None = None
     """Those that its tasks may have; None for any."""
+    open_files: tuple[int, int] = field(
+        default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    """The limits of open files that its tasks get: the launcher raises its own."""
 
     @property
-    def num_ports(self) -> int:
-        """Return how many of its tasks need a port."""
-        return len(tasks_with_address(self.options, self.strategy))
+    def num_ps(self) -> int:
+        """Return how many parameter servers it has."""
+        return self.options.num_ps if self.strategy == "ps" else 0
 
-    def specs(self, ports: Sequence[HeldPort], *, attempt: int) -> tuple[ProcessSpec, ...]:
-        """Return its processes; the first is the chief's. `UsageError` if it cannot be run."""
-        addresses = [port.address for port in ports]
-        place = self._place(attempt)
-        return plan(self.options, strategy=self.strategy, place=place, addresses=addresses)
+    @property
+    def tasks_with_address(self) -> tuple[Task, ...]:
+        """Return the tasks that need a port, in the order in which `specs` takes addresses."""
+        return tasks_with_address(self.options, self.strategy)
+
+    def specs(self, addresses: Sequence[str], *, attempt: int) -> tuple[ProcessSpec, ...]:
+        """Return a process for each task, in the order in which they start; first the chief's.
+
+        Raises:
+            UsageError: the job cannot be divided over this machine.
+        """
+        cluster = build_cluster(
+            strategy=self.strategy,
+            addresses=addresses,
+            workers=self.options.workers,
+            ps=self.num_ps,
+            evaluator=self.options.evaluator,
+        )
+        here = self.tasks_with_address or (Task("worker", 0),)
+        return self.specs_here(cluster, here, attempt=attempt)
 
     def specs_here(
-        self, cluster: ClusterSpec, here: Sequence[Task], *, attempt: int
+        self, cluster: ClusterSpec, here: Collection[Task], *, attempt: int
     ) -> tuple[ProcessSpec, ...]:
-        """Return the processes of the tasks that are on this host, of a job on several."""
-        place = self._place(attempt)
-        return plan_here(
-            self.options, strategy=self.strategy, place=place, cluster=cluster, here=here
-        )
-
-    def _place(self, attempt: int) -> LaunchContext:
-        return LaunchContext(
-            machine=self.machine,
-            environ=self.environ,
-            python=sys.executable,
-            run_dir=self.run_dir,
+        """Return the processes of the tasks of `cluster` that are on this host, as `specs`."""
+        options = self.options
+        job_options = JobOptions(
+            strategy=self.strategy,
+            devices_per_worker=options.devices_per_worker,
+            min_workers=options.min_workers if self.strategy == "ps" else None,
+            evaluator=options.evaluator,
+            startup_timeout_s=options.startup_timeout_s,
+            run_dir=str(self.run_dir),
             attempt=attempt,
-            is_terminal=self.is_terminal,
+            threads_per_task=options.threads_per_task,
+            split_bytes=options.split_bytes,
+            profile_ps=options.profile_ps,
+            terminal=self.is_terminal,
+        )
+        gpus = _divide_gpus(self, here)
+        return tuple(
+            _process(self, config, attempt=attempt, gpus=gpus, here=here)
+            for config in job_configs(cluster, options=job_options)
+            if config.task in here
         )
 
 
@@ -118,6 +131,7 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
             received=f"it in a job of one process ({strategy})",
             expected="a job whose tasks have addresses",
             fix="leave --evaluator out, or use --strategy ps or multiworker",
+            code="exclusive",
         )
     return strategy
 
@@ -147,72 +161,17 @@ def start_method(
 
 
 def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:
-    """Return the tasks that need a port, in the order in which `plan` takes addresses."""
+    """Return the tasks of a job that need a port."""
     ps = options.num_ps if strategy == "ps" else 0
     return addressed_tasks(
         strategy=strategy, workers=options.workers, ps=ps, evaluator=options.evaluator
     )
 
 
-def plan(
-    options: LaunchOptions, *, strategy: str, place: LaunchContext, addresses: Sequence[str]
-) -> tuple[ProcessSpec, ...]:
-    """Return a process for each task, in the order in which they start.
-
-    Raises:
-        UsageError: the job cannot be divided over this machine.
-    """
-    ps = options.num_ps if strategy == "ps" else 0
-    cluster = build_cluster(
-        strategy=strategy,
-        addresses=addresses,
-        workers=options.workers,
-        ps=ps,
-        evaluator=options.evaluator,
-    )
-    return plan_here(
-        options,
-        strategy=strategy,
-        place=place,
-        cluster=cluster,
-        here=tasks_with_address(options, strategy) or (Task("worker", 0),),
-    )
-
-
-def plan_here(
-    options: LaunchOptions,
-    *,
-    strategy: str,
-    place: LaunchContext,
-    cluster: ClusterSpec,
-    here: Collection[Task],
-) -> tuple[ProcessSpec, ...]:
-    """Return a process for each task of `cluster` that is `here`, on this machine, as `plan`."""
-    job = JobOptions(
-        strategy=strategy,
-        devices_per_worker=options.devices_per_worker,
-        min_workers=options.min_workers if strategy == "ps" else None,
-        evaluator=options.evaluator,
-        startup_timeout_s=options.startup_timeout_s,
-        run_dir=str(place.run_dir),
-        attempt=place.attempt,
-        threads_per_task=options.threads_per_task,
-        split_bytes=options.split_bytes,
-        profile_ps=options.profile_ps,
-        terminal=place.is_terminal,
-    )
-    gpus = _divide_gpus(options, strategy=strategy, gpus=place.machine.gpus, here=here)
-    return tuple(
-        _process(config, options=options, place=place, gpus=gpus, here=here)
-        for config in job_configs(cluster, options=job)
-        if config.task in here
-    )
-
-
 def render(specs: Sequence[ProcessSpec]) -> str:
     """Returns the tasks as commands for a shell, with what the launcher adds to each one's
     environment and nothing of the user's own, which may hold secrets. Arguments that are secrets
-    by their name have a mark in their place."""
+    by their name have a mark in their job."""
     blocks = []
     for spec in specs:
         variables = [f"{name}={shlex.quote(spec.env[name])} \\" for name in spec.added]
@@ -222,14 +181,14 @@ def render(specs: Sequence[ProcessSpec]) -> str:
 
 
 def _process(
+    job: JobDescription,
     config: TaskConfig,
     *,
-    options: LaunchOptions,
-    place: LaunchContext,
+    attempt: int,
     gpus: Mapping[Task, str],
     here: Collection[Task],
 ) -> ProcessSpec:
-    task, program = config.task, options.program
+    options, task, program = job.options, config.task, job.options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
     if options.ports is not None:
         forced[settings.PORTS] = options.ports
@@ -238,26 +197,26 @@ def _process(
     if options.threads_per_task is not None:
         forced |= _compute_threads(options.threads_per_task)
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONFAULTHANDLER": "1"}
-    defaults |= _thread_defaults(config, options=options, cpus=place.machine.cpus, here=here)
-    if not place.machine.has_gpu_driver:
+    defaults |= _thread_defaults(job, config, here)
+    if not job.machine.has_gpu_driver:
         defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task complains that it found none
     if config.cluster.kind == "ps":
         defaults["GRPC_FAIL_FAST"] = "use_caller"
-    forced |= _without_proxy(place.environ, config.cluster)
-    added = forced | {k: v for k, v in defaults.items() if k not in {**place.environ, **forced}}
+    forced |= _without_proxy(job.environ, config.cluster)
+    added = forced | {k: v for k, v in defaults.items() if k not in {**job.environ, **forced}}
     return ProcessSpec(
         task=task,
         program=program,
-        argv=(place.python, *program.python_args),
-        env={**place.environ, **added},
+        argv=(job.python, *program.python_args),
+        env={**job.environ, **added},
         added=tuple(added),
-        log_path=place.run_dir / "logs" / f"attempt-{place.attempt}" / f"{task}.log",
+        log_path=job.run_dir / "logs" / f"attempt-{attempt}" / f"{task}.log",
         title=f"tfdist {task} {program.name}",
     )
 
 
 def _thread_defaults(
-    config: TaskConfig, *, options: LaunchOptions, cpus: int, here: Collection[Task]
+    job: JobDescription, config: TaskConfig, here: Collection[Task]
 ) -> dict[str, str]:
     """Return the task's share of the CPUs; what the user has set himself goes before it.
 
@@ -266,8 +225,8 @@ def _thread_defaults(
     """
     cluster = config.cluster
     computing = max(1, sum(task.type in ("worker", "ps", "evaluator") for task in here))
-    share = max(1, cpus // computing)
-    inter_op = max(2, options.threads_per_task or share)
+    share = max(1, job.machine.cpus // computing)
+    inter_op = max(2, job.options.threads_per_task or share)
     if cluster.kind == "ps" and config.task.type in ("chief", "ps"):
         inter_op = max(inter_op, len(cluster.worker) + _SPARE_THREADS)
     return {**_compute_threads(share), "TF_NUM_INTEROP_THREADS": str(inter_op)}
@@ -294,19 +253,18 @@ def _without_proxy(environ: Mapping[str, str], cluster: ClusterSpec) -> dict[str
     return result
 
 
-def _divide_gpus(
-    options: LaunchOptions, *, strategy: str, gpus: Sequence[str], here: Collection[Task]
-) -> dict[Task, str]:
+def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]:
     """Return CUDA_VISIBLE_DEVICES for each task of a machine with GPUs."""
+    gpus = job.machine.gpus
     if not gpus:
         return {}
     workers = [task for task in here if task.type == "worker"]
-    each = options.devices_per_worker or max(1, len(gpus) // max(1, len(workers)))
-    if strategy == "single":
+    each = job.options.devices_per_worker or max(1, len(gpus) // max(1, len(workers)))
+    if job.strategy == "single":
         each = 1
-    shared = strategy == "ps" and each == 1  # workers of a ps job need no device of their own
+    shared = job.strategy == "ps" and each == 1  # its workers need no device of their own
     if each * len(workers) > len(gpus) and not shared:
-        raise _too_few_gpus(options, gpus=gpus, workers=len(workers))
+        raise _too_few_gpus(job.options, gpus=gpus, workers=len(workers))
     divided = {task: _gpus_of(n, gpus=gpus, each=each) for n, task in enumerate(workers)}
     return {task: divided.get(task, "-1") for task in here}
 
@@ -321,9 +279,17 @@ def _too_few_gpus(options: LaunchOptions, *, gpus: Sequence[str], workers: int) 
     if options.devices_per_worker is None:
         fix = f"use --workers {len(gpus)}, or {cpu}"
         expected = f"at most {len(gpus)}, one for each GPU"
-        return UsageError("--workers", received=workers, expected=expected, fix=fix)
+        return UsageError(
+            "--workers", received=workers, expected=expected, fix=fix, code="too-few-gpus"
+        )
     most = len(gpus) // workers
     received = f"{options.devices_per_worker} for each of {workers} workers"
     expected = f"at most {most}, as there are {len(gpus)} GPUs"
     fix = f"use --devices_per_worker {most}, or {cpu}" if most else f"use fewer workers, or {cpu}"
-    return UsageError("--devices_per_worker", received=received, expected=expected, fix=fix)
+    return UsageError(
+        "--devices_per_worker",
+        received=received,
+        expected=expected,
+        fix=fix,
+        code="too-few-gpus",
+    )

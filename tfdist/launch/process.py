@@ -1,59 +1,77 @@
-"""Process in its own session that does not outlive its parent; tasks started by exec."""
+"""Processes in sessions of their own, which do not outlive the launcher: how they are made.
+
+`isolate` moves the launcher, and all that it starts, into a network namespace with nothing but
+loopback: TensorFlow's servers listen on every interface and run what any client sends. Where there
+is no other interface, and no process that is not the job's, nobody else reaches them.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import resource
-import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tfdist.cluster import Task
+from tfdist.errors import UsageError
 from tfdist.launch.events import Ended, Started
+from tfdist.launch.guardian import die_with
 from tfdist.launch.plan import ProcessSpec
 
-_PR_SET_PDEATHSIG = 1
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
-_libc = ctypes.CDLL(None, use_errno=True)
+
+# Of the kernel's interface; `os.unshare` comes with Python 3.12.
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x1000_0000, 0x4000_0000
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_IFREQ = "16sh22x"
 
 
-class Starter(Protocol):
-    """A way of making a task's process."""
+class Starter:
+    """A way of making a task's process; as it stands, without a helper process of its own."""
 
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
-        """Start a task; None if `Started` will come from `collect`."""
-
-    def withdraw(self, task: Task) -> bool:
-        """Withdraw a start that has not been begun; return whether it could."""
-
-    def give_up(self) -> None:
-        """Have starts and end that nobody tells of come to an end: its helper does not answer."""
-
-    def fileno(self) -> int | None:
-        """Return what to watch for news besides SIGCHLD."""
+        """Start a task; None if `Started` will come from `collect`. Raises OSError if it cannot."""
+        raise NotImplementedError
 
     def collect(self) -> list[Started | Ended]:
         """Return which tasks have started or ended since the last call."""
+        raise NotImplementedError
+
+    def withdraw(self, task: Task) -> bool:
+        """Withdraw a start that has not been begun; return whether it could."""
+        return False
+
+    def give_up(self) -> None:
+        """Have starts and ends that nobody tells of come to an end: its helper does not answer."""
+
+    def fileno(self) -> int | None:
+        """Return what to watch for news besides SIGCHLD."""
+        return None
 
     @property
     def sessions(self) -> frozenset[int]:
         """Return the sessions of its own, which live on from one attempt to the next."""
+        return frozenset()
 
     @property
     def is_over(self) -> bool:
         """Return whether it can start no task any more."""
+        return False
 
     def close(self) -> None:
         """End what the starter itself has running."""
 
 
-class ExecStarter:
+class ExecStarter(Starter):
     """Starts each task as a new Python."""
 
     def __init__(self, *, clock: Callable[[], float], open_files: tuple[int, int]) -> None:
@@ -75,17 +93,6 @@ class ExecStarter:
         self._children[spec.task] = child
         return Started(task=spec.task, pid=child.pid, at_s=self._clock())
 
-    def withdraw(self, task: Task) -> bool:
-        """Return False: a start here is done at once."""
-        return False
-
-    def give_up(self) -> None:
-        """Do nothing: it has no helper."""
-
-    def fileno(self) -> int | None:
-        """Return None: SIGCHLD tells."""
-        return None
-
     def collect(self) -> list[Started | Ended]:
         """Return the tasks that have ended since the last call."""
         now_s = self._clock()
@@ -93,19 +100,6 @@ class ExecStarter:
         for task in over:
             del self._children[task]
         return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
-
-    @property
-    def sessions(self) -> frozenset[int]:
-        """Return none: no process but the tasks'."""
-        return frozenset()
-
-    @property
-    def is_over(self) -> bool:
-        """Return False."""
-        return False
-
-    def close(self) -> None:
-        """Do nothing: no process but the tasks'."""
 
 
 def task_command(spec: ProcessSpec, *, notes_fd: int) -> list[str]:
@@ -152,13 +146,6 @@ def spawn(
     )
 
 
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, which made it, ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before it could be said
-        os._exit(1)
-
-
 def raise_file_limit(needed: int) -> tuple[int, int]:
     """Let this process open `needed` files if it may; return the limits from before."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -167,3 +154,52 @@ def raise_file_limit(needed: int) -> tuple[int, int]:
         most = needed if hard == unlimited else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     return soft, hard
+
+
+def isolate() -> None:
+    """Move this process, and all that it starts from now on, into a network of their own.
+
+    Called while the process has one thread: the kernel takes no other into a user namespace.
+
+    Raises:
+        UsageError: the kernel does not let this user do it.
+    """
+    try:
+        _unshare_network()
+        _raise_loopback()
+    except OSError as error:
+        raise UsageError(
+            "--isolate",
+            received=f"a kernel that refuses it ({error.strerror})",
+            expected="leave to make a network namespace",
+            fix="allow user namespaces (sysctl user.max_user_namespaces, user.max_net_namespaces, "
+            "kernel.apparmor_restrict_unprivileged_userns), or leave --isolate out",
+            code="refused-by-kernel",
+        ) from None
+
+
+def _unshare_network() -> None:
+    """Make the namespace; without the right to, inside a user namespace, where all have it."""
+    user, group = os.geteuid(), os.getegid()
+    try:
+        _unshare(_CLONE_NEWNET)
+    except PermissionError:
+        _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+        # Users stay who they are, so that files are theirs as before.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def _unshare(flags: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags):
+        number = ctypes.get_errno() or errno.EPERM
+        raise OSError(number, os.strerror(number))
+
+
+def _raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        asked = struct.pack(_IFREQ, b"lo", 0)
+        _, flags = struct.unpack(_IFREQ, fcntl.ioctl(control, _SIOCGIFFLAGS, asked))
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack(_IFREQ, b"lo", flags | _IFF_UP))

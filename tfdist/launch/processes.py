@@ -11,7 +11,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task
@@ -22,8 +22,7 @@ from tfdist.launch.events import Ended, Event, Started, StopRequest, event_of
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.heartbeat import STACK_SIGNAL
-from tfdist.launch.options import StartMethod
-from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.process import ExecStarter, Starter
 from tfdist.launch.screen import JobScreen, TaskOutput
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
@@ -40,7 +39,6 @@ class JobProcesses:
         self,
         *,
         chief: Task,
-        mark: str,
         starter: Starter,
         guard: GuardianClient,
         evidence: KillEvidence,
@@ -49,7 +47,6 @@ class JobProcesses:
         clock: Callable[[], float],
     ) -> None:
         self._chief = chief
-        self._mark = mark
         self._starter = starter
         self._guard = guard
         self._evidence = evidence
@@ -80,7 +77,7 @@ class JobProcesses:
         self._pipes[read_fd] = (spec.task, output)
         if not self._is_paused:
             self._watch(read_fd, self._read, read_fd)
-        env = {**spec.env, MARK: self._mark}
+        env = {**spec.env, MARK: self._guard.mark}
         self._running[spec.task] = None
         try:
             started = self._starter.start(
@@ -300,28 +297,23 @@ class TaskFactory:
 
     def __init__(
         self,
+        job: JobDescription,
         *,
-        environ: Mapping[str, str],
-        start: StartMethod,
-        fork_server: int | None,
         screen: JobScreen,
         signals: SignalPipe,
-        open_files: tuple[int, int],
     ) -> None:
-        self._environ = environ
-        self._start = start
+        self._job = job
         self._screen = screen
         self._signals = signals
-        self._open_files = open_files
         self._stack = contextlib.ExitStack()
         self._mark = secrets.token_hex(8)
         self._starter: Starter | None = None
-        self._given = _socket_of(fork_server)
+        self._given = _socket_of(job.options.fork_server)
         self._evidence = KillEvidence()
 
     def __enter__(self) -> TaskFactory:
         self._stack.callback(self._evidence.close)
-        self._guard = GuardianClient(self._mark, environ=self._environ, say=self._screen.say)
+        self._guard = GuardianClient(self._mark, environ=self._job.environ, say=self._screen.say)
         self._stack.callback(self._guard.close)
         self._stack.callback(self._guard.end_all)
         self._stack.callback(self._close_starter)
@@ -343,7 +335,6 @@ class TaskFactory:
         """
         return JobProcesses(
             chief=chief,
-            mark=self._mark,
             starter=self._ready_starter(specs, fork_log=fork_log),
             guard=self._guard,
             evidence=self._evidence,
@@ -357,16 +348,17 @@ class TaskFactory:
         if self._starter is not None and not self._starter.is_over:
             return self._starter
         self._close_starter()
+        open_files = self._job.open_files
         if not specs:  # nothing can be started, and host 0 is told why
-            return ExecStarter(clock=time.monotonic, open_files=self._open_files)
-        if self._start == "exec":
-            self._starter = ExecStarter(clock=time.monotonic, open_files=self._open_files)
+            return ExecStarter(clock=time.monotonic, open_files=open_files)
+        if self._job.start == "exec":
+            self._starter = ExecStarter(clock=time.monotonic, open_files=open_files)
             return self._starter
         given, self._given = self._given, None  # the first; another would be started here
         server = ForkStarter(
             environ={**shared_environment(specs), MARK: self._mark},
             log_path=fork_log,
-            open_files=self._open_files,
+            open_files=open_files,
             clock=time.monotonic,
             cause_of_kill=self._evidence.of_kill,
             server=given,
@@ -394,4 +386,5 @@ def _socket_of(descriptor: int | None) -> socket.socket | None:
             received=f"{descriptor}, which is no socket ({error.strerror})",
             expected="the descriptor of a socket to a fork server",
             fix="leave --fork_server out; tfdist.tune gives it",
+            code="no-socket",
         ) from None

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from tfdist.errors import UsageError
 from tfdist.files import FileLock, Held
@@ -66,18 +65,14 @@ class RunDir:
                 received=f"{path}, where a job runs",
                 expected="a directory of its own",
                 fix="wait until that job has ended, or give this one another --run_dir",
+                code="run-dir-in-use",
             ) from None
         self.attempt = next_attempt(path)
 
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def next_attempt(self) -> Path:
@@ -106,4 +101,5 @@ def not_writable(path: Path, error: OSError) -> UsageError:
         received=f"{path} ({error.strerror})",
         expected="a directory that can be written to",
         fix="give another one with --run_dir",
+        code="not-writable",
     )

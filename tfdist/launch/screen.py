@@ -8,7 +8,6 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.launch.console import Console
@@ -22,17 +21,6 @@ MAX_LINE_BYTES = 1 << 16
 _CHATTER = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I0000 .*\.cc:\d+\] ")
 _LAST_LINES = 20
 _MAX_LAST_CHARS = 1000
-
-
-class LineWriter(Protocol):
-    """Where lines are shown; `Console` is one."""
-
-    @property
-    def num_lines(self) -> int: ...
-    def say(self, text: str) -> None: ...
-    def line(self, name: str, text: bytes, *, hue: int = 0) -> None: ...
-    def progress(self, name: str, text: bytes, *, hue: int = 0) -> None: ...
-    def drop_progress(self) -> None: ...
 
 
 class LineSplitter:
@@ -73,7 +61,7 @@ class TaskOutput:
     """One task's output: a log file, lines for the console, and the last lines for the report."""
 
     def __init__(
-        self, name: str, *, log_path: Path, writer: LineWriter, hue: int = 0, is_chief: bool = False
+        self, name: str, *, log_path: Path, writer: Console, hue: int = 0, is_chief: bool = False
     ) -> None:
         self.name = name
         self.muted = False

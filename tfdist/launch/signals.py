@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What asks a job to stop; SIGUSR1 is what schedulers such as Slurm announce the end with."""
@@ -43,12 +43,7 @@ class SignalPipe:
             self._old[signum] = signal.signal(signum, _nothing)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for signum, handler in self._old.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]  # as it was returned
         signal.set_wakeup_fd(self._old_fd)

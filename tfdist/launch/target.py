@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from tfdist.errors import UsageError, near
 from tfdist.launch.options import DEFAULT_MODULE, Program
@@ -162,24 +163,24 @@ def _check_configuration(program: Program) -> None:
     parse(program.args)
 
 
+def _refuse(received: str, expected: str, fix: str, *, code: str) -> NoReturn:
+    raise UsageError("program", received=received, expected=expected, fix=fix, code=code)
+
+
 def _check_script(target: str) -> None:
     path = Path(target)
     if path.is_absolute() and path.parts[1] in ("dev", "proc"):
-        fix = "write the script to a file"
         received = f"{target}, which is something else in each process"
-        raise UsageError("program", received=received, expected="a Python script", fix=fix)
-    if path.is_file() and os.access(path, os.R_OK):
-        return
-    if path.is_file():
-        fix = f"make it readable: chmod u+r {target}"
-        raise UsageError("program", received=target, expected="a readable script", fix=fix)
+        _refuse(received, "a Python script", "write the script to a file", code="no-file")
     if path.is_dir():
         fix = "name the script in it, or use -m for a package"
-        received = f"the directory {target}"
-        raise UsageError("program", received=received, expected="a Python script", fix=fix)
-    fix = f"correct the path{_near_file(path)}"
-    received = f"{target}, which does not exist"
-    raise UsageError("program", received=received, expected="a Python script", fix=fix)
+        _refuse(f"the directory {target}", "a Python script", fix, code="no-file")
+    if not path.is_file():
+        fix = f"correct the path{_near_file(path)}"
+        _refuse(f"{target}, which does not exist", "a Python script", fix, code="missing-file")
+    if not os.access(path, os.R_OK):
+        fix = f"make it readable: chmod u+r {target}"
+        _refuse(target, "a readable script", fix, code="not-readable")
 
 
 def _near_file(path: Path) -> str:
@@ -200,7 +201,7 @@ def _check_module(name: str, *, search: Sequence[str]) -> None:
     for part, found in zip(name.split("."), _found(name, search=search), strict=False):
         if found is None:
             if package is None or not _may_have_more(package):
-                raise _no_module(name, inside=inside, part=part, places=places)
+                _refuse_module(name, inside=inside, part=part, places=places)
             return
         package, inside, places = found, f"{inside}.{part}".lstrip("."), found.places or ()
     if package is None or package.places is None or _may_have_more(package):
@@ -209,7 +210,7 @@ def _check_module(name: str, *, search: Sequence[str]) -> None:
     if main is None:
         fix = f"name a module in it, or add {name.replace('.', '/')}/__main__.py"
         received = f"-m {name}, a package without __main__"
-        raise UsageError("program", received=received, expected="a module to run", fix=fix)
+        _refuse(received, "a module to run", fix, code="no-main")
 
 
 def _may_have_more(package: _Module) -> bool:
@@ -220,7 +221,7 @@ def _may_have_more(package: _Module) -> bool:
         return False
 
 
-def _no_module(name: str, *, inside: str, part: str, places: Sequence[str]) -> UsageError:
+def _refuse_module(name: str, *, inside: str, part: str, places: Sequence[str]) -> NoReturn:
     names = {
         entry.stem
         for place in places
@@ -234,5 +235,4 @@ def _no_module(name: str, *, inside: str, part: str, places: Sequence[str]) -> U
     fix = f"correct the name{meant}"
     if name.endswith(".py"):
         fix = "leave -m out to run a script by its path"
-    received = f"-m {name}, which does not exist"
-    return UsageError("program", received=received, expected="a Python module", fix=fix)
+    _refuse(f"-m {name}, which does not exist", "a Python module", fix, code="missing-module")

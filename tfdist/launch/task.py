@@ -25,11 +25,20 @@ def main(argv: Sequence[str]) -> None:
     """Run a program: task name, title, descriptor for notes, script or module, target, args."""
     task, title, notes_fd, kind, target, *args = argv
     os.set_inheritable(int(notes_fd), False)
+    run_task(
+        target, args, is_module=kind == "module", task=task, title=title, notes_fd=int(notes_fd)
+    )
+
+
+def run_task(
+    target: str, args: Sequence[str], *, is_module: bool, task: str, title: str, notes_fd: int
+) -> None:
+    """Run a program as the task's, and tell the launcher on `notes_fd` how it gets on."""
     set_title(title)
-    failed = note_to(int(notes_fd), task=task)
+    failed = note_to(notes_fd, task=task)
     heartbeat.print_stacks_on_request()
-    heartbeat.start(int(notes_fd), task=task)
-    run_program(target, args, is_module=kind == "module", failed=failed)
+    heartbeat.start(notes_fd, task=task)
+    run_program(target, args, is_module=is_module, failed=failed)
 
 
 def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
-from tfdist.cluster.phases import UNTIMED
 from tfdist.launch.events import Beat, TaskPendingWork
+from tfdist.phases import UNTIMED
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
@@ -176,11 +176,13 @@ class Hang:
       task: whom to blame.
       cause: why, to be read after the task's name and a colon.
       stuck: the tasks that can print their Python stacks, the blamed one first.
+      since_s: when the blamed one last got on: its last word, or what that says of its phase.
     """
 
     task: Task
     cause: str
     stuck: tuple[Task, ...]
+    since_s: float
 
 
 class Watchdog:
@@ -381,7 +383,13 @@ class Watchdog:
         suspect, cause = found
         tasks.sort(key=lambda task: (task is not suspect, task.task))
         stuck = tuple(task.task for task in tasks if task.state in ("R", "S", "D"))
-        return Hang(task=suspect.task, cause=f"hangs: {cause}", stuck=stuck)
+        has_stopped = now_s - suspect.heard_s > _SUSPECT_S
+        return Hang(
+            task=suspect.task,
+            cause=f"hangs: {cause}",
+            stuck=stuck,
+            since_s=suspect.heard_s if has_stopped else suspect.since_s,
+        )
 
     def _is_silent(self, task: Watched, now_s: float) -> bool:
         """Whether a task of a job that hangs does not speak, and has had the time to."""

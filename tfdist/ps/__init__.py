@@ -4,17 +4,17 @@ A ps job alone imports it: `make_strategy`, and where an engine is made. Every t
 modules of the first group, the chief those of both.
 
     strategy      TensorFlow's strategy, over the workers that are there
-    members       which workers these are: they come, die and return one by one
+    members       which workers these are: they come, die and return one by one; their versions
     serve         what a worker or ps task does
     placement     on which server a variable is made
     split         a variable in parts on several servers
 
     engine        ranges of steps are dispatched, and what comes back is added up
     workers       the pool: work units, each to a worker that is free and alive
-    closure       what a worker runs: a work unit, and in it a range of steps
-    clock         how many updates of others came between a step's reading and its writing
-    metrics       which metrics add up over pieces
-    messages      what crosses between a worker and the servers, in few messages
+    closure       what a work unit of steps runs on a worker, and what it returns
+    clock         staleness: how it is measured, and how it is bounded
+    metrics       which metrics add up over work units
+    messages      what crosses between a worker and the servers: few messages
     keras_compat  the workarounds for Keras that only these steps need
-    profile       what a step costs; `costs` shows it, and needs no TensorFlow
+    profile       what a step costs, in time and bytes; `costs` shows it, and needs no TensorFlow
 """

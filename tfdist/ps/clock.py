@@ -1,13 +1,13 @@
-"""Update counters on the parameter servers, to measure a step's staleness.
+"""Staleness of a step: counters on the parameter servers measure it, the work under way bounds it.
 
-What a clock does at each step, its server does alone: no step waits for it, and none sends a
+What a counter does at each step, its server does alone: no step waits for it, and none sends a
 message for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager.record import VariableWatcher
@@ -19,6 +19,7 @@ _NO_LIMIT = 2**62
 _WRITES = ("Assign", "Resource", "If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
 _LOOPS = ("While", "StatelessWhile")
 _T = TypeVar("_T")
+_Unit = TypeVar("_Unit", bound=Hashable)
 
 
 class UpdateClock:
@@ -134,3 +135,46 @@ def _writes(op: Any) -> bool:
         body = op.graph._get_function(op.get_attr("body").name)
         return body is not None and any(map(_writes, body.graph.get_operations()))
     return bool(op.type.startswith(_WRITES)) and op.type not in READS
+
+
+class InFlight(Generic[_Unit]):
+    """The work units under way. For each, the steps of others that may be applied before its end.
+
+    These are the steps that were under way when it began, and those begun since.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[_Unit, int] = {}
+        self._others: dict[_Unit, int] = {}
+
+    def admits(self, steps: int, *, max_staleness: int | None) -> bool:
+        """Return whether a work unit of so many steps may begin now."""
+        if max_staleness is None or not steps:
+            return True
+        if sum(self._steps.values()) > max_staleness:
+            return False
+        return all(others + steps <= max_staleness for others in self._others.values())
+
+    def begin(self, unit: _Unit, *, steps: int) -> None:
+        """Record that a work unit is under way."""
+        for other in self._others:
+            self._others[other] += steps
+        self._others[unit] = sum(self._steps.values())
+        self._steps[unit] = steps
+
+    def end(self, unit: _Unit) -> None:
+        """Record that a work unit has ended, done or not."""
+        self._steps.pop(unit, None)
+        self._others.pop(unit, None)
+
+
+def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
+    """Return how long work units may be that still let as many workers as can be work at a time.
+
+    With a bound of k at most k + 1 work at a time. Half of the bound is for the work units that are
+    under way when one begins, half for those that begin while it is.
+    """
+    if max_staleness is None:
+        return most
+    others = min(workers - 1, max_staleness)
+    return most if not others else min(most, max(1, max_staleness // (2 * others)))

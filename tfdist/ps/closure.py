@@ -1,103 +1,26 @@
-"""Work units of a ps job: each runs a range of a program's steps on a worker."""
+"""Closure of a ps job: a range of a program's steps, traced once, and what its calls return."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.coordinator import coordinator_context
-from tensorflow.python.eager import context as tf_context
 
-from tfdist.errors import UsageError
+from tfdist.errors import require
 from tfdist.ps.clock import UpdateClock
 from tfdist.ps.keras_compat import UpdateCounts
 from tfdist.ps.messages import read_together
-from tfdist.ps.metrics import require_added
 from tfdist.ps.profile import Phases, PsProfile
+from tfdist.ps.workers import WorkerIncarnation
 from tfdist.training.feed import Part
 from tfdist.training.program import StepProgram, run_replica
-
-# What the runtime says of a worker that ended and came back between two calls.
-_REPLACED = (
-    "unknown device",
-    "Primary device is not remote",
-    "Unable to find the relevant tensor remote_handle",
-    "Unable to find a context_id",
-    "which might mean the worker",
-)
-
-
-@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class WorkUnit:
-    """A work unit and the future of its result."""
-
-    function: Callable[[WorkerIncarnation], Any]
-    future: Future[Done]
-    steps: int
-    max_staleness: int | None = None
-    losses: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerIncarnation:
-    """Worker incarnation that runs a work unit.
-
-    Attributes:
-      worker_index: the worker's.
-      life: how many times this worker has been connected to; what was kept there is gone with
-        the life before.
-    """
-
-    worker_index: int
-    life: int
-
-    @property
-    def task(self) -> str:
-        """The worker's name."""
-        return f"worker-{self.worker_index}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """A work unit that is done.
-
-    Attributes:
-      value: what its function returned.
-      worker_index: of the worker that did it.
-      times: how often it was begun: 1, and 1 more for each worker that died over it.
-    """
-
-    value: Any
-    worker_index: int
-    times: int
-
-
-@contextlib.contextmanager
-def running_on(incarnation: WorkerIncarnation, executor: Any) -> Iterator[None]:
-    """Run what is in the block on the devices of a worker, one operation after the other."""
-    device = f"/job:worker/replica:0/task:{incarnation.worker_index}"
-    dispatch = coordinator_context.with_dispatch_context(incarnation)
-    with tf.device(device), tf_context.executor_scope(executor), dispatch:
-        yield
-
-
-def is_of_the_network(error: tf.errors.OpError) -> bool:
-    """Return whether an error may be the end of a worker, and not a mistake in the work."""
-    if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
-        return True
-    return any(text in str(error) for text in _REPLACED)
-
-
-# A program dispatched in work units, and the results they return.
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -177,20 +100,6 @@ def encode_result(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> 
     return tf.concat(parts, 0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DispatchedBlock:
-    """The steps ``[first, last)`` of a program on their way, and where their result will be."""
-
-    program: StepProgram
-    work: Work
-    first: int
-    last: int
-    future: Future[Done]
-
-
-# Graph of a ps worker's work unit: a range of steps, or a step's outputs.
-
-
 class UnitGraph:
     """A program as a worker runs it, to be traced once.
 
@@ -248,7 +157,7 @@ class UnitGraph:
             part = part_of(step)
             if recorder:
                 rows = list(recorder.noted(rows, step - first, [part]))
-            updates, before_step = UpdateCounts(counts), totals
+            updates = UpdateCounts(counts)
             one_step = functools.partial(self._step, step, part, totals, phases, updates)
             if clock:
                 (outputs, totals), ages = clock.step(ages, work=one_step)
@@ -259,7 +168,6 @@ class UnitGraph:
                 at = tf.cast(step - first, tf.int32)
                 times = [array.write(at, phases.end()) for array in times]
             traced = graph.get_operations()[before:]
-            require_added(program.metrics, before_step, totals, operations=traced)
             read_together(traced)
             if clock:
                 clock.look_first(traced)
@@ -329,11 +237,12 @@ class UnitGraph:
 
 
 def _known_shape(log: tf.Tensor, *, name: str) -> tuple[int, ...]:
-    if log.shape.is_fully_defined():
-        return tuple(log.shape.as_list())
-    raise UsageError(
+    require(
+        log.shape.is_fully_defined(),
         "step",
         received=f"{name!r} of shape {log.shape} from a step",
         expected="scalars, or tensors whose shape is known when the step is traced, under ps",
         fix=f"return a figure of it, such as tf.reduce_mean({name})",
+        code="unknown-shape",
     )
+    return tuple(log.shape.as_list())

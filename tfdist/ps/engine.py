@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import itertools
 import time
@@ -20,12 +21,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.ps.clock import UpdateClock
-from tfdist.ps.closure import DispatchedBlock, Done, UnitGraph, Work
+from tfdist.ps.clock import UpdateClock, steps_of_a_unit
+from tfdist.ps.closure import UnitGraph, Work
 from tfdist.ps.members import Members
 from tfdist.ps.metrics import require_sums, require_zeros
 from tfdist.ps.profile import PsProfile, profile_of
-from tfdist.ps.workers import steps_of_a_unit, worker_pool_of
+from tfdist.ps.workers import Done, worker_pool_of
 from tfdist.strategy import Job
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram
@@ -35,8 +36,19 @@ _CLOSURES_PER_WORKER = 2
 _PATIENCE_S = 60.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DispatchedBlock:
+    """The steps ``[first, last)`` of a program on their way, and where their result will be."""
+
+    program: StepProgram
+    work: Work
+    first: int
+    last: int
+    future: Future[Done]
+
+
 class ParameterServerEngine:
-    """Runs a range of steps as pieces of some steps each. Called by the chief alone."""
+    """Runs a range of steps as work units of some steps each. Called by the chief alone."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -60,7 +72,7 @@ class ParameterServerEngine:
         """Run the steps ``[first, last)`` on whatever workers there are.
 
         Waits for all of them, or where the next range `goes_on` from here, until the last one has
-        begun, so that no worker waits for the others' last pieces.
+        begun, so that no worker waits for the others' last work units.
         """
         if program not in self._work:
             require_zeros(program)  # none but a new run, or one of another program, begins here
@@ -149,7 +161,11 @@ class ParameterServerEngine:
             variable.assign(part.astype(variable.dtype))
             start += size
 
-    def take_metrics(self, program: StepProgram) -> None:
+    def publish_state(self, program: StepProgram) -> None:
+        """Put the totals into the model's metrics; the rest of the state is on the servers."""
+        self.publish_metrics(program)
+
+    def take_state(self, program: StepProgram) -> None:
         """Start from the totals that are in the model's metrics."""
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
         self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])

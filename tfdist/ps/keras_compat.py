@@ -15,9 +15,8 @@ from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.ops import cond_v2
 
-from tfdist.errors import UsageError
+from tfdist.errors import require
 from tfdist.ps.messages import sent_together
 from tfdist.ps.split import parts_of
 from tfdist.strategy.devices import server_of
@@ -297,81 +296,29 @@ _CONSTRAINTS = (
 )
 
 
-# What lives in the step and not in its variable may be written within a condition.
-#
-# Under ps that is the metrics. A condition is traced as a function for each branch, and a tensor
-# that one of them makes is not to be had outside: TensorFlow says so ("out of scope") where the
-# metric is read next, and names neither. So each branch returns what the step holds, along with its
-# result.
-# Ended by: no release, TensorFlow 2.21 included.
-
-
-_TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python"
+# The metrics of a ps job live in the step and not in their variables. A tensor that a condition, a
+# loop or a function makes is not to be had outside of it, so they are updated in the step itself.
 
 
 def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
     """Have `value` be that of a variable which lives in the step, from here on.
 
     Raises:
-      UsageError: in a loop or a function within the step, which would go on with the value that
-        was there when it was traced.
+      UsageError: in a condition, a loop or a function within the step.
     """
-    if tf.compat.v1.get_default_graph() is not trace.holder:
-        raise UsageError(
-            "metrics",
-            received=f"{variable.path}, updated in a tf.while_loop or tf.function within a step",
-            expected="updates in the step itself, or in a tf.cond of it, under strategy ps",
-            fix="use a Python loop, which the step unrolls, or return what the loop has counted "
-            "and update the metric by that",
-        )
+    require(
+        trace.is_in_step(),
+        "metrics",
+        received=f"{variable.path}, updated in a tf.cond, tf.while_loop or tf.function in a step",
+        expected="updates in the step itself, under strategy ps",
+        fix="add 0 where nothing is to be counted (tf.where), use a Python loop, or return what is "
+        "counted and update the metric by that",
+        code="metric-in-step",
+    )
     trace.local[id(variable)] = tf.cast(value, trace.local[id(variable)].dtype)
 
 
-def _with_what_the_step_holds(original: Callable[..., Any]) -> Callable[..., Any]:
-    def cond(pred: Any, true_fn: Any, false_fn: Any, name: str = "cond") -> Any:
-        trace = current()
-        if trace is None or not _may_write(trace):
-            return original(pred, true_fn, false_fn, name)
-        branches = [_returning_what_it_holds(branch, trace) for branch in (true_fn, false_fn)]
-        result, held = original(pred, *branches, name)
-        trace.local.update(zip(trace.local, held, strict=True))
-        return result
-
-    return cond
-
-
-def _may_write(trace: StepTrace) -> bool:
-    """Return whether a condition that is traced now may write to what the step holds."""
-    if trace.in_hook or not trace.local:  # what runs in the gradient hook updates weights
-        return False
-    return tf.compat.v1.get_default_graph() is trace.holder
-
-
-def _returning_what_it_holds(branch: Callable[[], Any], trace: StepTrace) -> Callable[[], Any]:
-    def run() -> tuple[Any, list[tf.Tensor]]:
-        before, holder = dict(trace.local), trace.holder
-        trace.holder = tf.compat.v1.get_default_graph()
-        try:
-            return branch(), list(trace.local.values())
-        finally:
-            trace.holder = holder
-            trace.local.update(before)
-
-    return run
-
-
-_CONDITIONS = (
-    Replacement(
-        owner=cond_v2,
-        name="cond_v2",
-        make=_with_what_the_step_holds,
-        issue=f"{_TENSORFLOW}/ops/cond_v2.py#L83",
-    ),
-)
-
-
 REPLACEMENTS: tuple[Replacement, ...] = (
-    *_CONDITIONS,
     *_CONSTRAINTS,
     *_AVERAGING,
     *_RATES,

@@ -9,12 +9,15 @@ So the cluster it is told of here is that of the workers that answer. Seen on Te
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
+import re
+import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -22,10 +25,10 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import remote
 from tensorflow.python.training import server_lib
 
-from tfdist.cluster import ClusterSpec, Task
-from tfdist.errors import StartupTimeout, UsageError
-from tfdist.ps.serve import VersionHandshake
+from tfdist.cluster import ClusterSpec, Task, TaskConfig
+from tfdist.errors import StartupTimeout, require
 from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
+from tfdist.strategy.versions import require_same_versions
 
 _LOG = logging.getLogger(__name__)
 _SAY_EVERY_S = 10.0
@@ -40,13 +43,14 @@ class Members:
         self._cluster = cluster
         self._workers = [task for task in cluster.tasks() if task.type == "worker"]
         self._min_workers = min_workers or len(self._workers)
-        if self._min_workers > len(self._workers):
-            raise UsageError(
-                "min_workers",
-                received=f"{min_workers} of {len(self._workers)} workers",
-                expected="at most those that are declared",
-                fix="declare the others in TF_CONFIG, or ask for fewer",
-            )
+        require(
+            self._min_workers <= len(self._workers),
+            "min_workers",
+            received=f"{min_workers} of {len(self._workers)} workers",
+            expected="at most those that are declared",
+            fix="declare the others in TF_CONFIG, or ask for fewer",
+            code="too-many-workers",
+        )
         self._connected: frozenset[int] = frozenset()
         self._updating = threading.Lock()
         self._noting = threading.Lock()  # never held for long
@@ -87,7 +91,7 @@ class Members:
             awaited = [task for task in awaited if task in missing or clients.awaits(task)]
             waited_s = time.monotonic() - start
             if not awaited or waited_s >= timeout_s:
-                clients.require_same_version()
+                clients.require_same()
                 if missing:
                     self._require_enough(missing, waited_s)
                 break
@@ -210,3 +214,98 @@ class Members:
                 " Fix: start them, or raise --startup_timeout_s"
             )
         _LOG.warning("after %.0f s: going on without %s", waited_s, named(self._cluster, missing))
+
+
+# The versions of a ps job are compared where its tasks meet. A worker or ps sends its own to the
+# chief, a line of text to what answers at the chief's address. Until all are there that is a
+# listener of ours, which answers. Afterwards, or in a chief that has made its strategy by itself,
+# it is TensorFlow's server, which greets everybody and hangs up on who does not speak gRPC.
+
+
+_AGAIN_S = 0.1
+_PATIENCE_S = 1.0
+_SHY_S = 3.0
+_MOST_BYTES = 1024
+_WORDS = re.compile(r"tfdist (chief|worker|ps)-(\d+): (.+)\n")
+
+
+def send_versions(config: TaskConfig, *, versions: str) -> threading.Event:
+    """Tell the chief this task's versions from a thread, as soon as something answers there.
+
+    Returns what is set then.
+    """
+    is_told = threading.Event()
+    words = f"tfdist {config.task}: {versions}\n".encode()
+    host, _, port = config.cluster.address(config.cluster.chief_task).rpartition(":")
+    chief = host.strip("[]"), int(port)
+
+    def tell() -> None:
+        while not is_told.is_set():
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(chief, timeout=_PATIENCE_S) as connection,
+            ):
+                connection.sendall(words)
+                if connection.recv(1):
+                    is_told.set()
+            is_told.wait(_AGAIN_S)
+
+    threading.Thread(target=tell, name="tfdist-versions", daemon=True).start()
+    return is_told
+
+
+class VersionHandshake:
+    """Versions that the tasks of a job have sent to its chief."""
+
+    def __init__(self, config: TaskConfig, *, versions: str) -> None:
+        self._config = config
+        self._own = versions
+        self._found: dict[Task, str] = {}
+        self._seen_s: dict[Task, float] = {}
+
+    @contextlib.contextmanager
+    def receiving_at(self, listener: socket.socket) -> Iterator[None]:
+        """Hear all who connect, until the end of the block."""
+        thread = threading.Thread(target=self._receive_all, args=(listener,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which keeps the port
+            thread.join()
+
+    def awaits(self, task: Task) -> bool:
+        """Return whether a task that answers may still say what it is; some never do."""
+        since_s = self._seen_s.setdefault(task, time.monotonic())
+        return task not in self._found and time.monotonic() - since_s < _SHY_S
+
+    def require_same(self) -> None:
+        """Raise UsageError for a task that has another version than this process."""
+        for task in self._config.cluster.tasks():
+            require_same_versions(
+                self._found.get(task, self._own),
+                task=f"{task} ({self._config.cluster.address(task)})",
+                own=self._own,
+                own_task=str(self._config.task),
+            )
+
+    def _receive_all(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client, contextlib.suppress(OSError):
+                self._hear(client)
+
+    def _hear(self, client: socket.socket) -> None:
+        client.settimeout(_PATIENCE_S)
+        said = b""
+        while len(said) < _MOST_BYTES and (more := client.recv(_MOST_BYTES)):
+            said += more
+            if found := _WORDS.fullmatch(said.decode(errors="replace")):
+                kind, index, versions = found.groups()
+                self._found[Task(kind, int(index))] = versions
+                client.sendall(b"tfdist: heard\n")
+                return

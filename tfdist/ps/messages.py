@@ -1,46 +1,18 @@
-"""Messages between a worker and the servers in a step: count and bytes."""
+"""Messages between a worker and the servers in a step: what is small goes and comes together."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
 from tfdist.strategy.devices import server_of
 
 WORKER = "worker"
 READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
 _BRANCHES = ("then_branch", "else_branch", "cond", "body", "f")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrafficLink:
-    """What goes one way between two tasks in a step.
-
-    Attributes:
-      tensors: sent, each by a request and an answer.
-      size_bytes: of those whose shape is known.
-      unknown: tensors among them whose shape is not.
-    """
-
-    tensors: int = 0
-    size_bytes: int = 0
-    unknown: int = 0
-
-    def __add__(self, other: TrafficLink) -> TrafficLink:
-        return TrafficLink(
-            tensors=self.tensors + other.tensors,
-            size_bytes=self.size_bytes + other.size_bytes,
-            unknown=self.unknown + other.unknown,
-        )
-
-
-Links = dict[tuple[str, str], TrafficLink]
-"""By the task that sends and the one that receives, such as ``("ps-0", "worker")``."""
 
 
 class Places:
@@ -70,60 +42,14 @@ class Places:
 
 def calls_functions(operation: tf.Operation) -> bool:
     """Return whether an operation is a condition, a loop or a call."""
-    return any(True for _ in _function_names(operation))
+    return bool(function_names(operation))
 
 
-def traffic(operations: Iterable[tf.Operation], places: Places) -> Links:
-    """What `operations` have sent to each other; the largest branch of a condition, a loop once."""
-    found: Links = {}
-    sent: set[tuple[str, str]] = set()
-    for operation in operations:
-        names = list(_function_names(operation))
-        if names:
-            inside = [_inside(operation, name, places) for name in names]
-            merge(found, max(inside, key=lambda one: sum(k.size_bytes for k in one.values())))
-            continue
-        here = places.of_operation(operation)
-        for tensor in operation.inputs:
-            there = places.of_tensor(tensor)
-            if there == here or tensor.dtype == tf.resource or (tensor.name, here) in sent:
-                continue
-            sent.add((tensor.name, here))
-            merge(found, {(there, here): _link(tensor)})
-    return found
-
-
-def merge(links: Links, more: Links) -> None:
-    """Add `more` to `links`."""
-    for ends, link in more.items():
-        links[ends] = links.get(ends, TrafficLink()) + link
-
-
-def _link(tensor: tf.Tensor) -> TrafficLink:
-    elements = tensor.shape.num_elements()
-    known = elements is not None
-    return TrafficLink(
-        tensors=1, size_bytes=(elements or 0) * tensor.dtype.size, unknown=0 if known else 1
-    )
-
-
-def _inside(operation: tf.Operation, name: str, places: Places) -> Links:
-    inputs: Sequence[tf.Tensor] = list(operation.inputs)
-    if operation.type in ("If", "StatelessIf"):
-        inputs = inputs[1:]
-    graph = get_func_graph(operation, [tensor.shape for tensor in inputs], name)
-    given = {
-        inner.name: places.of_tensor(outer)
-        for inner, outer in zip(graph.inputs, inputs, strict=False)
-    }
-    return traffic(graph.get_operations(), Places(given))
-
-
-def _function_names(operation: tf.Operation) -> Iterator[str]:
+def function_names(operation: tf.Operation) -> list[str]:
+    """Return the functions of an operation: of a condition, a loop or a call."""
     attributes = operation.node_def.attr
-    for key in _BRANCHES:
-        if key in attributes and attributes[key].func.name:
-            yield attributes[key].func.name
+    names = [attributes[key].func.name for key in _BRANCHES if key in attributes]
+    return [name for name in names if name]
 
 
 def _of_captured(tensor: Any) -> str:

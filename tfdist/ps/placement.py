@@ -17,7 +17,7 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
     ParameterServerStrategyV2Extended,
 )
 
-from tfdist.cluster.balance import Balance, rows_of_parts
+from tfdist.ps.balance import Balance, rows_of_parts
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy.devices import server_of
 

@@ -1,22 +1,49 @@
 """Profile of a ps job's steps, measured in the steps themselves.
 
-`Phases` notes in the worker's graph when the parts of a step are done; `PsProfile` is the account
-of all workers, by the chief.
+`Phases` notes in the worker's graph when the parts of a step are done, `traffic` counts there what
+it sends; `PsProfile` is the account of all workers, by the chief.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
-from tfdist.ps.messages import READS, WORKER, Links, Places, calls_functions, traffic
+from tfdist.ps.messages import READS, WORKER, Places, calls_functions, function_names
 
 NAMES = ("input", "read", "compute", "write")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrafficLink:
+    """What goes one way between two tasks in a step.
+
+    Attributes:
+      tensors: sent, each by a request and an answer.
+      size_bytes: of those whose shape is known.
+      unknown: tensors among them whose shape is not.
+    """
+
+    tensors: int = 0
+    size_bytes: int = 0
+    unknown: int = 0
+
+    def __add__(self, other: TrafficLink) -> TrafficLink:
+        return TrafficLink(
+            tensors=self.tensors + other.tensors,
+            size_bytes=self.size_bytes + other.size_bytes,
+            unknown=self.unknown + other.unknown,
+        )
+
+
+Links = dict[tuple[str, str], TrafficLink]
+"""By the task that sends and the one that receives, such as ``("ps-0", "worker")``."""
 
 
 class Phases:
@@ -94,6 +121,55 @@ def _updates(operation: tf.Operation) -> bool:
     return (changes and operation.type not in READS) or calls_functions(operation)
 
 
+# What a step sends, counted in its graph.
+
+
+def traffic(operations: Iterable[tf.Operation], places: Places) -> Links:
+    """What `operations` have sent to each other; the largest branch of a condition, a loop once."""
+    found: Links = {}
+    sent: set[tuple[str, str]] = set()
+    for operation in operations:
+        names = function_names(operation)
+        if names:
+            inside = [_inside(operation, name, places) for name in names]
+            _merge(found, max(inside, key=lambda one: sum(k.size_bytes for k in one.values())))
+            continue
+        here = places.of_operation(operation)
+        for tensor in operation.inputs:
+            there = places.of_tensor(tensor)
+            if there == here or tensor.dtype == tf.resource or (tensor.name, here) in sent:
+                continue
+            sent.add((tensor.name, here))
+            _merge(found, {(there, here): _link(tensor)})
+    return found
+
+
+def _merge(links: Links, more: Links) -> None:
+    """Add `more` to `links`."""
+    for ends, link in more.items():
+        links[ends] = links.get(ends, TrafficLink()) + link
+
+
+def _link(tensor: tf.Tensor) -> TrafficLink:
+    elements = tensor.shape.num_elements()
+    known = elements is not None
+    return TrafficLink(
+        tensors=1, size_bytes=(elements or 0) * tensor.dtype.size, unknown=0 if known else 1
+    )
+
+
+def _inside(operation: tf.Operation, name: str, places: Places) -> Links:
+    inputs: Sequence[tf.Tensor] = list(operation.inputs)
+    if operation.type in ("If", "StatelessIf"):
+        inputs = inputs[1:]
+    graph = get_func_graph(operation, [tensor.shape for tensor in inputs], name)
+    given = {
+        inner.name: places.of_tensor(outer)
+        for inner, outer in zip(graph.inputs, inputs, strict=False)
+    }
+    return traffic(graph.get_operations(), Places(given))
+
+
 # Costs of each worker's steps, collected by the chief.
 
 
@@ -102,9 +178,9 @@ Times = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Worker:
-    """One worker's steps: what `Phases.end` gave, the first piece left out, which warms up."""
+    """One worker's steps: what `Phases.end` gave, but of its first work unit, which warms up."""
 
-    pieces: int = 0
+    is_warm: bool = False
     times: list[Times] = dataclasses.field(default_factory=list)
     outside_s: float = 0.0
     """Of ranges in which it was warm: the time that it spent in no step."""
@@ -119,22 +195,22 @@ class PsProfile:
         """What a step sends, of the program that was traced last."""
         self._workers: dict[int, _Worker] = {}
 
-    def add(self, pieces: Sequence[tuple[int, Times]], *, wall_s: float) -> None:
-        """Add a range: each piece's worker and its steps' times ``[steps, 6]``, in any order.
+    def add(self, units: Sequence[tuple[int, Times]], *, wall_s: float) -> None:
+        """Add a range: each work unit's worker and its steps' times ``[steps, 6]``, in any order.
 
-        `wall_s` is the chief's time from the first piece given out to the last one returned.
+        `wall_s` is the chief's time from the first work unit dispatched to the last one returned.
         """
         by_worker: dict[int, list[Times]] = {}
-        for number, times in pieces:
+        for number, times in units:
             by_worker.setdefault(number, []).append(times)
         for index, listed in by_worker.items():
             worker = self._workers.setdefault(index, _Worker())
             listed.sort(key=lambda times: float(times[0, 4]))
-            if worker.pieces:
+            if worker.is_warm:
                 worker.outside_s += wall_s - sum(float(t[-1, 5] - t[0, 4]) for t in listed)
                 worker.outside_steps += sum(map(len, listed))
-            worker.times += listed if worker.pieces else listed[1:]
-            worker.pieces += len(listed)
+            worker.times += listed if worker.is_warm else listed[1:]
+            worker.is_warm = True
 
     def summary(self) -> dict[str, Any]:
         """JSON: milliseconds a step by worker, means that add up, and what a step sends."""
@@ -153,7 +229,7 @@ class PsProfile:
 def _costs(worker: _Worker) -> dict[str, Any]:
     times = np.concatenate(worker.times) * 1e3
     means = {f"{name}_ms": float(times[:, i].mean()) for i, name in enumerate(NAMES)}
-    # From one step's end to the next one's begin, where both are of one piece.
+    # From one step's end to the next one's begin, where both are of one work unit.
     gaps = [float(np.diff(np.ravel(t[:, 4:]))[1::2].sum()) for t in worker.times]
     means["between_ms"] = sum(gaps) * 1e3 / len(times)
     if worker.outside_steps:

@@ -1,26 +1,23 @@
-"""Server loop of a worker or ps task: version handshake, then serve until the chief is gone."""
+"""Server loop of a worker or ps task: serve the chief until it is gone."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
-import re
 import signal
-import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NoReturn
 
 import tensorflow as tf
 
-from tfdist.cluster import Task, TaskConfig, phases
-from tfdist.errors import UsageError
+from tfdist import phases
+from tfdist.cluster import TaskConfig
+from tfdist.ps.members import send_versions
 from tfdist.strategy.chief_watch import wait_for_chief_to_end
-from tfdist.strategy.rendezvous import serves
+from tfdist.strategy.versions import own_versions
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
     server = _start(config)
-    met = send_version(config, version=tf.__version__)
+    met = send_versions(config, versions=own_versions())
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -65,106 +62,6 @@ def _start(config: TaskConfig) -> tf.distribute.Server:
         config=protos,
         start=True,
     )
-
-
-# Version handshake of a ps job: each task tells the chief its TensorFlow version.
-#
-# Two versions may understand each other, or end with an error that names neither, or wait. A task
-# tells it to what answers at the chief's address. That is, until its workers and ps are there, a
-# listener of ours; afterwards, or in a chief that has made its strategy by itself, a server of
-# gRPC, for which the words are in a frame of HTTP/2 that it leaves aside (RFC 9113, section 5.5).
-
-
-_AGAIN_S = 0.1
-_PATIENCE_S = 1.0
-_SHY_S = 3.0
-_MOST_BYTES = 1024
-_FRAME = 0xFA  # a type of frame that HTTP/2 does not have
-_HEARD = b"tfdist: heard\n"
-_WORDS = re.compile(rb"tfdist: (chief|worker|ps)-(\d+) has TensorFlow (\S+)\n")
-
-
-def send_version(config: TaskConfig, *, version: str) -> threading.Event:
-    """Tell the chief this task's version from a thread, as soon as something answers there.
-
-    Returns what is set then.
-    """
-    is_told = threading.Event()
-    words = f"tfdist: {config.task} has TensorFlow {version}\n".encode()
-    chief = config.cluster.address(config.cluster.chief_task)
-
-    def tell() -> None:
-        while not _is_told(chief, words):
-            time.sleep(_AGAIN_S)
-        is_told.set()
-
-    threading.Thread(target=tell, name="tfdist-introduction", daemon=True).start()
-    return is_told
-
-
-class VersionHandshake:
-    """Versions that the tasks of a job have sent to its chief."""
-
-    def __init__(self, config: TaskConfig, *, version: str) -> None:
-        self._config = config
-        self._version = version
-        self._versions: dict[Task, str] = {}
-        self._seen_s: dict[Task, float] = {}
-
-    @contextlib.contextmanager
-    def receiving_at(self, listener: socket.socket) -> Iterator[None]:
-        """Hear all who connect, until the end of the block."""
-        thread = threading.Thread(target=self._receive_all, args=(listener,), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which keeps the port
-            thread.join()
-
-    def awaits(self, task: Task) -> bool:
-        """Return whether a task that answers may still say what it is; some never do."""
-        since_s = self._seen_s.setdefault(task, time.monotonic())
-        return task not in self._versions and time.monotonic() - since_s < _SHY_S
-
-    def require_same_version(self) -> None:
-        """Raise UsageError for a task that has another version than this process."""
-        for task in self._config.cluster.tasks():
-            version = self._versions.get(task, self._version)
-            if version != self._version:
-                raise UsageError(
-                    f"{task} ({self._config.cluster.address(task)})",
-                    received=f"TensorFlow {version}",
-                    expected=f"{self._version}, as {self._config.task} has",
-                    fix="install the same version on every machine",
-                )
-
-    def _receive_all(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            with client, contextlib.suppress(OSError):
-                self._hear(client)
-
-    def _hear(self, client: socket.socket) -> None:
-        client.settimeout(_PATIENCE_S)
-        said = b""
-        while len(said) < _MOST_BYTES and (more := client.recv(_MOST_BYTES)):
-            said += more
-            if found := _WORDS.search(said):
-                kind, index, version = (part.decode() for part in found.groups())
-                self._versions[Task(kind, int(index))] = version
-                client.sendall(_HEARD)
-                return
-
-
-def _is_told(address: str, words: bytes) -> bool:
-    """Whether somebody has heard the words, or a server of gRPC is there and leaves them aside."""
-    header = len(words).to_bytes(3) + bytes([_FRAME, 0, 0, 0, 0, 0])
-    return serves(address, timeout_s=_PATIENCE_S, frame=header + words)
 
 
 # Memory allocator settings of a ps server: freed tensor memory is kept.

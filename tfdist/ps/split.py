@@ -205,6 +205,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             received=f"{self.name}, which is in parts on {len(self.parts)} parameter servers",
             expected="variables that are whole",
             fix="save the model by model.save, load it on one device and export that",
+            code="split-variable",
         )
 
     def _written_in_a_loop(self) -> UsageError:
@@ -213,6 +214,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             received=f"{self.name}, which is in parts, updated in a tf.while_loop or tf.function",
             expected="updates in the step itself, or in a tf.cond of it",
             fix="use a Python loop, which the step unrolls, or leave --split_bytes out",
+            code="split-variable",
         )
 
     def __repr__(self) -> str:
@@ -295,4 +297,5 @@ def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
         received=f"{type(optimizer).__name__} for {split[0].path}, which is in parts",
         expected=f"one whose update goes row by row: {', '.join(_BY_ROWS)}",
         fix="leave --split_bytes out",
+        code="unsupported-optimizer",
     )

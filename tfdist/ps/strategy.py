@@ -8,42 +8,42 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster import TaskConfig
-from tfdist.errors import UsageError
-from tfdist.ps.members import Members
+from tfdist.cluster import JobOptions, TaskConfig
+from tfdist.errors import require
+from tfdist.ps.members import Members, VersionHandshake
 from tfdist.ps.placement import BalancedExtended
-from tfdist.ps.serve import VersionHandshake, serve
+from tfdist.ps.serve import serve
 from tfdist.strategy import rendezvous
+from tfdist.strategy.versions import own_versions
 
 
 def parameter_server(
     config: TaskConfig,
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
-    *,
-    timeout_s: float,
-    min_workers: int | None,
-    split_bytes: int | None,
+    options: JobOptions,
 ) -> tf.distribute.Strategy:
-    """Make the strategy of a ps job in its chief; any other task serves, and do not return."""
+    """Make the strategy of a ps job in its chief; any other task serves, and does not return."""
+    timeout_s = options.startup_timeout_s
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
-    if config.task != config.cluster.chief_task:
-        raise UsageError(
-            "make_strategy",
-            received=f"task {config.task} of a ps job",
-            expected="chief-0, a worker or a ps",
-            fix="run an evaluator outside the training cluster",
-        )
+    require(
+        config.task == config.cluster.chief_task,
+        "make_strategy",
+        received=f"task {config.task} of a ps job",
+        expected="chief-0, a worker or a ps",
+        fix="run an evaluator outside the training cluster",
+        code="task-type",
+    )
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-    members = Members(config.cluster, min_workers=min_workers)
-    clients = VersionHandshake(config, version=tf.__version__)
+    members = Members(config.cluster, min_workers=options.min_workers)
+    clients = VersionHandshake(config, versions=own_versions())
     # As the workers ask for this task meanwhile.
     with rendezvous.answering(config) as listener, clients.receiving_at(listener):
         workers = members.wait(timeout_s=timeout_s, clients=clients)
     with rendezvous.last_resort(timeout_s=timeout_s):
         return ElasticParameterServerStrategy(
-            resolver, members=members, workers=workers, split_bytes=split_bytes
+            resolver, members=members, workers=workers, split_bytes=options.split_bytes
         )
 
 

@@ -1,7 +1,7 @@
 """Worker pool of a ps job: dispatches each work unit to one live worker.
 
-A piece goes to whichever worker is free, so that a slow one gets fewer. What a worker had when it
-died goes to the next; the worker gets work again as soon as it is back. Work goes on while there
+A work unit goes to whichever worker is free, so that a slow one gets fewer. What a worker had when
+it died goes to the next; the worker gets work again as soon as it is back. Work goes on while there
 is one worker, also where the runtime never says that another has gone.
 """
 
@@ -16,24 +16,87 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.coordinator import coordinator_context
+from tensorflow.python.eager import context as tf_context
 from tensorflow.python.eager import executor as tf_executor
 
-from tfdist.cluster import Task, phases
+from tfdist import phases
 from tfdist.errors import PeerLost
-from tfdist.ps.closure import Done, WorkerIncarnation, WorkUnit, is_of_the_network, running_on
+from tfdist.ps.clock import InFlight
 from tfdist.ps.members import Members
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
 _GONE_S = 4.0  # how long who has work, or the weights for it, may not answer before it has gone
 _MAX_LOSSES = 5  # of one work unit, before it is thought to be what ends the workers
+_MAX_FAILURES = 3  # in a row, of a worker that answers; one that came back unseen fails once
+
+# What the runtime says of a worker that ended and came back between two calls.
+_REPLACED = (
+    "unknown device",
+    "Primary device is not remote",
+    "Unable to find the relevant tensor remote_handle",
+    "Unable to find a context_id",
+    "which might mean the worker",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerIncarnation:
+    """Worker incarnation that runs a work unit.
+
+    Attributes:
+      worker_index: the worker's.
+      life: how many times this worker has been connected to; what was kept there is gone with
+        the life before.
+    """
+
+    worker_index: int
+    life: int
+
+    @property
+    def task(self) -> str:
+        """The worker's name."""
+        return f"worker-{self.worker_index}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A work unit that is done.
+
+    Attributes:
+      value: what its function returned.
+      worker_index: of the worker that did it.
+      times: how often it was begun: 1, and 1 more for each worker that died over it.
+    """
+
+    value: Any
+    worker_index: int
+    times: int
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class WorkUnit:
+    """A work unit, the future of its result, and how many workers were lost over it."""
+
+    function: Callable[[WorkerIncarnation], Any]
+    future: Future[Done]
+    steps: int
+    max_staleness: int | None = None
+    losses: int = 0
+    begun_s: float = 0.0
 
 
 class WorkerPool:
-    """Worker pool with a thread per worker, which runs one work unit at a time on it."""
+    """Worker pool with a thread per worker, which runs one work unit at a time on it.
+
+    Attributes:
+      shares: what each worker has done, by its index.
+      account: of all training steps.
+    """
 
     def __init__(self, members: Members, *, patience_s: float) -> None:
         self._members = members
@@ -44,9 +107,7 @@ class WorkerPool:
         self._fatal: BaseException | None = None
         self._nobody_since: float | None = None
         self._held: dict[WorkerIncarnation, WorkUnit] = {}
-        self._under_way: dict[WorkerIncarnation, phases.PendingWork] = {}
-        self._begun: set[WorkerIncarnation] = set()
-        self._stalled_workers = StalledWorkerDetector()
+        self._warm: set[WorkerIncarnation] = set()
         self.shares = {i: WorkerTally() for i in range(members.num_workers)}
         self.account = Account()
         for worker in self.shares:
@@ -64,7 +125,7 @@ class WorkerPool:
 
         The result, or what it raised, comes by the future. It is called again if its worker dies.
         `steps` are those of training in it. It begins only when none of them can have more than
-        `max_staleness` steps of other pieces between its beginning and its end, nor those that
+        `max_staleness` steps of other work units between its beginning and its end, nor those that
         are under way. Raises PeerLost once a ps or all workers have gone.
         """
         future: Future[Done] = Future()
@@ -78,7 +139,7 @@ class WorkerPool:
         return future
 
     def wait_until_begun(self) -> None:
-        """Wait until there is no piece that no worker has begun."""
+        """Wait until there is no work unit that no worker has begun."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 
@@ -96,28 +157,27 @@ class WorkerPool:
         ).start()
 
     def _serve(self, worker: int, life: int) -> None:
+        """Run work units on a worker, until the pool fails or another thread serves it."""
         executor = tf_executor.new_executor(enable_async=False)
         while self._fatal is None:
             if worker not in self._members.connected:
-                if not self._admitted(worker):
+                if not self._admit(worker):
                     continue
                 life += 1
                 executor = tf_executor.new_executor(enable_async=False)
             incarnation = WorkerIncarnation(worker_index=worker, life=life)
-            unit = self._next(incarnation)
+            unit = self._take(incarnation)
             if unit is None:
                 return
             if unit.losses and not self._members.answers(worker):
                 self._decline(unit, incarnation)  # which is not what has ended this worker
                 continue
-            is_there = self._run(unit, incarnation, executor)
-            if is_there is None:
+            if not self._run(unit, incarnation, executor):
                 return  # another thread serves this worker
-            if not is_there:
-                executor.clear_error()  # which it would raise again at its end
 
-    def _admitted(self, worker: int) -> bool:
-        if worker not in self._stalled_workers.left_out and self._members.admit(worker):
+    def _admit(self, worker: int) -> bool:
+        """Connect to a worker that is there again; False, after a little while, if it is not."""
+        if not self.shares[worker].is_left_out and self._members.admit(worker):
             _LOG.info("worker-%d takes work", worker)
             with self._changed:
                 self._nobody_since = None
@@ -138,15 +198,18 @@ class WorkerPool:
                 return
         self._fail(PeerLost(f"no worker for {self._patience_s:.0f} s; all of them have ended"))
 
-    def _next(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
+    def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
+        """Wait for the next work unit; None once the pool has failed."""
         with self._changed:
             while not self._may_begin() and self._fatal is None:
                 self._changed.wait()
             if self._fatal is not None:
                 return None
             unit = self._waiting.popleft()
+            unit.begun_s = time.monotonic()
             self._in_flight.begin(unit, steps=unit.steps)
             self._held[incarnation] = unit
+            self._report_oldest()
             if not self._waiting:
                 self._changed.notify_all()  # `wait_until_begun`
             return unit
@@ -157,65 +220,59 @@ class WorkerPool:
         unit = self._waiting[0]
         return self._in_flight.admits(unit.steps, max_staleness=unit.max_staleness)
 
-    def _released(self, incarnation: WorkerIncarnation) -> bool:
-        """Record that a piece is not under way any more; False if that had been done."""
+    def _release(self, incarnation: WorkerIncarnation) -> bool:
+        """Note that a worker has its work unit no more; False if that had been done."""
         with self._changed:
             unit = self._held.pop(incarnation, None)
-            if unit is not None:
-                self._in_flight.end(unit)
-                self._changed.notify_all()
-            return unit is not None
-
-    def _run(self, unit: WorkUnit, incarnation: WorkerIncarnation, executor: Any) -> bool | None:
-        """Run a piece; return whether the worker is still there, None if that was judged."""
-        start_s = time.monotonic()
-        failed: BaseException | None = None
-        try:
-            with self._awaited(incarnation), running_on(incarnation, executor):
-                result = unit.function(incarnation)
-        except BaseException as error:
-            failed = error
-        if not self._released(incarnation):
-            return None
-        if failed is not None:
-            if isinstance(failed, tf.errors.OpError) and self._has_lost(unit, incarnation, failed):
+            if unit is None:
                 return False
-            unit.future.set_exception(failed)
+            self._warm.add(incarnation)
+            self._in_flight.end(unit)
+            self._report_oldest()
+            self._changed.notify_all()
             return True
-        self._stalled_workers.did(incarnation.worker_index)
-        taken_s = time.monotonic() - start_s
-        self.shares[incarnation.worker_index].add(steps=unit.steps, seconds=taken_s)
-        times = unit.losses + 1
-        unit.future.set_result(
-            Done(value=result, worker_index=incarnation.worker_index, times=times)
-        )
+
+    def _run(self, unit: WorkUnit, incarnation: WorkerIncarnation, executor: Any) -> bool:
+        """Run a work unit; False if it was reclaimed from the worker meanwhile."""
+        value, error = None, None
+        try:
+            with _running_on(incarnation, executor):
+                value = unit.function(incarnation)
+        except BaseException as raised:
+            error = raised
+        if not self._release(incarnation):
+            return False
+        if error is None:
+            self._complete(unit, incarnation.worker_index, value)
+        elif isinstance(error, tf.errors.OpError) and self._recover(unit, incarnation, error):
+            executor.clear_error()  # which it would raise again at its end
+        else:
+            unit.future.set_exception(error)
         return True
 
-    @contextlib.contextmanager
-    def _awaited(self, incarnation: WorkerIncarnation) -> Iterator[None]:
-        """Report how old the oldest piece under way is, and who has it."""
-        is_first, now_s = incarnation not in self._begun, time.monotonic()
-        self._begun.add(incarnation)
-        self._say(
-            incarnation, phases.PendingWork(task=incarnation.task, since_s=now_s, is_first=is_first)
+    def _report_oldest(self) -> None:
+        """Report how old the oldest work unit under way is, and who has it."""
+        phases.set_pending_work(
+            min(
+                (
+                    phases.PendingWork(
+                        task=one.task, since_s=unit.begun_s, is_first=one not in self._warm
+                    )
+                    for one, unit in self._held.items()
+                ),
+                key=lambda pending: pending.since_s,
+                default=None,
+            )
         )
-        try:
-            yield
-        finally:
-            self._say(incarnation, None)
 
-    def _say(self, incarnation: WorkerIncarnation, unit: phases.PendingWork | None) -> None:
-        with self._changed:
-            self._under_way.pop(incarnation, None)
-            if unit is not None:
-                self._under_way[incarnation] = unit
-            units = self._under_way.values()
-            phases.set_pending_work(min(units, key=lambda unit: unit.since_s, default=None))
+    def _complete(self, unit: WorkUnit, worker: int, value: Any) -> None:
+        self.shares[worker].add(steps=unit.steps)
+        unit.future.set_result(Done(value=value, worker_index=worker, times=unit.losses + 1))
 
-    def _has_lost(
+    def _recover(
         self, unit: WorkUnit, incarnation: WorkerIncarnation, error: tf.errors.OpError
     ) -> bool:
-        """Return whether `error` is the end of a worker or a ps, and not a mistake in the work."""
+        """Requeue after the end of a worker, fail after that of a ps; False for any other error."""
         gone = self._members.missing()
         if gone:
             self._fail(PeerLost(f"{gone[0]} does not answer any more"))
@@ -223,40 +280,41 @@ class WorkerPool:
             return True
         if not is_of_the_network(error):
             return False
-        message = first_line(error) if self._members.answers(incarnation.worker_index) else ""
-        if message:
+        reason = f"{incarnation.task} is gone"
+        if self._members.answers(incarnation.worker_index):
+            reason = f"{incarnation.task} answers, and says: {_first_line(error)}"
             self._note_failure(incarnation.worker_index, error)
-        self._lost(unit, incarnation, message=message)
+        self._lose(unit, incarnation, reason)
         return True
 
     def _note_failure(self, worker: int, error: tf.errors.OpError) -> None:
-        line = self._stalled_workers.failed(worker, error)
-        if line and self._stalled_workers.left_out == self.shares.keys():
+        """Leave out a worker that answers and gets nothing done."""
+        self.shares[worker].failures += 1
+        if self.shares[worker].failures != _MAX_FAILURES:
+            return
+        line = f"worker-{worker} answers, but none of {_MAX_FAILURES} work units got done"
+        line = f"{line}: {_first_line(error)}"
+        if all(share.is_left_out for share in self.shares.values()):
             self._fail(PeerLost(line))
-        elif line:
+        else:
             _LOG.warning("%s; going on without it", line)
 
-    def _lost(self, unit: WorkUnit, incarnation: WorkerIncarnation, *, message: str = "") -> None:
-        """Gives the piece of a worker that is gone, or has `message` why it failed, to another."""
+    def _lose(self, unit: WorkUnit, incarnation: WorkerIncarnation, reason: str) -> None:
+        """Give the work unit of a worker that is gone, or cannot do it, to another."""
         self._members.lost(incarnation.worker_index)
         self.shares[incarnation.worker_index].losses += 1
         unit.losses += 1
-        why = (
-            f"{incarnation.task} answers, and says: {message}"
-            if message
-            else f"{incarnation.task} is gone"
-        )
         if unit.losses < _MAX_LOSSES:
-            _LOG.warning("%s; its work goes to another", why)
+            _LOG.warning("%s; its work goes to another", reason)
             self._requeue(unit)
             return
-        why = f"a work unit was begun {_MAX_LOSSES} times and never done; {why}"
-        unit.future.set_exception(self._fatal or PeerLost(why))
+        reason = f"a work unit was begun {_MAX_LOSSES} times and never done; {reason}"
+        unit.future.set_exception(self._fatal or PeerLost(reason))
 
     def _decline(self, unit: WorkUnit, incarnation: WorkerIncarnation) -> None:
-        """Leave a piece that was not begun to another."""
+        """Leave a work unit that was not begun to another."""
         self._members.lost(incarnation.worker_index)
-        self._released(incarnation)
+        self._release(incarnation)
         self._requeue(unit)
 
     def _requeue(self, unit: WorkUnit) -> None:
@@ -269,31 +327,25 @@ class WorkerPool:
 
     def _watch(self) -> None:
         """Find out who is gone while a call that needs them does not end."""
-        workers, servers = (
-            HeartbeatTimeout[WorkerIncarnation](_GONE_S),
-            HeartbeatTimeout[Task](_GONE_S),
-        )
+        timeout = HeartbeatTimeout(_GONE_S)
         while self._fatal is None:
             time.sleep(_PROBE_EVERY_S)
             with self._changed:
                 held = list(self._held)
-            unresponsive = [
-                incarnation
-                for incarnation in held
-                if not self._members.answers(incarnation.worker_index)
-            ]
-            for incarnation in workers.too_long(unresponsive):
-                self._reclaim(incarnation)
-            for server in servers.too_long(self._members.missing() if held else []):
-                self._fail(PeerLost(f"{server} does not answer any more"))
+            silent: list[Hashable] = [i for i in held if not self._members.answers(i.worker_index)]
+            silent += self._members.missing() if held else []
+            for one in timeout.too_long(silent):
+                if isinstance(one, WorkerIncarnation):
+                    self._reclaim(one)
+                else:
+                    self._fail(PeerLost(f"{one} does not answer any more"))
 
     def _reclaim(self, incarnation: WorkerIncarnation) -> None:
         with self._changed:
             unit = self._held.get(incarnation)
-        if unit is None or not self._released(incarnation):
+        if unit is None or not self._release(incarnation):
             return  # its call has ended meanwhile
-        self._say(incarnation, None)
-        self._lost(unit, incarnation)
+        self._lose(unit, incarnation, f"{incarnation.task} is gone")
         self._begin_to_serve(incarnation.worker_index, life=incarnation.life)
 
     def _fail(self, error: BaseException) -> None:
@@ -304,7 +356,29 @@ class WorkerPool:
                 unit.future.set_exception(error)
             self._waiting.clear()
             self._held.clear()
+            self._report_oldest()
             self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def _running_on(incarnation: WorkerIncarnation, executor: Any) -> Iterator[None]:
+    """Run what is in the block on the devices of a worker, one operation after the other."""
+    device = f"/job:worker/replica:0/task:{incarnation.worker_index}"
+    dispatch = coordinator_context.with_dispatch_context(incarnation)
+    with tf.device(device), tf_context.executor_scope(executor), dispatch:
+        yield
+
+
+def is_of_the_network(error: tf.errors.OpError) -> bool:
+    """Return whether an error may be the end of a worker, and not a mistake in the work."""
+    if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+        return True
+    return any(text in str(error) for text in _REPLACED)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what an error says, in a line that is not too long."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 _worker_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, WorkerPool] = (
@@ -319,110 +393,19 @@ def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float) -> Wo
     return _worker_pools[strategy]
 
 
-# Workers and servers whose heartbeat has timed out.
-
-
-_T = TypeVar("_T", bound=Hashable)
-
-
-class HeartbeatTimeout(Generic[_T]):
+class HeartbeatTimeout:
     """Tracker of how long each peer has not answered."""
 
     def __init__(self, most_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_s = most_s
         self._clock = clock
-        self._since_s: dict[_T, float] = {}
+        self._since_s: dict[Hashable, float] = {}
 
-    def too_long(self, unresponsive: Collection[_T]) -> list[_T]:
+    def too_long(self, unresponsive: Collection[Hashable]) -> list[Hashable]:
         """Record who is silent now; return those silent at each poll for `most_s`."""
         now_s = self._clock()
         self._since_s = {one: self._since_s.get(one, now_s) for one in unresponsive}
         return [one for one, since_s in self._since_s.items() if now_s - since_s >= self._most_s]
-
-
-# Detection of stalled workers, which answer but complete no work.
-
-
-_MOST_FAILURES = 3  # failures in a row; one that came back unseen fails once
-
-
-class StalledWorkerDetector:
-    """Counter of consecutive failed work units of each live worker."""
-
-    def __init__(self) -> None:
-        self._failures: collections.Counter[int] = collections.Counter()
-        self.left_out: frozenset[int] = frozenset()
-
-    def did(self, worker: int) -> None:
-        """A worker has done a piece."""
-        self._failures.pop(worker, None)
-
-    def failed(self, worker: int, error: BaseException) -> str | None:
-        """Return a line once a worker is to be left out."""
-        self._failures[worker] += 1
-        if self._failures[worker] < _MOST_FAILURES or worker in self.left_out:
-            return None
-        self.left_out |= {worker}
-        message = first_line(error)
-        most = _MOST_FAILURES
-        return f"worker-{worker} answers, but none of {most} work units got done: {message}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error says, in a line that is not too long."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-# Work units in flight, and the staleness bound of each.
-
-
-_P = TypeVar("_P", bound=Hashable)
-
-
-class InFlight(Generic[_P]):
-    """The pieces under way. For each, the steps of others that may be applied before its end.
-
-    These are the steps that were under way when it began, and those begun since.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[_P, int] = {}
-        self._others: dict[_P, int] = {}
-
-    def admits(self, steps: int, *, max_staleness: int | None) -> bool:
-        """Return whether a piece of so many steps may begin now."""
-        if max_staleness is None or not steps:
-            return True
-        if sum(self._steps.values()) > max_staleness:
-            return False
-        return all(others + steps <= max_staleness for others in self._others.values())
-
-    def begin(self, unit: _P, *, steps: int) -> None:
-        """Record that a piece is under way."""
-        for other in self._others:
-            self._others[other] += steps
-        self._others[unit] = sum(self._steps.values())
-        self._steps[unit] = steps
-
-    def end(self, unit: _P) -> None:
-        """Record that a piece has ended, done or not."""
-        self._steps.pop(unit, None)
-        self._others.pop(unit, None)
-
-
-def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
-    """Return how long pieces may be that still let as many workers as can be work at a time.
-
-    With a bound of k at most k + 1 work at a time. Half of the bound is for the pieces that are
-    under way when one begins, half for those that begin while it is.
-    """
-    if max_staleness is None:
-        return most
-    others = min(workers - 1, max_staleness)
-    return most if not others else min(most, max(1, max_staleness // (2 * others)))
-
-
-# Account of dispatched steps: per worker, staleness, repeats.
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -430,57 +413,53 @@ class WorkerTally:
     """What one worker has done.
 
     Attributes:
-      pieces: that it finished.
+      units: work units that it finished.
       steps: of training in them.
-      seconds: that these took.
-      losses: pieces that were under way when it died; each may have been applied in part.
+      losses: work units that were under way when it died; each may have been applied in part.
+      failures: work units in a row that it did not get done although it answers.
     """
 
     units: int = 0
     steps: int = 0
-    seconds: float = 0.0
     losses: int = 0
+    failures: int = 0
 
-    def add(self, *, steps: int, seconds: float) -> None:
-        """Record a piece that it has finished."""
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it gets no work any more."""
+        return self.failures >= _MAX_FAILURES
+
+    def add(self, *, steps: int) -> None:
+        """Record a work unit that it has finished."""
         self.units += 1
         self.steps += steps
-        self.seconds += seconds
+        self.failures = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Repeat:
-    """A range of training steps ``[first, last)`` that was begun `times` times, as workers died."""
-
-    first: int
-    last: int
-    times: int
-
-
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Account:
     """The training steps of one process: each was completed once, and some were begun again.
 
     Attributes:
       applied_twice: updates that the servers have seen, less the steps completed.
       staleness: how many steps had so many updates of others between their reading and writing.
-      repeats: the ranges that were begun more than once.
+      repeats: ``(first, last, times)`` of each range ``[first, last)`` begun more than once.
     """
 
-    def __init__(self) -> None:
-        self.applied_twice = 0
-        self.staleness: collections.Counter[int] = collections.Counter()
-        self.repeats: list[Repeat] = []
+    applied_twice: int = 0
+    staleness: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    repeats: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
     def done(self, first: int, last: int, *, times: int, staleness: Iterable[int]) -> None:
         """Record a work unit that is done."""
         self.staleness.update(map(int, staleness))
         if times > 1:
-            self.repeats.append(Repeat(first=first, last=last, times=times))
+            self.repeats.append((first, last, times))
 
     def summary(self) -> dict[str, Any]:
         """Return what the run's summary says of it."""
         return {
             "staleness": {str(age): self.staleness[age] for age in sorted(self.staleness)},
             "steps_applied_twice": self.applied_twice,
-            "repeated_ranges": [[r.first, r.last, r.times] for r in self.repeats],
+            "repeated_ranges": [list(repeat) for repeat in self.repeats],
         }

@@ -70,7 +70,7 @@ _watches: list[ChiefWatch] = []
 
 
 def chief_watch(config: TaskConfig, *, timeout_s: float) -> ChiefWatch:
-    """The one watch of this process; begun with the first call."""
+    """Return the one watch of this process; begun with the first call."""
     if not _watches:
         _watches.append(ChiefWatch(config, timeout_s=timeout_s))
     return _watches[0]

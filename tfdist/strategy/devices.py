@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context as tf_context
 
-from tfdist.errors import UsageError
+from tfdist.errors import require
 
 _LOG = logging.getLogger(__name__)
 _LOGICAL_CPUS_PER_CORE = 4
@@ -24,13 +24,14 @@ def require_unused_runtime() -> None:
 
     Threads, devices and collectives can only be set before the first one.
     """
-    if tf_context.context()._context_handle is not None:
-        raise UsageError(
-            "make_strategy",
-            received="a process in which TensorFlow has already run an operation",
-            expected="to be called before any other TensorFlow work",
-            fix="move tfdist.make_strategy() to the top of the program",
-        )
+    require(
+        tf_context.context()._context_handle is None,
+        "make_strategy",
+        received="a process in which TensorFlow has already run an operation",
+        expected="to be called before any other TensorFlow work",
+        fix="move tfdist.make_strategy() to the top of the program",
+        code="tensorflow-has-run",
+    )
 
 
 def set_threads(threads: int | None) -> None:
@@ -78,13 +79,11 @@ def replica_devices(count: int | None) -> list[str]:
     """
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        if count is not None and count > len(gpus):
-            raise _too_many(count, f"at most {len(gpus)}, the GPUs that are visible")
+        _require_at_most(len(gpus), count, of="the GPUs that are visible")
         return [f"/GPU:{i}" for i in range(count or len(gpus))]
     cores = usable_cores()
-    if count is not None and count > _LOGICAL_CPUS_PER_CORE * cores:
-        most = _LOGICAL_CPUS_PER_CORE * cores
-        raise _too_many(count, f"at most {most} logical devices on {cores} cores and no GPU")
+    most = _LOGICAL_CPUS_PER_CORE * cores
+    _require_at_most(most, count, of=f"logical devices on {cores} cores and no GPU")
     count = count or cores
     if count > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -100,10 +99,12 @@ def server_of(variable: Any) -> int | None:
     return device.task if device.job == "ps" else None
 
 
-def _too_many(count: int, expected: str) -> UsageError:
-    return UsageError(
+def _require_at_most(most: int, count: int | None, *, of: str) -> None:
+    require(
+        count is None or count <= most,
         "devices_per_worker",
         received=count,
-        expected=expected,
+        expected=f"at most {most}, {of}",
         fix="lower --devices_per_worker, or make more devices visible",
+        code="devices",
     )

@@ -1,4 +1,4 @@
-"""Communication of a job's tasks: chief, barrier, broadcast."""
+"""Communication of a job's tasks: chief, barrier, broadcast, initial values of variables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.trackable.base import CheckpointInitialValue
 
-from tfdist.cluster import phases, read_environment
+from tfdist import phases
+from tfdist.cluster import read_environment
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 
@@ -160,6 +162,7 @@ def _require_text_as_keys(value: Any) -> None:
                 received=f"a dict with the key {key!r}",
                 expected="text as keys, as JSON has them",
                 fix="send a list of pairs, and make a dict of it again",
+                code="broadcast-key",
             )
         _require_text_as_keys(item)
 
@@ -171,6 +174,7 @@ def _another_sum(name: str, lost: str, theirs: str, mine: str) -> UsageError:
         expected=f"{mine}, as of {name}",
         fix="every worker makes the same sums in the same order: look for a tf.cond, an if or a"
         " callback that only some of them take",
+        code="different-sums",
     )
 
 
@@ -195,3 +199,39 @@ def _decode(value: dict[str, Any]) -> Any:
 
 def _is_chief_task(config: Any) -> bool:
     return bool(config.task == config.cluster.chief_task)
+
+
+def broadcast_initial_values(job: Job) -> None:
+    """Have variables that are made from now on in the scope of `job` start from the chief's values.
+
+    These go by the ring. TensorFlow sends each by a collective of its own, of which the workers
+    first agree by several messages: most of what making a model of many variables costs there.
+    Those of a graph, and those of strings, are TensorFlow's as before.
+    """
+    extended = job.strategy.extended
+    by_collective = extended._get_variable_creator_initial_value
+
+    def creator(*, initial_value: Any, dtype: Any = None, **where: Any) -> Callable[[], Any]:
+        def given(value: Any) -> Any:
+            return by_collective(initial_value=value, dtype=dtype, **where)()
+
+        def initial() -> Any:
+            if not tf.executing_eagerly():
+                return given(initial_value)
+            with tf.device(where["device"]):
+                value = _initial_tensor(initial_value, dtype)
+                if value.dtype == tf.string or not value.dtype.is_numpy_compatible:
+                    return given(value)
+                mine = value.numpy() if job.is_chief else np.zeros_like(value.numpy())
+                return tf.constant(sum_bytes(job, mine, of="the initial value of a variable"))
+
+        return initial
+
+    extended._get_variable_creator_initial_value = creator
+
+
+def _initial_tensor(value: Any, dtype: Any) -> tf.Tensor:
+    value = value() if callable(value) else value
+    if isinstance(value, CheckpointInitialValue):
+        value = value.wrapped_value
+    return tf.convert_to_initial_tensor(value, dtype=dtype)

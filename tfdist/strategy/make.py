@@ -7,30 +7,37 @@ import functools
 import logging
 import os
 import signal
+import sys
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist import phases
 from tfdist.cluster import (
     JobOptions,
     Task,
     TaskConfig,
-    phases,
     read_environment,
     resolved_strategy,
     settings,
 )
 from tfdist.cluster.address import shown
-from tfdist.errors import UsageError, near
-from tfdist.strategy import devices, initial_values, neighbours, rendezvous
+from tfdist.errors import TfdistError, UsageError, require, require_one_of
+from tfdist.strategy import devices, neighbours, rendezvous
 from tfdist.strategy.chief_watch import chief_watch
-from tfdist.strategy.exit_code import end_mistakes_in_one_line
+from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
+_PER_WORKER = {
+    "single": "one device",
+    "ps": "one device",
+    "multiworker": "each visible GPU, or one CPU",
+}
 
 
 def make_strategy(
@@ -77,39 +84,27 @@ def make_strategy(
     if legacy and settings.LAUNCHED not in os.environ:  # else the launcher has said so
         _LOG.warning("%s", legacy)
     devices.require_unused_runtime()
-    _check_arguments(
+    options = _options(
+        config,
         devices_per_worker=devices_per_worker,
         threads_per_task=threads,
         startup_timeout_s=startup_timeout_s,
         min_workers=min_workers,
         split_bytes=split_bytes,
     )
-    options = config.options if config else None
-    devices.set_threads(threads or (options.threads_per_task if options else None))
+    devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
-    count = devices_per_worker or (options.devices_per_worker if options else None)
-    timeout_s = startup_timeout_s or (options.startup_timeout_s if options else 60.0)
-    min_workers = min_workers or (options.min_workers if options else None)
-    split_bytes = split_bytes or (options.split_bytes if options else None)
     with phases.entered("rendezvous"):
         if kind == "single":
-            strategy = _single(count)
+            strategy = _single(options)
         elif kind == "mirrored":
-            strategy = tf.distribute.MirroredStrategy(devices.replica_devices(count))
-        elif kind == "multiworker":
-            strategy = _multiworker(_needed(config, kind), count, timeout_s, communication_options)
-        else:
-            _require_one_device(count)
-            from tfdist.ps.strategy import parameter_server
-
-            described = _needed(config, kind)
-            strategy = parameter_server(
-                described,
-                _resolver(described),
-                timeout_s=timeout_s,
-                min_workers=min_workers,
-                split_bytes=split_bytes,
+            strategy = tf.distribute.MirroredStrategy(
+                devices.replica_devices(options.devices_per_worker)
             )
+        elif kind == "multiworker":
+            strategy = _multiworker(_needed(config, kind), options, communication_options)
+        else:
+            strategy = _parameter_server(_needed(config, kind), options)
     _hear_sigterm()
     job = Job(strategy=strategy, kind=kind, config=config)
     if kind == "multiworker" and communication_options is None:
@@ -117,29 +112,25 @@ def make_strategy(
             job = _in_ring(job)
     remember(job)
     if config is not None and config.task.type == "evaluator":
-        chief_watch(config, timeout_s=timeout_s)  # it may be done before this task needs to know
+        # The chief may be done before this task needs to know.
+        chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
     return strategy
 
 
 def _resolve(kind: str, config: TaskConfig | None) -> str:
-    if kind not in (*KINDS, "auto"):
-        raise UsageError(
-            "make_strategy",
-            received=f"kind={kind!r}{near(kind, KINDS)}",
-            expected=f"one of {', '.join(KINDS)}, auto",
-            fix="name one of them",
-        )
+    require_one_of("make_strategy(kind)", kind, (*KINDS, "auto"))
     told = resolved_strategy(config) if config else "auto"
     if config is not None and config.task.type == "evaluator" and kind in ("ps", "multiworker"):
         kind = told  # that of the training, which it takes no part in
-    if kind != "auto" and told not in ("auto", kind):
-        raise UsageError(
-            "make_strategy",
-            received=f"kind={kind!r} where TF_CONFIG describes a {told} job",
-            expected="the two to agree",
-            fix=f"call make_strategy() without a kind, or start the job with --strategy {kind}",
-        )
+    require(
+        kind == "auto" or told in ("auto", kind),
+        "make_strategy",
+        received=f"kind={kind!r} where TF_CONFIG describes a {told} job",
+        expected="the two to agree",
+        fix=f"call make_strategy() without a kind, or start the job with --strategy {kind}",
+        code="other-strategy",
+    )
     if kind == "auto":
         kind = told
     if kind == "auto":
@@ -147,11 +138,15 @@ def _resolve(kind: str, config: TaskConfig | None) -> str:
     return kind
 
 
-def _check_arguments(**given: Any) -> None:
-    """Raise UsageError for what TF_CONFIG could not say either."""
+def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
+    """Return the job's settings, with what is `given` in their place; None is nothing given.
+
+    Raises UsageError for what TF_CONFIG could not say either.
+    """
+    options = config.options if config else JobOptions()
     for name, value in given.items():
         try:
-            JobOptions(**{} if value is None else {name: value})
+            options = options if value is None else dataclasses.replace(options, **{name: value})
         except UsageError as error:
             argument = name.removesuffix("_per_task")  # as `threads`
             raise UsageError(
@@ -159,17 +154,20 @@ def _check_arguments(**given: Any) -> None:
                 received=shown(value),
                 expected=error.expected,
                 fix=f"pass {argument} so, or leave it out",
+                code=error.code,
             ) from None
+    return options
 
 
 def _same(made: Job, kind: str) -> Job:
-    if made.kind != kind:
-        raise UsageError(
-            "make_strategy",
-            received=f"kind={kind!r} after a {made.kind} strategy was made in this process",
-            expected="one strategy a process",
-            fix="make it once, and pass it on",
-        )
+    require(
+        made.kind == kind,
+        "make_strategy",
+        received=f"kind={kind!r} after a {made.kind} strategy was made in this process",
+        expected="one strategy a process",
+        fix="make it once, and pass it on",
+        code="second-strategy",
+    )
     return made
 
 
@@ -180,58 +178,59 @@ def _needed(config: TaskConfig | None, kind: str) -> TaskConfig:
             received=f"kind={kind!r} and no cluster in TF_CONFIG",
             expected="TF_CONFIG with the job's tasks",
             fix=f"start the program by python -m tfdist.launch --strategy {kind} ...",
+            code="no-cluster",
         )
     return config
 
 
-def _single(count: int | None) -> tf.distribute.Strategy:
-    if count not in (None, 1):
-        raise UsageError(
-            "make_strategy",
-            received=f"devices_per_worker={count} with strategy single",
-            expected="1",
-            fix="use strategy mirrored for several devices",
-        )
+def _single(options: JobOptions) -> tf.distribute.Strategy:
+    _require_devices(options, 1, kind="single", fix="use strategy mirrored for several devices")
     gpus = tf.config.list_physical_devices("GPU")
     return tf.distribute.OneDeviceStrategy("/GPU:0" if gpus else "/CPU:0")
 
 
+def _parameter_server(config: TaskConfig, options: JobOptions) -> tf.distribute.Strategy:
+    # Keras' optimizers have no updates for what TensorFlow makes of a worker's several devices.
+    _require_devices(options, 1, kind="ps", fix="start more workers")
+    from tfdist.ps.strategy import parameter_server
+
+    return parameter_server(config, _resolver(config), options)
+
+
 def _multiworker(
     config: TaskConfig,
-    count: int | None,
-    timeout_s: float,
-    options: tf.distribute.experimental.CommunicationOptions | None,
+    options: JobOptions,
+    communication_options: tf.distribute.experimental.CommunicationOptions | None,
 ) -> tf.distribute.Strategy:
     gpus = tf.config.list_physical_devices("GPU")
-    local = len(gpus) or 1
-    if count is not None and count != local:
-        # TensorFlow takes all visible GPUs of a worker, and exactly one CPU.
-        raise UsageError(
-            "make_strategy",
-            received=f"devices_per_worker={count}",
-            expected=f"{local}: a worker of a multiworker job has each visible GPU, or one CPU",
-            fix="start more workers, or set CUDA_VISIBLE_DEVICES",
-        )
+    local = len(gpus) or 1  # TensorFlow takes all visible GPUs of a worker, and exactly one CPU
+    fix = "start more workers, or set CUDA_VISIBLE_DEVICES"
+    _require_devices(options, local, kind="multiworker", fix=fix)
+    timeout_s = options.startup_timeout_s
     implementation = tf.distribute.experimental.CommunicationImplementation
     ring = implementation.AUTO if gpus else implementation.RING
     devices.send_in_large_pieces()
-    options = options or tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    communication_options = (
+        communication_options
+        or tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    )
     rendezvous.await_peers(config, timeout_s=timeout_s)
     with (
         rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S),
         phases.starting_runtime(),
     ):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
-            cluster_resolver=_resolver(config), communication_options=options
+            cluster_resolver=_resolver(config), communication_options=communication_options
         )
     expected = local * config.cluster.num_replica_tasks
-    if strategy.num_replicas_in_sync != expected:
-        raise UsageError(
-            "make_strategy",
-            received=f"{strategy.num_replicas_in_sync} replicas",
-            expected=f"{expected}: {config.cluster.num_replica_tasks} tasks of {local} devices",
-            fix="give every task the same number of visible devices",
-        )
+    require(
+        strategy.num_replicas_in_sync == expected,
+        "make_strategy",
+        received=f"{strategy.num_replicas_in_sync} replicas",
+        expected=f"{expected}: {config.cluster.num_replica_tasks} tasks of {local} devices",
+        fix="give every task the same number of visible devices",
+        code="devices",
+    )
     return strategy
 
 
@@ -251,7 +250,7 @@ def _in_ring(job: Job) -> Job:
     )
     job = dataclasses.replace(job, ring=ring)
     if ring is not None:
-        initial_values.go_by_ring(job)
+        broadcast_initial_values(job)
     return job
 
 
@@ -262,15 +261,15 @@ def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.nd
     return total
 
 
-def _require_one_device(count: int | None) -> None:
-    if count not in (None, 1):
-        # Keras' optimizers have no updates for what TensorFlow makes of a worker's several devices.
-        raise UsageError(
-            "make_strategy",
-            received=f"devices_per_worker={count} with strategy ps",
-            expected="1: a worker of a ps job computes on one device",
-            fix="start more workers",
-        )
+def _require_devices(options: JobOptions, count: int, *, kind: str, fix: str) -> None:
+    require(
+        options.devices_per_worker in (None, count),
+        "make_strategy",
+        received=f"devices_per_worker={options.devices_per_worker} with strategy {kind}",
+        expected=f"{count}, as a worker of such a job computes on {_PER_WORKER[kind]}",
+        fix=fix,
+        code="devices",
+    )
 
 
 def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -294,3 +293,24 @@ def _hear_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     except ValueError:
         _LOG.debug("not the main thread: SIGTERM stays as it is")
+
+
+def end_mistakes_in_one_line() -> None:
+    """Have an uncaught `TfdistError` printed as one line, and its exit code be the process's.
+
+    TF_CONFIG and the exit code are all that a scheduler and a program know of each other, so this
+    holds for every program that has made a strategy. Other errors go on to the hook from before.
+    """
+    before = sys.excepthook
+    if getattr(before, "tells_mistakes", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, TfdistError):
+            before(kind, error, trace)
+            return
+        print(f"tfdist: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code)  # which Python takes from its hook as from a program
+
+    hook.tells_mistakes = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

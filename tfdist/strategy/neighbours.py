@@ -17,16 +17,17 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tfdist.strategy.ring import Ring
+from tfdist.strategy.versions import own_versions, require_same_versions
 
 _LOG = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
-_WORDS = 1 + _SECRET_BYTES // 4
+_ROW = struct.Struct(f"<I{_SECRET_BYTES}s64s")
 _MAX_CLIENTS = 64  # who have not said yet who they are
 _BUFFER_BYTES = 4 * 2**20
 # A machine that has vanished is noticed after about half a minute by who waits for its part. No
@@ -34,6 +35,14 @@ _BUFFER_BYTES = 4 * 2**20
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 Sum = Callable[[np.ndarray], np.ndarray]
+
+
+class _Row(NamedTuple):
+    """A worker, as the others have to know it."""
+
+    port: int
+    secret: bytes
+    versions: str
 
 
 def join(
@@ -62,16 +71,15 @@ def join(
     with contextlib.ExitStack() as stack:
         near, far = _on_this_machine(secret), _for_other_machines(hosts[rank], ports)
         listeners = [stack.enter_context(one) for one in (near, far) if one is not None]
-        table = np.zeros((size, _WORDS), np.int32)
-        if far is not None:
-            table[rank, 0] = far.getsockname()[1]
-        table[rank, 1:] = np.frombuffer(secret, np.int32)
-        table = total(table.reshape(-1)).reshape(size, _WORDS)
+        mine = _Row(far.getsockname()[1] if far else 0, secret, own_versions())
+        table = _exchanged(mine, rank, size, total=total)
+        for name, row in zip(names, table, strict=True):
+            require_same_versions(row.versions, task=name, own=mine.versions, own_task=names[rank])
         after = (rank + 1) % size
         deadline_s = time.monotonic() + timeout_s
-        place = f"{hosts[after]}:{table[after, 0]}"
-        hello = _HELLO.pack(table[after, 1:].tobytes(), rank)
-        to_next = _connect(hosts[after], int(table[after, 0]), hello, deadline_s)
+        place = f"{hosts[after]}:{table[after].port}"
+        hello = _HELLO.pack(table[after].secret, rank)
+        to_next = _connect(hosts[after], table[after].port, hello, deadline_s)
         expected = _HELLO.pack(secret, (rank - 1) % size)
         from_previous = _accept(listeners, expected, deadline_s)
     reached = np.zeros(size, np.int32)
@@ -90,6 +98,15 @@ def join(
         if end is not None:
             end.close()
     return None
+
+
+def _exchanged(mine: _Row, rank: int, size: int, *, total: Sum) -> list[_Row]:
+    """Return the row of each worker. A collective."""
+    table = np.zeros((size, _ROW.size // 4), np.int32)
+    packed = _ROW.pack(mine.port, mine.secret, mine.versions.encode())
+    table[rank] = np.frombuffer(packed, np.int32)
+    rows = [_ROW.unpack(row.tobytes()) for row in total(table.reshape(-1)).reshape(table.shape)]
+    return [_Row(port, secret, text.rstrip(b"\0").decode()) for port, secret, text in rows]
 
 
 def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:

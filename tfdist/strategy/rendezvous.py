@@ -94,15 +94,15 @@ def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
     raise StartupTimeout(_message(config, [chief], waited_s, most_s))
 
 
-def serves(address: str, *, timeout_s: float, frame: bytes = b"") -> bool:
+def serves(address: str, *, timeout_s: float) -> bool:
     """True when a server of gRPC is at ``host:port``; waits for it while something listens there.
 
-    False as soon as nothing does. A `frame` of HTTP/2 is sent to it with the greeting.
+    False as soon as nothing does.
     """
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as server:
-            server.sendall(_HELLO + frame)
+            server.sendall(_HELLO)
             return bool(server.recv(1))
     except OSError:
         return False
@@ -125,6 +125,7 @@ def answering(config: TaskConfig) -> Iterator[socket.socket]:
             received=f"{address}, which cannot be listened at ({error.strerror})",
             expected="a free port of this machine",
             fix="end what listens there, or give the task another port in TF_CONFIG",
+            code="port-in-use",
         ) from error
     with listener:
         yield listener

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist.cluster import phases
+from tfdist import phases
 
 _OF_BYTES = 120
 # How many sums before this one, a checksum of what it is of, and that in words.

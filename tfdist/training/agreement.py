@@ -10,7 +10,6 @@ and one of 512 after it.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +23,7 @@ from tfdist.data.stream_graph import random_states
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
-from tfdist.training.feed import Digest, Feed, digest_of
+from tfdist.training.feed import Digest, Feed, Layout, digests_of
 
 _LOG = logging.getLogger(__name__)
 _EXAMPLES_BY_GRAPH = 32
@@ -40,7 +39,7 @@ def share_random_states(job: Job, source: Source) -> None:
 
     Such as the seed of a `RandomFlip` that a dataset maps: each process has drawn one of its own.
     """
-    if not isinstance(source, StreamSource) or _num_tasks(job) == 1:
+    if not isinstance(source, StreamSource) or Layout.of(job).num_tasks == 1:
         return
     for handle in random_states(source.dataset_for()):
         dtype = tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
@@ -56,7 +55,7 @@ def require_same_examples(job: Job, source: Source) -> None:
       UsageError: the tasks do not have the same number of examples, or not the same targets or, of
         arrays, inputs at the same indices.
     """
-    if _num_tasks(job) == 1 or not isinstance(source, GraphSource | PythonSource):
+    if Layout.of(job).num_tasks == 1 or not isinstance(source, GraphSource | PythonSource):
         return
     count = source.num_examples or 0
     most = _EXAMPLES_BY_GRAPH if isinstance(source, GraphSource) else _EXAMPLES_BY_PYTHON
@@ -70,7 +69,7 @@ def require_same_examples(job: Job, source: Source) -> None:
     if len({tuple(row) for row in counts}) > 1:
         raise _differ(job, "numbers of examples", [f"{int(row[0]):,}" for row in counts])
     whole = isinstance(source, ArraySource)
-    _require_same(job, digest_of(found), where="examples at the same indices", inputs_too=whole)
+    _require_same(job, digests_of(found), where="examples at the same indices", inputs_too=whole)
 
 
 def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
@@ -108,8 +107,9 @@ def _hex(row: np.ndarray) -> str:
 
 def _of_all_tasks(job: Job, values: Sequence[float]) -> np.ndarray:
     """Return each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
-    table = np.zeros((_num_tasks(job), len(values)))
-    table[_task_index(job)] = values
+    layout = Layout.of(job)
+    table = np.zeros((layout.num_tasks, len(values)))
+    table[layout.task_index] = values
     whole = sum_over_tasks(job, table.reshape(-1), of="digests of the data")
     return whole.reshape(table.shape)
 
@@ -122,14 +122,5 @@ def _differ(job: Job, what: str, seen: Sequence[str]) -> UsageError:
         received=f"{what} that differ between the workers: {each}",
         expected="the same in every worker, as each takes its part of a batch",
         fix=_FIX,
+        code="tasks-differ",
     )
-
-
-def _num_tasks(job: Job) -> int:
-    if job.kind != "multiworker":
-        return 1
-    return math.ceil(job.num_replicas / len(job.replica_ids))
-
-
-def _task_index(job: Job) -> int:
-    return job.replica_ids[0] // len(job.replica_ids)

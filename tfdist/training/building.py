@@ -14,6 +14,7 @@ from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.training import keras_compat
+from tfdist.training.program import is_own
 
 _FEW_ROWS = 8
 """A first axis of no more may be that of a stack, as of an anchor and a positive example."""
@@ -27,6 +28,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             received=f"a {type(model).__name__} of Keras 2 (tf_keras) as the model",
             expected="a model of Keras 3",
             fix=f"make it by `import keras`; tf.keras is Keras 3 once {LEGACY_KERAS} is not set",
+            code="keras-2",
         )
     if not isinstance(model, keras.Model):
         raise UsageError(
@@ -34,6 +36,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             received=f"a {type(model).__name__} as the model",
             expected="a keras.Model",
             fix=f"call tfdist.{doing}(model, ...)",
+            code="not-a-model",
         )
     require_compiled_functions(doing=doing)
     current, made = current_job(), model._distribute_strategy
@@ -44,6 +47,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
             received="a call inside the scope of another strategy than the model's",
             expected="a call outside of any scope, or in the model's own",
             fix=f"call tfdist.{doing} after the `with` block",
+            code="another-scope",
         )
     if current is None:
         return job_of(model.distribute_strategy)
@@ -57,6 +61,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         received=f"a model made {where}",
         expected=f"one made in the scope of this job's {current.kind} strategy",
         fix="make and compile the model inside `with strategy.scope():`",
+        code="another-scope",
     )
 
 
@@ -69,6 +74,7 @@ def require_compiled_functions(*, doing: str) -> None:
             expected="steps that can be compiled",
             fix="call tf.config.run_functions_eagerly(False); to debug a step, use strategy "
             "single with model.fit, or tf.print",
+            code="eager",
         )
 
 
@@ -80,6 +86,7 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
             received="a model that was not compiled",
             expected="a compiled model",
             fix="call model.compile(optimizer, loss) inside the scope first",
+            code="not-compiled",
         )
     if getattr(model, "run_eagerly", False):
         raise UsageError(
@@ -88,6 +95,7 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
             expected="a step that can be compiled",
             fix="compile with run_eagerly=False; to debug a step, use strategy single with "
             "model.fit, or tf.print",
+            code="eager",
         )
 
 
@@ -192,10 +200,10 @@ def _build_with(model: keras.Model, batch: Any) -> None:
 
 
 def _is_ready_for_its_own_step(model: keras.Model) -> bool:
-    """Whether all that has variables is built but the optimizer, and the step is not Keras'."""
+    """Return whether all but the optimizer is built, and the step is not Keras' own."""
     metrics, loss = model._compile_metrics, model._compile_loss
     return (
-        any(_is_own(model, step) for step in ("train_step", "test_step"))
+        any(is_own(model, step) for step in ("train_step", "test_step"))
         and all(layer.built for layer in model._flatten_layers(include_self=False))
         and (metrics is None or metrics.built)
         and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
@@ -206,21 +214,18 @@ def _has_call(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-def _is_own(model: keras.Model, method: str) -> bool:
-    return getattr(type(model), method) is not getattr(keras.Model, method)
-
-
 def _require_targets(model: keras.Model, batch_spec: Any) -> None:
     """Raise UsageError for data without targets where Keras' own loss needs them."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch_spec)
     own = ("train_step", "test_step", "compute_loss")
-    stock = not any(_is_own(model, method) for method in own)
+    stock = not any(is_own(model, method) for method in own)
     if y is None and stock and model._compile_loss is not None:
         raise UsageError(
             "y",
             received="no targets for a model compiled with a loss",
             expected="targets beside x",
             fix="pass y, give validation_data as (x, y), or let the dataset give (x, y)",
+            code="no-targets",
         )
 
 
@@ -234,13 +239,14 @@ def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
                 received=f"{type(one).__name__} made outside the strategy's scope",
                 expected="an optimizer of the model's own scope",
                 fix="make the optimizer, and call model.compile, inside `with strategy.scope():`",
+                code="another-scope",
             )
 
 
 def require_known_variables(model: keras.Model) -> None:
     """Raise UsageError for a variable that became trainable after the optimizer was built."""
     known = getattr(model.optimizer, "_trainable_variables_indices", None)
-    if not known or _is_own(model, "train_step"):
+    if not known or is_own(model, "train_step"):
         return
     for variable in model.trainable_variables:
         if model.optimizer._var_key(variable) not in known:
@@ -249,6 +255,7 @@ def require_known_variables(model: keras.Model) -> None:
                 received=f"{variable.path}, which became trainable after the model was compiled",
                 expected="an optimizer that was made for all trainable variables",
                 fix="call model.compile(...) with a new optimizer, inside the scope",
+                code="new-variable",
             )
 
 
@@ -263,6 +270,7 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
                 received=f"{variable.path}, which was made outside the strategy's scope",
                 expected="every layer and metric of the model made in one scope",
                 fix="make layers and metrics inside `with strategy.scope():`",
+                code="another-scope",
             )
 
 
@@ -275,6 +283,7 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
                 received=f"{variable.path}, of a layer in float8, on {job.num_replicas} replicas",
                 expected="one replica, as the scales of several cannot be joined",
                 fix="use strategy single, or leave quantize('float8') out",
+                code="unsupported-layer",
             )
 
 
@@ -286,7 +295,7 @@ def require_examples_first(
     `rows` are those of `inputs.Data`. A step of the model's own is traced, up to its optimizer,
     with what a replica gets of them; where that fails and all of them do, it stacks something else.
     """
-    if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not _is_own(model, step):
+    if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not is_own(model, step):
         return
     specs = [spec for spec in tf.nest.flatten(batch_spec) if spec is not None]
     mine = rows // job.num_replicas
@@ -302,11 +311,12 @@ def require_examples_first(
             expected="examples along the first axis, which replicas divide",
             fix="give what is stacked as a tuple (a, b), each with its examples first, or use "
             "strategy single",
+            code="examples-not-first",
         )
 
 
 def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int) -> bool:
-    """Whether a step with so many rows can be traced until it ends or gets to an optimizer."""
+    """Return whether a step with so many rows can be traced to its end or an optimizer."""
     arrived = []
 
     def at_hook(gradients: Any) -> None:
@@ -347,6 +357,7 @@ def _require_built_parts(model: keras.Model) -> None:
                 received=f"{layer.name}, which is not built, in a model without `call`",
                 expected="layers that have their variables before the first step",
                 fix="build it inside `with strategy.scope():`, by build(shape) or a first call",
+                code="not-built",
             )
 
 
@@ -361,6 +372,7 @@ def _require_one_state(model: keras.Model, job: Job) -> None:
                 received=f"{layer.name}, which is stateful, under strategy {job.kind}",
                 expected="one replica, which sees batch after batch in their order",
                 fix="use strategy single, or make the layer with stateful=False",
+                code="unsupported-layer",
             )
 
 

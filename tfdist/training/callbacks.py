@@ -1,15 +1,15 @@
 """Keras callbacks under every strategy: in which task each runs, and at which steps.
 
 All tasks run a user's callbacks on the same logs, so that they decide alike; those that write run
-on the chief. Batch hooks are called once a range, with the last batch of the range; a callback
-that looks at every batch gets ranges of one step, and pays for them. A class of our own whose
-hooks make do with the last batch of a range says so by ``once_a_range = True``.
+on the chief. Batch hooks are called once a block, with the last batch of the block; a callback
+that looks at every batch gets blocks of one step, and pays for them. A class of our own whose
+hooks make do with the last batch of a block says so by ``once_a_range = True``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import keras
 from keras.src.callbacks import CallbackList
@@ -26,13 +26,29 @@ _WRITERS = (
     keras.callbacks.OrbaxCheckpoint,
     keras.callbacks.ProgbarLogger,
 )
-# Their own batch hooks make do with the last batch of a range.
-_RANGE_IS_ENOUGH = (
+# Their own batch hooks make do with the last batch of a block.
+_BLOCK_IS_ENOUGH = (
     keras.callbacks.ProgbarLogger,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.TensorBoard,
     keras.callbacks.TerminateOnNaN,
 )
+
+
+@runtime_checkable
+class StepScheduled(Protocol):
+    """Callback that has to be called at the end of certain steps; a block ends there."""
+
+    def next_step(self, step: int) -> int | None:
+        """Return the next such step after `step`, None where there is none."""
+
+
+@runtime_checkable
+class ResumeAware(Protocol):
+    """Callback that is told where a run goes on, when it has been restored from a checkpoint."""
+
+    def resumed_at(self, step: int) -> None:
+        """Take in that `step` steps of the run were done before; its next one comes now."""
 
 
 def callback_list(
@@ -72,6 +88,7 @@ def _require_callback(callback: Any) -> None:
             received="keras.callbacks.BackupAndRestore, which repeats an epoch on newer weights",
             expected="tfdist.BackupAndRestore, which resumes at the step",
             fix="write tfdist.BackupAndRestore(directory)",
+            code="unsupported-callback",
         )
     # A list of Keras' own is a callback too, and what is in it would be passed over.
     if isinstance(callback, CallbackList) or not isinstance(callback, keras.callbacks.Callback):
@@ -82,6 +99,7 @@ def _require_callback(callback: Any) -> None:
             received=f"the class {name}" if is_class else f"a {type(callback).__name__}",
             expected="instances of keras.callbacks.Callback, or a list of them",
             fix=f"write {name}(...)" if is_class else "derive it from keras.callbacks.Callback",
+            code="not-a-callback",
         )
 
 
@@ -106,13 +124,13 @@ def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:
     if hook in vars(callback):  # set on the instance, as LambdaCallback does
         return True
     owner = next(c for c in type(callback).__mro__ if hook in vars(c))
-    return not (owner in _RANGE_IS_ENOUGH or vars(owner).get("once_a_range", False))
+    return not (owner in _BLOCK_IS_ENOUGH or vars(owner).get("once_a_range", False))
 
 
 def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
     """Tell Keras' ModelCheckpoint that batches count from 0 again.
 
-    It takes it from a batch number that is not higher than the last, which a range of steps hides.
+    It takes it from a batch number that is not higher than the last, which a block of steps hides.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -120,14 +138,14 @@ def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 
 def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """Return True when some callback looks at the logs of a range."""
+    """Return True when some callback looks at the logs of a block."""
     return any(
-        isinstance(c, _RANGE_IS_ENOUGH) or wants_every_batch(c, mode="train") for c in callbacks
+        isinstance(c, _BLOCK_IS_ENOUGH) or wants_every_batch(c, mode="train") for c in callbacks
     )
 
 
 def steps_between_calls(callback: keras.callbacks.Callback) -> int | None:
-    """How often a callback must be called at a batch's end, in steps; None: as it comes."""
+    """Return how often a callback must be called at a batch's end, in steps; None: as it comes."""
     if wants_every_batch(callback, mode="train"):
         return 1
     if isinstance(callback, keras.callbacks.ModelCheckpoint):

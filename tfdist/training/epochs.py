@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require_int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,20 +31,14 @@ class VirtualEpochs:
 
     def __post_init__(self) -> None:
         for name in ("total_examples", "checkpoints"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(
-                    "VirtualEpochs",
-                    received=f"{name}={value!r}",
-                    expected="a whole number of at least 1",
-                    fix=f"give {name} as a positive int",
-                )
+            require_int(f"VirtualEpochs: {name}", getattr(self, name), least=1)
         if self.checkpoints > self.total_examples:
             raise UsageError(
                 "VirtualEpochs",
                 received=f"checkpoints={self.checkpoints}, total_examples={self.total_examples}",
                 expected="at least one example between two checkpoints",
                 fix="lower checkpoints",
+                code="too-many-checkpoints",
             )
 
     def boundaries(self) -> tuple[int, ...]:
@@ -55,20 +49,20 @@ class VirtualEpochs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpan:
-    """The examples of one step, ``[first_example, last_example)``, counted over the whole run."""
+    """Examples of one step, ``[first_example, last_example)``, counted over the whole run."""
 
     first_example: int
     last_example: int
 
     @property
     def size(self) -> int:
-        """How many examples the step consumes."""
+        """Number of examples that the step consumes."""
         return self.last_example - self.first_example
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPlan:
-    """Where the epochs of one run begin, in examples and in steps.
+    """Begin of each epoch of one run, in examples and in steps.
 
     Attributes:
       global_batch_size: examples of a step; the last step of an epoch may have fewer.

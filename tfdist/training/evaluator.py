@@ -1,4 +1,4 @@
-"""The evaluator: a task beside the training that evaluates each of its checkpoints.
+"""Evaluator: a task beside the training that evaluates each of its checkpoints.
 
 It takes part in nothing. It reads what the chief has saved, and asks it to stop by a file.
 """
@@ -9,33 +9,33 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 
+from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.checkpoint.best import less_is_better
 from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.checkpoint.warm_start import set_weights
-from tfdist.cluster import phases
-from tfdist.errors import EXIT_OK, Stopped, UsageError, near
+from tfdist.errors import EXIT_OK, Stopped, UsageError, near, require_int
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.outputs.tensorboard import ScalarWriter
 from tfdist.strategy import Job
 from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
-from tfdist.training.arguments import require_whole
 from tfdist.training.callbacks import callback_list
-from tfdist.training.evaluation import Evaluation
-from tfdist.training.session import Session
+
+if TYPE_CHECKING:
+    from tfdist.training.evaluation import Evaluation
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
 
 
 class Evaluator(keras.callbacks.Callback):
-    """What the evaluator task of a job looks at; among the callbacks of `fit`, in every task.
+    """Settings of the evaluator task of a job; among the callbacks of `fit`, in every task.
 
     In the training tasks it ends the training when the evaluator has asked for it.
 
@@ -58,7 +58,8 @@ class Evaluator(keras.callbacks.Callback):
         min_delta: float = 0.0,
     ) -> None:
         super().__init__()
-        require_whole("Evaluator: patience", patience, least=1)
+        if patience is not None:
+            require_int("Evaluator: patience", patience, least=1)
         self.monitor = monitor
         self.less = less_is_better(monitor, mode, where="Evaluator: mode")
         self.patience = patience
@@ -109,17 +110,16 @@ def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator
 
 def evaluate_checkpoints(
     model: keras.Model,
-    data: tuple[Any, Any, Any],
+    evaluation_in: Callable[[Job], Evaluation],
     *,
     job: Job,
     callbacks: Any,
     evaluator: Evaluator,
-    batch_size: int | None,
-    steps: int | None,
 ) -> NoReturn:
-    """Return what `fit` does in the evaluator: evaluates checkpoints until the training has ended.
+    """Do what `fit` does in the evaluator: evaluate checkpoints until the training has ended.
 
-    Ends the program with 0; 75 where there was neither a training nor a checkpoint.
+    `evaluation_in` makes the evaluation, in a job of this task alone. Ends the program with 0; 75
+    where there was neither a training nor a checkpoint.
 
     Raises:
       Stopped: it was asked to by a signal.
@@ -127,7 +127,7 @@ def evaluate_checkpoints(
     assert job.config is not None
     watch = chief_watch(job.config, timeout_s=job.config.options.startup_timeout_s)
     alone = dataclasses.replace(job, config=None)  # decides by itself when it evaluates
-    evaluation = Evaluation(Session(model, alone), data, batch_size=batch_size, steps=steps)
+    evaluation = evaluation_in(alone)
     listed = keras.tree.flatten(callbacks or [])
     backup = _backups(listed)[0]
     folders = [c.log_dir for c in listed if getattr(c, "log_dir", None)]
@@ -244,6 +244,7 @@ def _require_something_to_evaluate(callbacks: Sequence[Any], validation_data: An
             received="no validation_data in a job with an evaluator",
             expected="what it is to evaluate checkpoints on",
             fix="pass validation_data, or start the job without --evaluator",
+            code="missing-validation",
         )
     if not _backups(callbacks):
         raise UsageError(
@@ -251,6 +252,7 @@ def _require_something_to_evaluate(callbacks: Sequence[Any], validation_data: An
             received="no tfdist.BackupAndRestore in a job with an evaluator",
             expected="one, whose checkpoints it is to evaluate",
             fix="add tfdist.BackupAndRestore(directory), or start the job without --evaluator",
+            code="missing-backup",
         )
 
 
@@ -264,6 +266,7 @@ def _require_no_validation(callback: Any) -> None:
             expected="figures of the training: those of the validation come later, while the "
             "next epoch runs",
             fix=f"use tfdist.Evaluator({name!r}, patience=...), which keeps the best and can stop",
+            code="unsupported-monitor",
         )
 
 
@@ -308,6 +311,7 @@ def best_so_far(
             received=f"{monitor!r}{near(monitor, names)}",
             expected=f"one of {', '.join(names)}",
             fix="name a figure that the evaluation yields",
+            code="unknown-value",
         )
     best, since = None, 0
     for line in lines:
@@ -321,7 +325,7 @@ def best_so_far(
 
 
 def _gain(value: Any, before: Any, *, less: bool) -> float | None:
-    """By how much a metric is better than the best before it; None where it is not finite."""
+    """Return by how much a metric is better than the best so far; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     if before is None:

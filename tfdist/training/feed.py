@@ -11,17 +11,18 @@ import abc
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.data.order import example_at, example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import GraphSource, batch_spec, lean_options, unpack
+from tfdist.strategy import Job
 from tfdist.training.epochs import EpochPlan, share_of
 
 AHEAD_STEPS = 2
@@ -32,7 +33,7 @@ Digest = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where this task's replicas stand in the group that computes a step.
+    """Place of this task's replicas in the group that computes a step.
 
     Attributes:
       num_replicas: replicas of the whole group.
@@ -46,9 +47,20 @@ class Layout:
     num_tasks: int = 1
     num_workers: int = 1
 
+    @classmethod
+    def of(cls, job: Job) -> Layout:
+        """Return the layout of this task in its job."""
+        workers = len(job.config.cluster.worker) if job.kind == "ps" and job.config else 1
+        return cls(
+            num_replicas=job.num_replicas,
+            replica_ids=job.replica_ids,
+            num_tasks=job.num_replicas // len(job.replica_ids),
+            num_workers=workers,
+        )
+
     @property
     def task_index(self) -> int:
-        """This task's place among the tasks of the group."""
+        """Index of this task among the tasks of the group."""
         return self.replica_ids[0] // len(self.replica_ids)
 
 
@@ -71,7 +83,7 @@ class Part:
 
 
 def graph_span(plan: EpochPlan, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The same as `EpochPlan.span`, in graph: scalar int64 step -> scalar int64 first, last."""
+    """Return `EpochPlan.span` in graph: scalar int64 step -> scalar int64 first, last."""
     batch = plan.global_batch_size
     epochs = np.diff(plan.step_starts)
     examples = np.diff(plan.example_starts)
@@ -104,28 +116,47 @@ class Order:
 
 
 class Feed(abc.ABC):
-    """What an engine asks of data; see the module's docstring.
+    """Batches of a data set, as an engine asks for them; see the module's docstring.
 
     Attributes:
+      source: where the examples come from.
       plan: the run's epochs.
       may_be_empty: True when a replica's batch fraction of some step can be empty.
       direct: True when the step itself makes its batch by `at`; otherwise batches come from
         `iterator`.
-      counts_shares: True when a replica's batch fraction is known only once all have counted.
+      counts_fractions: True when a replica's batch fraction is known only once all have counted.
       can_record: True when a batch is made of examples by index.
       records: True to give `Part.examples`; set before anything is made from the feed.
       digests: by step, of batches that several tasks read whole and are to compare.
       digests_cover_inputs: False where inputs may differ between tasks, as augmented ones do.
     """
 
-    plan: EpochPlan
-    may_be_empty: bool
-    direct: bool
+    direct: bool = False
     counts_fractions: bool = False
     can_record: bool = False
     records: bool = False
-    digests: dict[int, Digest]
     digests_cover_inputs: bool = True
+
+    def __init__(
+        self,
+        source: Any,
+        plan: EpochPlan,
+        *,
+        layout: Layout,
+        seed: int,
+        order: Order,
+        after: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.source = source
+        self.plan = plan
+        self.digests: dict[int, Digest] = {}
+        self.may_be_empty = plan.smallest_step < layout.num_replicas
+        self._layout = layout
+        self._seed = seed
+        self._order = order
+        self._after = after
+        self._iterator: Any = None
+        self._next_step = -1
 
     @abc.abstractmethod
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
@@ -135,30 +166,30 @@ class Feed(abc.ABC):
         `Part.examples` after them where the feed records.
         """
 
-    @abc.abstractmethod
     def worker_dataset(self) -> tf.data.Dataset:
-        """What each ps worker is given once, an endless dataset; called in graph."""
+        """Return what each ps worker is given once, an endless dataset; called in graph."""
+        raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
-    @abc.abstractmethod
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
-        """What makes the part of each of the steps ``[first, last)``, in order, on a ps worker.
+        """Return what makes the parts of the steps ``[first, last)``, in order, on a ps worker.
 
-        Called in graph, once for the range, and what it returns once in a step's graph. `given`
+        Called in graph, once for the block, and what it returns once in a step's graph. `given`
         is the worker's iterator over `worker_dataset`.
         """
+        raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
     def first_parts(self) -> tuple[Any, ...]:
-        """The first element of `dataset(0, 1)`, eagerly; a look that changes nothing."""
+        """Return the first element of `dataset(0, 1)`, eagerly; a look that changes nothing."""
         found: tuple[Any, ...] = next(iter(self.dataset(0, 1)))
         return found
 
     def at(self, step: tf.Tensor) -> list[Part]:
-        """The parts of this task's replicas in `step`, scalar int64; pure graph."""
+        """Return the parts of this task's replicas in `step`, scalar int64; pure graph."""
         raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
 
     def iterator(self, step: int) -> Any:
-        """The iterator whose next element is that of `step`; made anew after a jump."""
-        if getattr(self, "_next_step", None) != step:
+        """Return the iterator whose next element is that of `step`; made anew after a jump."""
+        if self._next_step != step:
             with phases.starting_runtime():
                 self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
@@ -174,34 +205,19 @@ class Feed(abc.ABC):
 
 
 def digest_is_due(step: Any, *, first: int) -> Any:
-    """Whether tasks compare the batch of `step`, an int or a tensor, of a reading from `first`."""
+    """Return whether tasks compare the batch of `step`, an int or tensor, read from `first` on."""
     return (step == first) | (step % DIGEST_EVERY_STEPS == 0)
 
 
 class GraphFeed(Feed):
     """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
 
+    source: GraphSource
     can_record = True
 
-    def __init__(
-        self,
-        source: GraphSource,
-        plan: EpochPlan,
-        *,
-        layout: Layout,
-        seed: int,
-        order: Order,
-        after: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.source = source
-        self.plan = plan
-        self.digests = {}
-        self.may_be_empty = plan.smallest_step < layout.num_replicas
+    def __init__(self, source: GraphSource, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self.direct = source.transform is None
-        self._layout = layout
-        self._seed = seed
-        self._order = order
-        self._after = after
 
     def at(self, step: tf.Tensor, arrays: Any = None) -> list[Part]:
         """As in `Feed`; with `arrays` (of `GraphSource.arrays`) only those are read."""
@@ -263,20 +279,20 @@ def _as_element(part: Part) -> tuple[Any, ...]:
     return element if part.examples is None else (*element, part.examples)
 
 
-def digest_of(batch: Any) -> Digest:
-    """Return the digests of a batch of arrays: of all of it, and of the targets alone."""
-    _, y, _ = unpack(batch)
-    return _digest(batch), _digest(y)
-
-
-def _digest(nest: Any) -> int:
+def digest_of(leaves: Sequence[Any]) -> int:
+    """Return the digest of arrays, 64 bits."""
     found = hashlib.blake2b(digest_size=8)
-    for leaf in tf.nest.flatten(nest):
-        array = np.asarray([] if leaf is None else leaf)
+    for leaf in leaves:
+        array = np.asarray(leaf)
         found.update(f"{array.shape}{array.dtype}".encode())
         is_text = array.dtype.kind in "OUS"
         found.update(repr(array.tolist()).encode() if is_text else array.tobytes())
     return int.from_bytes(found.digest(), "little")
+
+
+def digests_of(batch: Any) -> Digest:
+    """Return the digests of a batch of arrays: of all of it, and of the targets alone."""
+    return digest_of(_leaves(batch)), digest_of(_leaves(unpack(batch)[1]))
 
 
 # Feeds from Python: examples or whole batches by index, read ahead by threads.
@@ -288,26 +304,8 @@ _THREADS = 2
 class PythonFeed(Feed):
     """Feeds whose batches Python code makes; not under ps, where Python runs only in the chief."""
 
-    direct = False
-
-    def __init__(
-        self,
-        source: Any,
-        plan: EpochPlan,
-        *,
-        layout: Layout,
-        seed: int,
-        order: Order,
-        after: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.source = source
-        self.plan = plan
-        self.digests = {}
-        self.may_be_empty = plan.smallest_step < layout.num_replicas
-        self._layout = layout
-        self._seed = seed
-        self._order = order
-        self._after = after
+    def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self._spec = batch_spec(source.element_spec)
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
@@ -323,14 +321,6 @@ class PythonFeed(Feed):
             lambda *parts: tuple(map(self._packed, parts))
         )
         return raw.map(packed).prefetch(AHEAD_STEPS)
-
-    def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
-        """Python code does not run on a ps worker."""
-        raise TypeError("a Python-indexed source under ps")
-
-    def worker_dataset(self) -> tf.data.Dataset:
-        """Python code does not run on a ps worker."""
-        raise TypeError("a Python-indexed source under ps")
 
     @abc.abstractmethod
     def _load(self, step: int) -> tuple[Any, ...]:
@@ -373,7 +363,7 @@ class PythonFeed(Feed):
 
 
 class IndexedFeed(PythonFeed):
-    """Each task reads the examples of its own replicas, by index."""
+    """Feed by index: each task reads the examples of its own replicas."""
 
     source: PythonSource
     can_record = True
@@ -398,13 +388,13 @@ class IndexedFeed(PythonFeed):
 
 
 class BatchFeed(PythonFeed):
-    """Each task reads whole batches of a PyDataset and takes its replicas' slices."""
+    """Feed of a PyDataset's batches: each task reads them whole and takes its replicas' slices."""
 
     source: PyDatasetSource
     digests_cover_inputs = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, source: PyDatasetSource, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self.may_be_empty = True
 
     @property
@@ -433,7 +423,7 @@ class BatchFeed(PythonFeed):
             )
         batch = self.source.fetch_batch(index)
         if self._layout.num_tasks > 1 and digest_is_due(step, first=self._first):
-            self.digests[step] = digest_of(batch)
+            self.digests[step] = digests_of(batch)
         leaves = _leaves(batch)
         size = len(leaves[0])
         parts = []

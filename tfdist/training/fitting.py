@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
 
+from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.preemption import StopRequests
 from tfdist.checkpoint.warm_start import load_weights
-from tfdist.cluster import phases
-from tfdist.strategy import broadcast
+from tfdist.errors import require, require_int
+from tfdist.strategy import Job, broadcast
 from tfdist.training import building, inputs, resume
-from tfdist.training.arguments import require_frequency, require_whole
-from tfdist.training.attempt import Attempt
-from tfdist.training.engines.base import naming_a_lost_server
+from tfdist.training.blocks import BlockRunner
+from tfdist.training.engines import engine_for, naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation
 from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
-from tfdist.training.feed import Feed
 from tfdist.training.inputs import Length
-from tfdist.training.session import Session
+from tfdist.training.loop import RunPlan, TrainLoop
+from tfdist.training.program import Engine, program_of
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
@@ -85,25 +85,30 @@ def fit(
     """
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
-    require_whole("initial_epoch", initial_epoch, least=0)
-    require_whole("max_staleness", max_staleness, least=0)
+    require_int("initial_epoch", initial_epoch, least=0)
+    if max_staleness is not None:
+        require_int("max_staleness", max_staleness, least=0)
     if isinstance(validation_freq, int) or validation_data is not None or validation_split:
-        require_frequency(validation_freq)
+        _require_frequency(validation_freq)
     if validation_split and validation_data is None:
         arrays = (x, y, sample_weight)
         (x, y, sample_weight), validation_data = inputs.split(
             arrays, validation_split=validation_split
         )
+
+    def evaluation_in(job: Job, engine: Engine) -> Evaluation:
+        given = keras.utils.unpack_x_y_sample_weight(validation_data)
+        size = validation_batch_size or batch_size
+        return Evaluation(model, job, engine, given, batch_size=size, steps=validation_steps)
+
     evaluator = evaluator_of(callbacks, job=job, validation_data=validation_data)
     if evaluator is not None and job.is_evaluator:
         evaluate_checkpoints(
             model,
-            keras.utils.unpack_x_y_sample_weight(validation_data),
+            lambda alone: evaluation_in(alone, engine_for(alone)),
             job=job,
             callbacks=callbacks,
             evaluator=evaluator,
-            batch_size=validation_batch_size or batch_size,
-            steps=validation_steps,
         )
     if evaluator is not None:
         validation_data = None  # the evaluator's
@@ -135,34 +140,40 @@ def fit(
     if initial_weights is not None and saved is None:
         with _draws_nothing():  # a resumed run does not load them
             load_weights(model, initial_weights, job=job)
-    session = Session(model, job)
-    validation = None
-    if validation_data is not None:
-        validation = Evaluation(
-            session,
-            keras.utils.unpack_x_y_sample_weight(validation_data),
-            batch_size=validation_batch_size or batch_size,
-            steps=validation_steps,
+    engine = engine_for(job)
+    plan = RunPlan(
+        data=data,
+        seed=seed,
+        validation=evaluation_in(job, engine) if validation_data is not None else None,
+        validation_freq=validation_freq,
+        initial_epoch=initial_epoch,
+        callbacks=callbacks,
+        verbose=verbose,
+        backups=backups,
+        saved=saved,
+        ledger=ledger,
+        max_staleness=max_staleness,
+    )
+    return _train(model, job, engine, plan)
+
+
+def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras.callbacks.History:
+    """Run what is planned, on a model that is built."""
+    with StopRequests() as requests, _closing(engine, plan):
+        resume.require_resumable(plan, job=job)
+        program = program_of(
+            model,
+            job,
+            "train_step",
+            plan.data.feed,
+            seed=plan.seed,
+            exact=any(backup.exact for backup in plan.backups),
+            max_staleness=plan.max_staleness,
         )
-    used = [data.feed] if validation is None else [data.feed, validation.feed]
-    with StopRequests() as requests, _closing(session, backups, ledger, used):
-        attempt = Attempt(
-            session,
-            data,
-            validation,
-            backups=backups,
-            saved=saved,
-            requests=requests,
-            seed=seed,
-            ledger=ledger,
-            max_staleness=max_staleness,
-        )
-        history = attempt.train(
-            callbacks,
-            verbose=verbose,
-            initial_epoch=initial_epoch,
-            validation_freq=validation_freq,
-        )
+        if plan.ledger is not None:
+            program = plan.ledger.recording(program, plan.data, job, seed=plan.seed)
+        blocks = BlockRunner(model, job, engine, program, phase="step")
+        history = TrainLoop(plan, blocks, requests).run()
         if job.config and job.config.options.profile_ps:
             from tfdist.ps import costs
             from tfdist.ps.profile import profile_of
@@ -171,25 +182,36 @@ def fit(
         return history
 
 
+def _require_frequency(validation_freq: Any) -> None:
+    """Raise UsageError unless this is a whole number of epochs, or a list of epochs from 1."""
+    if isinstance(validation_freq, list):
+        return
+    require(
+        isinstance(validation_freq, int),
+        "validation_freq",
+        received=repr(validation_freq),
+        expected="an int, or a list of the epochs, counted from 1",
+        fix="write validation_freq=2 or validation_freq=[1, 2, 10]",
+        code="wrong-type",
+    )
+    require_int("validation_freq", validation_freq, least=1)
+
+
 @contextlib.contextmanager
-def _closing(
-    session: Session,
-    backups: Sequence[BackupAndRestore],
-    ledger: Ledger | None,
-    used: Sequence[Feed],
-) -> Iterator[None]:
+def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
     """Close them in the end, after an error too; what comes then is the program's own."""
     try:
         yield
     finally:
-        session.engine.close()
+        engine.close()
         phases.enter("save")
-        for backup in backups:
+        for backup in plan.backups:
             backup.close()
-        if ledger is not None:
-            ledger.close()
-        for feed in used:
-            feed.close()
+        if plan.ledger is not None:
+            plan.ledger.close()
+        plan.data.feed.close()
+        if plan.validation is not None:
+            plan.validation.feed.close()
         phases.enter("done")
 
 

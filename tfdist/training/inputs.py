@@ -17,10 +17,9 @@ from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import GraphSource, Source, batch_spec, unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.stream_graph import Reading, read
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
 from tfdist.training import agreement
-from tfdist.training.arguments import require_class_weight, require_split, require_whole
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
 from tfdist.training.feed import BatchFeed, Feed, GraphFeed, IndexedFeed, Layout, Order
 from tfdist.training.streaming import InputFunctionFeed, StreamFeed
@@ -30,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """One data set, made ready for a run.
+    """Data set that is ready for a run.
 
     Attributes:
       source: where the examples come from.
@@ -55,7 +54,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """How long a run over some data is; see the arguments of `fit`.
+    """Length of a run over some data; see the arguments of `fit`.
 
     Attributes:
       once: the data's end is the end, whatever `steps_per_epoch` says.
@@ -75,7 +74,15 @@ class Length:
 
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
     """Split the last part off as validation data, as Keras does."""
-    require_split(validation_split)
+    number = isinstance(validation_split, int | float | np.number)
+    require(
+        number and 0 <= validation_split < 1,
+        "validation_split",
+        received=repr(validation_split),
+        expected="a number from 0 up to, but not including, 1",
+        fix="pass the share of the examples that validation takes, such as 0.1",
+        code="not-a-share",
+    )
     try:
         return array_slicing.train_validation_split(arrays, validation_split=validation_split)
     except ValueError as error:
@@ -84,6 +91,7 @@ def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any
             received=f"{validation_split}, and this: {' '.join(str(error).split())[:160]}",
             expected="arrays, with an example at least on each side",
             fix="pass arrays, or validation_data",
+            code="cannot-split",
         ) from error
 
 
@@ -104,7 +112,25 @@ def prepare(
       UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
     """
     _check(length)
-    require_class_weight(class_weight)
+    _require_class_weight(class_weight)
+    source, layout = _source_of(x, y, sample_weight, job=job, shuffle=shuffle), Layout.of(job)
+    sizes = _sizes_of(source, length, layout=layout)
+    _require_enough(sizes.batch, job)
+    order = _order_of(sizes, length, shuffle=shuffle)
+    plan = _plan(length, batch=sizes.batch, examples=order.examples)
+    if sizes.ready and length.virtual_epochs and not plan.all_full:
+        raise _cut_batches(sizes.batch)
+    kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
+    weigh = _class_weights(class_weight)
+    feed = kind(source, plan, layout=layout, seed=seed, order=order, after=weigh)
+    _LOG.info("%s", source.describe())
+    spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
+    rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
+    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
+
+
+def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -> Source:
+    """Return the source of some data, of which every task has the same. A collective."""
     source = as_source(x, y, sample_weight=sample_weight)
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
@@ -112,36 +138,17 @@ def prepare(
         source = StreamSource(source.dataset_for(), transform=source.transform)
     agreement.share_random_states(job, source)
     agreement.require_same_examples(job, source)
-    layout = _layout(job)
-    known = length.steps_per_epoch is not None or length.virtual_epochs is not None
-    batch_size, steps, whole = length.batch_size, length.steps_per_epoch, source.num_examples
-    if batch_size is None and steps and whole and steps <= whole:
-        batch_size = -(-whole // steps)  # as Keras has it
-    all_or_none = 0 if known else -1
-    count = steps or -1 if length.once else all_or_none
-    sizes = sizes_of(source, batch_size=batch_size, layout=layout, count=count)
-    _require_enough(sizes.batch, job)
+    return source
+
+
+def _order_of(sizes: Sizes, length: Length, *, shuffle: bool) -> Order:
+    """Return the order of the examples, of which `overfit_batches` may leave a few."""
     examples, few = sizes.examples, length.overfit_batches
     if few:
         few_examples = few * sizes.batch
         examples = few_examples if examples is None else min(examples, few_examples)
         few = -(-examples // sizes.batch)
-    plan = _plan(length, batch=sizes.batch, examples=examples)
-    if sizes.ready and length.virtual_epochs and not plan.all_full:
-        raise _cut_batches(sizes.batch)
-    order = Order(examples=examples, shuffle=shuffle, batches=few)
-    feed = feed_for(
-        source,
-        plan,
-        layout=layout,
-        seed=seed,
-        order=order,
-        after=_class_weights(class_weight),
-    )
-    _LOG.info("%s", source.describe())
-    spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
-    rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
-    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
+    return Order(examples=examples, shuffle=shuffle, batches=few)
 
 
 def _cut_batches(batch: int) -> UsageError:
@@ -150,32 +157,28 @@ def _cut_batches(batch: int) -> UsageError:
         received=f"boundaries inside batches that come ready, of {batch} examples",
         expected="boundaries between batches, or data by index, whose batches can be cut",
         fix=f"make total_examples a multiple of checkpoints * {batch}, or pass arrays",
-    )
-
-
-def _layout(job: Job) -> Layout:
-    replica_ids = job.replica_ids
-    workers = len(job.config.cluster.worker) if job.kind == "ps" and job.config else 1
-    return Layout(
-        num_replicas=job.num_replicas,
-        replica_ids=replica_ids,
-        num_tasks=job.num_replicas // len(replica_ids),
-        num_workers=workers,
+        code="cut-batches",
     )
 
 
 def _check(length: Length) -> None:
-    require_whole("batch_size", length.batch_size, least=1)
-    require_whole("epochs", length.epochs, least=0)
-    require_whole("steps" if length.once else "steps_per_epoch", length.steps_per_epoch, least=1)
-    require_whole("overfit_batches", length.overfit_batches, least=1)
-    if not isinstance(length.virtual_epochs, VirtualEpochs | None):
-        raise UsageError(
-            "virtual_epochs",
-            received=repr(length.virtual_epochs),
-            expected="a tfdist.VirtualEpochs",
-            fix="write tfdist.VirtualEpochs(total_examples=..., checkpoints=...)",
-        )
+    numbers = {
+        "batch_size": (length.batch_size, 1),
+        "epochs": (length.epochs, 0),
+        "steps" if length.once else "steps_per_epoch": (length.steps_per_epoch, 1),
+        "overfit_batches": (length.overfit_batches, 1),
+    }
+    for name, (value, least) in numbers.items():
+        if value is not None:
+            require_int(name, value, least=least)
+    require(
+        isinstance(length.virtual_epochs, VirtualEpochs | None),
+        "virtual_epochs",
+        received=repr(length.virtual_epochs),
+        expected="a tfdist.VirtualEpochs",
+        fix="write tfdist.VirtualEpochs(total_examples=..., checkpoints=...)",
+        code="wrong-type",
+    )
 
 
 def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
@@ -187,6 +190,7 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
                 received="virtual_epochs together with epochs or steps_per_epoch",
                 expected="one of the two ways to say how long a run is",
                 fix="leave epochs and steps_per_epoch out",
+                code="exclusive",
             )
         if length.most_epochs or length.most_steps:
             raise _limited_virtual_epochs()
@@ -203,6 +207,7 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
             received="data of unknown length and no steps_per_epoch",
             expected="to know how long an epoch is",
             fix="pass steps_per_epoch (validation_steps, steps), or virtual_epochs",
+            code="unknown-length",
         )
     epochs = min(length.epochs, length.most_epochs or length.epochs)
     return EpochPlan.uniform(epochs=epochs, examples=per_epoch, global_batch_size=batch)
@@ -215,6 +220,7 @@ def _limited_virtual_epochs() -> UsageError:
         expected="a run that is as long as it says",
         fix="lower total_examples, and leave KERAS_MAX_EPOCHS, KERAS_MAX_STEPS_PER_EPOCH and "
         "keras.config.set_max_epochs and set_max_steps_per_epoch out",
+        code="limited-epochs",
     )
 
 
@@ -225,7 +231,28 @@ def _require_enough(batch: int, job: Job) -> None:
             received=f"a global batch of {batch} for {job.num_replicas} replicas",
             expected="at least one example for each replica",
             fix=f"pass batch_size={job.num_replicas} or more, or use fewer devices",
+            code="batch-too-small",
         )
+
+
+def _require_class_weight(class_weight: Any) -> None:
+    """Raise UsageError unless this is None or a weight by class number."""
+    good = class_weight is None or (
+        isinstance(class_weight, dict)
+        and bool(class_weight)
+        and all(
+            isinstance(c, int | np.integer) and c >= 0 and isinstance(w, int | float | np.number)
+            for c, w in class_weight.items()
+        )
+    )
+    require(
+        good,
+        "class_weight",
+        received=repr(class_weight)[:80],
+        expected="a dict of class numbers, from 0 up, and weights",
+        fix="write it as {0: 1.0, 1: 2.5}; a class that is not in it weighs 1",
+        code="wrong-type",
+    )
 
 
 def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any] | None:
@@ -253,6 +280,7 @@ def _with_weight(spec: Any) -> Any:
             received="class_weight with sample weights, several outputs, or no targets",
             expected="one target per example, and no sample weights",
             fix="pass sample_weight alone, with the class weights multiplied in",
+            code="class-weight-data",
         )
     if y.shape.rank not in (1, 2):
         raise UsageError(
@@ -260,6 +288,7 @@ def _with_weight(spec: Any) -> Any:
             received=f"targets of shape {y.shape}, of which an example has several classes",
             expected="a class for each example, as a number or one-hot",
             fix="pass sample_weight, with a weight for each of them",
+            code="class-weight-data",
         )
     return x, y, tf.TensorSpec([None], tf.float32)
 
@@ -274,9 +303,18 @@ _COUNTING = (
 )
 
 
+_FEEDS: tuple[tuple[type[Source], Any], ...] = (
+    (GraphSource, GraphFeed),
+    (PythonSource, IndexedFeed),
+    (PyDatasetSource, BatchFeed),
+    (InputFunctionSource, InputFunctionFeed),
+    (StreamSource, StreamFeed),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """A source in numbers.
+    """Sizes of a source.
 
     Attributes:
       batch: examples of a global batch.
@@ -292,54 +330,43 @@ class Sizes:
     ready: bool = False
 
 
-def sizes_of(source: Source, *, batch_size: int | None, layout: Layout, count: int = -1) -> Sizes:
-    """Return the sizes of a source: of one by index as asked, of batches as they come.
-
-    A stream of unknown length is read once to count its batches: up to `count` of them, -1 for all.
-    """
-    spec = batch_spec(source.element_spec)
+def _sizes_of(source: Source, length: Length, *, layout: Layout) -> Sizes:
+    """Return the sizes of a source: of one by index as asked, of batches as they come."""
+    spec, whole = batch_spec(source.element_spec), source.num_examples
     if isinstance(source, GraphSource | PythonSource):
-        return Sizes(
-            batch=batch_size or _DEFAULT_BATCH_SIZE, examples=source.num_examples, spec=spec
-        )
+        batch, steps = length.batch_size, length.steps_per_epoch
+        if batch is None and steps and whole and steps <= whole:
+            batch = -(-whole // steps)  # as Keras has it
+        return Sizes(batch=batch or _DEFAULT_BATCH_SIZE, examples=whole, spec=spec)
     batch = _size_of_first(source, num_replicas=layout.num_replicas)
     batches = getattr(source, "num_batches", None)
-    if batches is None and count and isinstance(source, StreamSource) and not source.is_endless:
-        if layout.task_index == 0:
-            _LOG.warning(_COUNTING)
-        whole = read(source.dataset_for(), Reading(in_step=layout.num_tasks > 1))
-        batches = int(whole.take(count).reduce(np.int64(0), lambda n, *_: n + 1))
+    if batches is None and isinstance(source, StreamSource) and not source.is_endless:
+        batches = _counted(source, length, layout=layout)
     if batches == 0:
         raise UsageError(
             "data",
             received="a dataset without a batch",
             expected="at least one batch",
             fix="check the files it reads, and drop_remainder",
+            code="no-data",
         )
     examples = None if batches is None else batches * batch
     return Sizes(batch=batch, examples=examples, spec=spec, ready=True)
 
 
-def feed_for(
-    source: Source,
-    plan: EpochPlan,
-    *,
-    layout: Layout,
-    seed: int,
-    order: Order,
-    after: Callable[[Any], Any] | None = None,
-) -> Feed:
-    """Make the feed of a source for one run; `after` is applied to each batch, in graph."""
-    kinds: tuple[tuple[type[Source], Any], ...] = (
-        (GraphSource, GraphFeed),
-        (PythonSource, IndexedFeed),
-        (PyDatasetSource, BatchFeed),
-        (InputFunctionSource, InputFunctionFeed),
-        (StreamSource, StreamFeed),
-    )
-    feed = next(feed for kind, feed in kinds if isinstance(source, kind))
-    made: Feed = feed(source, plan, layout=layout, seed=seed, order=order, after=after)
-    return made
+def _counted(source: StreamSource, length: Length, *, layout: Layout) -> int | None:
+    """Return how many batches of a stream there are for an epoch, None where nobody has to know.
+
+    It is read once for that, as far as it is used.
+    """
+    known = length.steps_per_epoch is not None or length.virtual_epochs is not None
+    if known and not length.once:
+        return None
+    if layout.task_index == 0:
+        _LOG.warning(_COUNTING)
+    whole = read(source.dataset_for(), Reading(in_step=layout.num_tasks > 1))
+    most = (length.steps_per_epoch or -1) if length.once else -1
+    return int(whole.take(most).reduce(np.int64(0), lambda n, *_: n + 1))
 
 
 def _size_of_first(source: Any, *, num_replicas: int) -> int:
@@ -355,6 +382,7 @@ def _size_of_first(source: Any, *, num_replicas: int) -> int:
             received=f"a batch whose parts have {', '.join(map(str, sorted(sizes)))} rows",
             expected="a row for each example in every part, as replicas divide a batch",
             fix="repeat in the data what belongs to all examples, or use strategy single",
+            code="uneven-parts",
         )
     return max(*sizes, 1) if sizes else 1
 

@@ -1,200 +1,351 @@
-"""Training loop: ranges of steps between the steps at which callbacks or saves are due.
+"""Training loop: blocks of steps between the steps at which callbacks or saves are due.
 
 `fit` does not count batches. Each party that cares about steps or time says when it is next due;
-before a range the chief tells all tasks how far to go, so that tasks cannot disagree.
+before a block the chief tells all tasks how far to go, so that tasks cannot disagree.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import keras
 import numpy as np
 
-from tfdist.checkpoint.backup import BackupAndRestore
-from tfdist.checkpoint.preemption import SIGNALS, StopRequested, StopRequests, signal_of
-from tfdist.cluster import phases
+from tfdist import phases
+from tfdist.checkpoint import callback_state
+from tfdist.checkpoint.backup import BackupAndRestore, RunState
+from tfdist.checkpoint.preemption import StopRequested, StopRequests, signal_of
+from tfdist.errors import Stopped
+from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
-from tfdist.training.epochs import EpochPlan
-from tfdist.training.program import StepProgram
-from tfdist.training.session import Session
+from tfdist.training import resume
+from tfdist.training.blocks import BlockRunner, Decision, decide
+from tfdist.training.callbacks import (
+    ResumeAware,
+    StepScheduled,
+    begin_epoch,
+    callback_list,
+    steps_between_calls,
+    wants_logs,
+)
+
+if TYPE_CHECKING:
+    from tfdist.audit.recorder import Ledger
+    from tfdist.training.evaluation import Evaluation
+    from tfdist.training.inputs import Data
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """What the chief decides before a range, the same in every task.
+class RunPlan:
+    """Settings of a run, as `fit` has settled them before its first step.
 
     Attributes:
-      last: the range ends before this step.
-      stop: a callback of some task has asked to end the training.
-      asked: the signal by which some task has been asked to stop, None where none has.
-      act: a backup that goes by the clock is due after the range.
-      learning_rate: NaN where it cannot be set.
+      data: the training data, with the run's epochs.
+      seed: of every random draw of the run.
+      validation: at the end of an epoch; None for none.
+      validation_freq: as in `fit`.
+      initial_epoch: as in `fit`.
+      callbacks: of the user.
+      verbose: as in `fit`.
+      backups: those of the callbacks that save and restore.
+      saved: where the first of them goes on, None for the beginning.
+      ledger: as in `fit`.
+      max_staleness: as in `fit`.
     """
 
-    last: int
-    stop: bool
-    asked: int | None
-    act: bool
-    learning_rate: float
+    data: Data
+    seed: int
+    validation: Evaluation | None = None
+    validation_freq: Any = 1
+    initial_epoch: int = 0
+    callbacks: Any = None
+    verbose: Any = 0
+    backups: Sequence[BackupAndRestore] = ()
+    saved: RunState | None = None
+    ledger: Ledger | None = None
+    max_staleness: int | None = None
 
 
-class Loop:
-    """Runs the steps of one `fit`, range by range. Every training task runs it alike."""
+class TrainLoop:
+    """Runs the epochs of one `fit`, from the resumed step to their end or a stop.
 
-    def __init__(
-        self,
-        session: Session,
-        program: StepProgram,
-        plan: EpochPlan,
-        *,
-        callbacks: Any,
-        backups: Sequence[BackupAndRestore],
-        requests: StopRequests,
-        save: Callable[[BackupAndRestore, int], None],
-        every: Sequence[int],
-        with_logs: bool,
-    ) -> None:
-        self._session = session
-        self._program = program
-        self._plan = plan
-        self._callbacks = callbacks
-        self._backups = backups
-        self._requests = requests
-        self._save = save
-        self._every = every
-        self._with_logs = with_logs
-        self._block_length = BlockLengthPolicy()
+    Every training task makes one and runs it alike.
+
+    Attributes:
+      step: steps done of the run.
+    """
+
+    def __init__(self, plan: RunPlan, blocks: BlockRunner, requests: StopRequests) -> None:
         self.step = 0
-        self.step_logs: dict[str, float] = {}
+        self._plan = plan
+        self._epochs = plan.data.plan
+        self._blocks = blocks
+        self._model = blocks.model
+        self._job = blocks.job
+        self._requests = requests
+        self._to_restore = plan.saved
+        self._saved_step = None if plan.saved is None else plan.saved.step
+        self._fingerprint = resume.fingerprint(plan.data)
+        self._warned = not self._job.is_chief
+        self._callbacks = callback_list(
+            plan.callbacks,
+            job=self._job,
+            model=self._model,
+            verbose=plan.verbose,
+            epochs=self._epochs.num_epochs,
+            steps=len(self._epochs.steps(0)) if self._epochs.num_epochs else 0,
+            history=True,
+        )
+        listed = self._callbacks.callbacks
+        self._every = [n for n in map(steps_between_calls, listed) if n]
+        self._scheduled = [c for c in listed if isinstance(c, StepScheduled)]
+        self._with_logs = bool(broadcast(wants_logs(listed)))
 
-    def run_epoch(self, epoch: int) -> None:
-        """Run the rest of an epoch from `self.step`; return early when a callback stops it.
+    def run(self) -> keras.callbacks.History:
+        """Run the epochs from where the run stands; return Keras' History.
 
         Raises:
-          Asked: some task has been asked by a signal to stop.
+          Stopped: some task was asked by a signal to stop; what there was to save is saved.
         """
-        steps = self._plan.steps(epoch)
+        model, epochs = self._model, self._epochs
+        self.step, start = resume.first_step_and_epoch(self._plan)
+        if self._to_restore is not None:
+            callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
+        model.stop_training = False
+        with phases.entered("callback"):
+            self._callbacks.on_train_begin()
+        self._agree_to_stop()
+        self._resume_between_epochs(start)
+        logs: dict[str, Any] = {}
+        for epoch in range(start, epochs.num_epochs):
+            if model.stop_training:
+                break
+            logs = self._run_epoch(epoch)
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        with phases.entered("callback"):
+            self._callbacks.on_train_end(logs)
+        self._finish()
+        return model.history
+
+    def _run_epoch(self, epoch: int) -> dict[str, Any]:
+        """Run what is left of an epoch, and its validation; return its logs."""
+        plan, steps = self._plan, self._epochs.steps(epoch)
+        within = self.step > steps.start
+        if not within:
+            self._blocks.reset_metrics()
+            begin_epoch(self._callbacks.callbacks)
+        with phases.entered("callback"):
+            self._callbacks.on_epoch_begin(epoch)
+        if within:
+            self._restore()  # after the hook, which may set what the checkpoint knows better
+        try:
+            self._run_steps(steps)
+        except StopRequested as asked:
+            self._stop(asked.signum, at_epoch_begin=self.step == steps.start)
+        self._blocks.engine.publish_state(self._blocks.program)
+        logs = self._logs_of_epoch()
+        self._warn_of_bad_loss(logs.get("loss"), epoch=epoch)
+        if plan.validation is not None and self._model._should_eval(epoch, plan.validation_freq):
+            values = self._validated(plan.validation, logs)
+            logs.update({f"val_{name}": value for name, value in values.items()})
+        with phases.entered("callback"):
+            self._callbacks.on_epoch_end(epoch, logs)
+        self._agree_to_stop()
+        for backup in plan.backups:
+            self._save(backup, ended=logs)
+        return logs
+
+    def _run_steps(self, steps: range) -> None:
+        """Run the rest of an epoch's steps; return early when a callback stops them.
+
+        Raises:
+          StopRequested: some task has been asked by a signal to stop.
+        """
         while self.step < steps.stop:
             decision = self._decide(steps.stop)
-            if decision.stop or decision.asked is not None:
-                self._finish()
+            if decision.stop or decision.signum is not None:
+                self._blocks.finish()
             if decision.stop:
-                self._session.model.stop_training = True
+                self._model.stop_training = True
                 if self.step > steps.start:  # one that has begun has a step, as under Keras
                     return
-            if decision.asked is not None:
-                raise StopRequested(decision.asked)
-            self._session.learning_rate = decision.learning_rate
-            self._run_range(decision, epoch=steps)
+            if decision.signum is not None:
+                raise StopRequested(decision.signum)
+            self._blocks.learning_rate = decision.learning_rate
+            self._run_block(decision, epoch=steps)
             if self.step < steps.stop:  # at an epoch's end validation comes first
-                self._save_due(decision)
-
-    def step_of_epoch(self, epoch: int) -> int:
-        """Steps done of an epoch."""
-        return self.step - self._plan.steps(epoch).start
-
-    def _save_due(self, decision: Decision) -> None:
-        for backup in self._backups:
-            if decision.act or backup.wants(self.step):
-                self._save(backup, self.step)
-
-    def _run_range(self, decision: Decision, *, epoch: range) -> None:
-        first, last, engine = self.step, decision.last, self._session.engine
-        goes_on = (
-            self._block_length.is_known
-            and not decision.act
-            and last < min([epoch.stop, *self._due()])
-        )
-        with phases.entered("callback"):
-            self._callbacks.on_train_batch_begin(first - epoch.start)
-        phases.enter("step" if self._session.has_run(self._program) else "trace", step=first)
-        start, before = time.perf_counter(), engine.steps_under_way
-        self.step_logs = self._session.run(self._program, first, last, goes_on=goes_on)
-        elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
-        done = last - first + before - left
-        self._block_length.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
-        self.step = last
-        phases.enter("step", step=last)
-        logs: dict[str, Any] = {}
-        if self._with_logs and left < last - epoch.start:  # some step of the epoch has been done
-            logs = self._session.metrics(self._program, self.step_logs)
-        with phases.entered("callback"):
-            self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
-
-    def _finish(self) -> None:
-        """Wait for the steps that are under way; what the last of them says is what counts."""
-        if self._session.engine.steps_under_way:
-            self.step_logs = self._session.finish(self._program)
+                for backup in self._plan.backups:
+                    if decision.save or backup.wants(self.step):
+                        self._save(backup)
 
     def _decide(self, epoch_end: int) -> Decision:
-        session, step = self._session, self.step
-        told = np.zeros(4 + len(SIGNALS))
-        if session.job.is_chief:
-            last = min([epoch_end, step + self._block_length.steps(), *self._due()])
-            act = any(backup.due() for backup in self._backups)
-            told[:3] = last, act, session.learning_rate
-        told[3:] = session.model.stop_training, *self._requests.slots()
-        last_, act_, rate, stop, *asked = sum_over_tasks(
-            session.job, told, of="the next range of steps"
-        )
-        return Decision(
-            last=step + 1 if stop > 0 else int(last_),
-            stop=stop > 0,
-            asked=signal_of(asked),
-            act=act_ > 0,
-            learning_rate=float(rate),
-        )
+        mine = Decision(last=0, stop=self._model.stop_training)
+        if self._job.is_chief:
+            longest = self.step + self._blocks.length.steps()
+            mine = dataclasses.replace(
+                mine,
+                last=min([epoch_end, longest, *self._due()]),
+                save=any(backup.due() for backup in self._plan.backups),
+                learning_rate=self._blocks.learning_rate,
+            )
+        decision = decide(self._job, mine, requests=self._requests)
+        return dataclasses.replace(decision, last=self.step + 1) if decision.stop else decision
 
     def _due(self) -> list[int]:
         """Return the next step of each callback that goes by steps, after the present one."""
         fixed = [(self.step // n + 1) * n for n in self._every]
-        own = [c.next_step(self.step) for c in self._callbacks.callbacks if hasattr(c, "next_step")]
+        own = [callback.next_step(self.step) for callback in self._scheduled]
         return fixed + [step for step in own if step is not None]
 
+    def _run_block(self, decision: Decision, *, epoch: range) -> None:
+        first, last, blocks = self.step, decision.last, self._blocks
+        looked_at = decision.save or last >= min([epoch.stop, *self._due()])
+        with phases.entered("callback"):
+            self._callbacks.on_train_batch_begin(first - epoch.start)
+        left = blocks.run(first, last, looked_at=looked_at)
+        self.step = last
+        logs: dict[str, Any] = {}
+        if self._with_logs and left < last - epoch.start:  # some step of the epoch has been done
+            logs = blocks.metrics(blocks.logs)
+        with phases.entered("callback"):
+            self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
 
-# Block length policy: steps per compiled call, so that each takes about a second.
+    def _logs_of_epoch(self) -> dict[str, Any]:
+        """Return the metrics of an epoch, as they were where only its validation is due."""
+        before, self._to_restore = self._to_restore, None
+        kept = resume.logs_before_validation(before)
+        return kept or self._blocks.metrics(self._blocks.logs)
 
+    def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Evaluate; when asked to stop, save so that a resumed run does all of it again."""
+        if self._agree_to_stop():
+            return validation.run(self._callbacks)  # the training ends with it
+        listed = self._callbacks.callbacks
+        before = callback_state.get_states(listed) if self._plan.backups else {}
+        requests = self._requests if resume.may_break_off(listed) else None
+        try:
+            return validation.run(self._callbacks, requests=requests)
+        except StopRequested as asked:
+            callback_state.set_states(listed, before)
+            self._stop(asked.signum, logs=logs)
 
-_RANGE_S = 1.0
-_GROWTH = 8
+    def _agree_to_stop(self) -> bool:
+        """End the training in every task when a callback of some task has. A collective."""
+        mine = np.array([float(self._model.stop_training)])
+        self._model.stop_training = bool(sum_over_tasks(self._job, mine, of="wishes to stop")[0])
+        return bool(self._model.stop_training)
 
+    def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
+        """Report once that the loss is NaN or infinite; like Keras, the run goes on."""
+        if self._warned or not isinstance(loss, float) or math.isfinite(loss):
+            return
+        self._warned = True
+        _LOG.warning(
+            "loss: received %s in epoch %d; expected a finite number. Fix: lower the learning "
+            "rate, set clipnorm, or look for NaN in the data; the run goes on, unless "
+            "keras.callbacks.TerminateOnNaN() stops it",
+            loss,
+            epoch + 1,
+        )
 
-class BlockLengthPolicy:
-    """Length of the next step block, by how long the last one took.
+    def _resume_between_epochs(self, epoch: int) -> None:
+        """Restore a run that stands between two epochs, or at its end, or is asked to stop."""
+        saved, asked = self._to_restore, self._model.stop_training
+        if saved is None:
+            return
+        ended = saved.stopped or epoch == self._epochs.num_epochs
+        if not ended and not asked and self.step > self._epochs.steps(epoch).start:
+            return  # within one: `_run_epoch` restores it
+        self._restore()
+        self._model.stop_training = saved.stopped or asked
+        self._to_restore = None
+        if ended and self._job.is_chief:
+            directory = self._plan.backups[0].store.directory
+            _LOG.warning(resume.NOTHING_LEFT, self.step, directory)
 
-    The first range is one step: nothing is known of its speed, and it traces the program. From
-    there on ranges grow step by step.
-    """
+    def _restore(self) -> None:
+        with phases.entered("save"):
+            self._plan.backups[0].restore(self._model, self._job, callbacks=self._callbacks)
+            self._blocks.engine.take_state(self._blocks.program)
+        for callback in self._callbacks.callbacks:
+            if isinstance(callback, ResumeAware):
+                callback.resumed_at(self.step)
+        _LOG.info("resumed at step %d", self.step)
 
-    def __init__(self) -> None:
-        self._longest = 1
-        self._rate: float | None = None
-        self._steps, self._elapsed_s = 0, 0.0
+    def _save(
+        self,
+        backup: BackupAndRestore,
+        *,
+        ended: Mapping[str, Any] | None = None,
+        logs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Have a checkpoint made, also of an epoch that has `ended` or is yet to be validated."""
+        blocks, model, step = self._blocks, self._model, self.step
+        with phases.entered("save"):
+            blocks.engine.publish_state(blocks.program)
+            figures = ended or logs or blocks.metrics({})
+            if wrong := resume.unfit(model, figures):
+                _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
+                return
+            more = resume.epoch_at(step, self._epochs) | resume.kept_logs(logs)
+            run = RunState(
+                step=step,
+                examples=self._epochs.examples_before(step),
+                seed=self._plan.seed,
+                stopped=bool(model.stop_training),
+                fingerprint=self._fingerprint | more,
+            )
+            backup.save(model, self._job, run, callbacks=self._callbacks)
+            self._saved_step = step
 
-    def steps(self) -> int:
-        """Return how many steps the next range may have."""
-        if self._rate is None:
-            return self._longest
-        return min(max(1, int(self._rate * _RANGE_S)), self._longest)
+    def _finish(self) -> None:
+        """Wait for what is being written; a request to stop that came too late is answered."""
+        with phases.entered("save"):
+            for backup in self._plan.backups:
+                backup.wait()
+            mine = np.array(self._requests.slots())
+            slots = sum_over_tasks(self._job, mine, of="signals at the end")
+        signum = signal_of(slots.tolist())
+        if signum is not None:
+            self._say_and_stop(signum)
+        phases.enter("done")
 
-    @property
-    def is_known(self) -> bool:
-        """Whether ranges are as long as they are by their speed, and do not grow any more."""
-        return self._rate is not None and self._rate * _RANGE_S < self._longest
+    def _stop(
+        self,
+        signum: int,
+        *,
+        at_epoch_begin: bool = False,
+        logs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        """Save, wait until that is on the disk, and raise `Stopped`. A collective.
 
-    def note(self, steps: int, *, elapsed_s: float, is_whole: bool = True) -> None:
-        """Take in how many steps were done in so much time.
-
-        What is not a whole range, as steps of another were done too or some were not, tells
-        little of the speed: it counts together with what follows.
+        Where an epoch has only begun, its first hooks have been called and will be called again:
+        the state to go on from is that of the end of the epoch before, which is saved already.
         """
-        if steps >= self._longest:
-            self._longest = steps * _GROWTH
-        self._steps += steps
-        self._elapsed_s += elapsed_s
-        if self._steps and (is_whole or self._elapsed_s >= _RANGE_S / 2):
-            self._rate = self._steps / max(self._elapsed_s, 1e-6)
-            self._steps, self._elapsed_s = 0, 0.0
+        if not at_epoch_begin:
+            for backup in self._plan.backups:
+                self._save(backup, logs=logs)
+        with phases.entered("save"):
+            for backup in self._plan.backups:
+                backup.wait()
+        self._say_and_stop(signum)
+
+    def _say_and_stop(self, signum: int) -> NoReturn:
+        has_backup = bool(self._plan.backups)
+        line = resume.message(
+            signum, step=self.step, saved_step=self._saved_step, has_backup=has_backup
+        )
+        if self._job.is_chief:  # before another one's end has the launcher end all
+            _LOG.warning("%s", line)
+        with phases.entered("save"):
+            # Whoever ended now would take down the others, and with them the chief's last write.
+            sum_over_tasks(self._job, np.zeros(1), of="the end of a stopped run")
+        phases.enter("done")
+        raise Stopped(signum, line)

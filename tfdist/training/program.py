@@ -1,17 +1,23 @@
-"""Step program: a step function, its data, and its metrics."""
+"""Step program: what a step computes on each replica; engine: what runs many of them.
+
+A `StepProgram` is a step function over a data set; `run_replica` is one replica's part of one step,
+traced once. An `Engine` runs blocks of a program's steps under one kind of strategy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import keras_compat
-from tfdist.training.feed import Part
+from tfdist.training.feed import Feed, Part
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Recorder
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepProgram:
-    """A step function over a data set.
+    """Step function over a data set.
 
     Attributes:
       function: called with one replica's batch, in replica context; returns a dict of scalars.
@@ -28,6 +34,7 @@ class StepProgram:
       seed: of every random draw in the step.
       training: True where gradients are reduced and losses weighted by the batch fraction.
       metrics: Keras variables that a replica with an empty batch fraction leaves as they were.
+      keras_metrics: whose variables these are.
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
@@ -39,10 +46,94 @@ class StepProgram:
     seed: int
     training: bool
     metrics: Sequence[Any] = ()
+    keras_metrics: Sequence[Any] = ()
     keep_logs: bool = False
     recorder: Recorder | None = None
     exact: bool = False
     max_staleness: int | None = None
+
+
+class Engine(Protocol):
+    """Runs blocks of steps of a program. Every training task calls it alike.
+
+    All that the loop, evaluation and `StepLoop` know of a strategy: one that runs the model in
+    stages, or keeps the optimizer's state in shards, is one more class with these methods and a
+    line in `engines.engine_for`. What an engine keeps elsewhere than in the model's variables it
+    puts there when it is asked to, before anybody reads them.
+    """
+
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
+        """Run the steps ``[first, last)``; return the last step's logs if the program keeps them.
+
+        Returns once every step is done, or where the next block `goes_on` from here before anybody
+        looks, maybe with some steps under way.
+        """
+
+    def finish(self, program: StepProgram) -> dict[str, float]:
+        """Wait for what `run` has left under way; return the last step's logs, as `run` does."""
+
+    def close(self) -> None:
+        """Forget what `run` has dispatched and nobody has begun; wait until the rest has ended.
+
+        Where a training ends with an error: nothing changes the model after it.
+        """
+
+    @property
+    def steps_under_way(self) -> int:
+        """Number of steps that `run` has left under way."""
+
+    def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
+        """Yield each step's outputs as a nest of arrays ``[examples of the step, ...]``.
+
+        Every task yields the whole of it, in the order of the examples.
+        """
+
+    def reset_metrics(self) -> None:
+        """Set to zero what the engine itself keeps of the metrics."""
+
+    def publish_metrics(self, program: StepProgram) -> None:
+        """Put what the engine itself keeps of the metrics into `program.metrics`."""
+
+    def publish_state(self, program: StepProgram) -> None:
+        """Put all that the engine itself keeps, metrics too, into the variables of the model.
+
+        Before a checkpoint, and at an epoch's end, where callbacks may look at weights.
+        """
+
+    def take_state(self, program: StepProgram) -> None:
+        """Take over what was restored into the variables of the model, to go on from there."""
+
+
+def program_of(
+    model: keras.Model,
+    job: Job,
+    method: str,
+    feed: Feed,
+    *,
+    seed: int,
+    exact: bool = False,
+    max_staleness: int | None = None,
+) -> StepProgram:
+    """Return the program of a model's ``train_step``, ``test_step`` or ``predict_step``."""
+    own = any(is_own(model, name) for name in (method, "compute_metrics"))
+    return StepProgram(
+        function=plain(getattr(model, method), job, where=method),
+        feed=feed,
+        seed=seed,
+        training=method == "train_step",
+        metrics=() if method == "predict_step" else tuple(model.metrics_variables),
+        keras_metrics=() if method == "predict_step" else tuple(model.metrics),
+        keep_logs=own and method != "predict_step",
+        exact=exact,
+        max_staleness=max_staleness,
+    )
+
+
+def is_own(model: keras.Model, name: str) -> bool:
+    """Return True where a method is of the model's class or set on the model, not Keras' own."""
+    return getattr(getattr(model, name), "__func__", None) is not getattr(TensorFlowTrainer, name)
 
 
 def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[Any], Any]:
@@ -57,6 +148,7 @@ def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[
             received=f"a tf.function, under strategy {job.kind}",
             expected="a plain method or function, which is compiled with the steps around it",
             fix="leave @tf.function out",
+            code="compiled-step",
         )
     return function
 
@@ -115,6 +207,7 @@ def _require_logs(outputs: Any) -> dict[str, Any]:
         else f"a {type(outputs).__name__} from a step",
         expected="a dict of scalars by name",
         fix='return {"loss": loss}, for example',
+        code="no-logs",
     )
 
 

@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -20,14 +20,17 @@ from tfdist.data.stream_graph import DRAWING
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.training.epochs import EpochPlan
-from tfdist.training.inputs import Data
+
+if TYPE_CHECKING:
+    from tfdist.training.inputs import Data
+    from tfdist.training.loop import RunPlan
 
 _LOG = logging.getLogger(__name__)
 _AGAIN_S = 0.5
 
 
 def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
-    """What the first backup's newest checkpoint says, in every task. A collective.
+    """Return what the first backup's newest checkpoint says, in every task. A collective.
 
     Finds out at once, in the chief, whether every backup can write; raises as
     `BackupAndRestore.prepare`, and StartupTimeout where the attempt before goes on writing.
@@ -68,8 +71,22 @@ def _take(backup: BackupAndRestore, job: Job) -> None:
         time.sleep(_AGAIN_S)
 
 
+def first_step_and_epoch(plan: RunPlan) -> tuple[int, int]:
+    """Return the next step of a run, and the first epoch whose end is still to come."""
+    epochs, saved = plan.data.plan, plan.saved
+    first = epochs.step_starts[min(plan.initial_epoch, epochs.num_epochs)]
+    if saved is not None:
+        first = saved.step
+    epoch = epochs.epoch_of(first) if first < epochs.total_steps else epochs.num_epochs
+    if logs_before_validation(saved) is not None:
+        epoch -= 1
+    elif saved is not None and saved.stopped and first > epochs.step_starts[epoch]:
+        epoch += 1  # a callback had stopped it in the middle; its hooks have been called
+    return first, epoch
+
+
 def fingerprint(data: Data) -> dict[str, Any]:
-    """What must stay as it is between the attempts of a run: which examples a step consumes."""
+    """Return what must stay the same in all attempts: which examples a step consumes."""
     return {
         "global_batch_size": data.plan.global_batch_size,
         "examples_in_the_data": data.order.examples,
@@ -84,13 +101,21 @@ def epoch_at(step: int, plan: EpochPlan) -> dict[str, Any]:
     return {"epoch": epoch + 1, "first_example_of_the_epoch": plan.example_starts[epoch]}
 
 
-def require_same_run(
-    saved: RunState, mine: Mapping[str, Any], *, plan: EpochPlan, seed: int
-) -> None:
-    """Raise UsageError that names what differs between the saved run and this one.
+def require_resumable(plan: RunPlan, *, job: Job) -> None:
+    """Refuse what cannot be resumed as asked. Every task calls it.
 
-    A run may be made longer: its examples so far must be those of the plan.
+    Raises:
+      UsageError: exact=True, and the data are a stream or the job is asynchronous; or what differs
+        between the saved run and this one. A run may be made longer: its examples so far must be
+        those of the plan.
     """
+    require_exact(plan.backups, plan.data, job=job)
+    if plan.saved is not None:
+        _require_same_run(plan.saved, plan.data, seed=plan.seed)
+
+
+def _require_same_run(saved: RunState, data: Data, *, seed: int) -> None:
+    mine, plan = fingerprint(data), data.plan
     before = {**saved.fingerprint, "seed": saved.seed, "examples_so_far": saved.examples}
     so_far = {"examples_so_far": plan.examples_before(saved.step), **epoch_at(saved.step, plan)}
     now = {**mine, "seed": seed, **so_far}
@@ -105,6 +130,7 @@ def require_same_run(
             received=f"a checkpoint of another run: {', '.join(differences)}",
             expected="the data, batch size, seed and epochs that it was saved with",
             fix="use another directory, or start from its weights with initial_weights",
+            code="another-run",
         )
 
 
@@ -180,7 +206,7 @@ _OPS_SHOWN = 3
 
 
 def require_exact(backups: Sequence[BackupAndRestore], data: Data, *, job: Job) -> None:
-    """Says once that a run resumes by replay; under exact=True it is refused. Every task calls it.
+    """Log once that a run resumes by replay; under exact=True it is refused. Every task calls it.
 
     Raises:
       UsageError: exact=True, and the data are a stream or the job is asynchronous.
@@ -209,7 +235,7 @@ def require_deterministic(graph: Any) -> None:
     """Raise UsageError that names the operations of a traced step that draw by themselves.
 
     Args:
-      graph: the `tf.Graph` of a range of steps, with all functions it calls. Python code inside
+      graph: the `tf.Graph` of a block of steps, with all functions it calls. Python code inside
         (`tf.py_function`) is not looked into.
     """
     found = sorted(set(_drawing(graph.as_graph_def(add_shapes=False))))
@@ -235,4 +261,5 @@ def _refused(received: str, *, expected: str) -> UsageError:
         received=received,
         expected=expected,
         fix="change it, or leave exact=True out and resume to a like run, not to the same bits",
+        code="not-exact",
     )

@@ -10,47 +10,35 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.data.source import unpack
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.stream_graph import Reading, read, serialized
 from tfdist.training.epochs import EpochPlan, share_of
-from tfdist.training.feed import AHEAD_STEPS, Feed, Layout, Order, Part, digest_is_due
+from tfdist.training.feed import AHEAD_STEPS, Feed, Part, digest_is_due, digest_of
 
 _SAY_EVERY_BATCHES = 16
 _plain = tf.autograph.experimental.do_not_convert
 
 
 class StreamFeed(Feed):
-    """Every task reads the same batches and takes its replicas' slices of each.
+    """Feed of a stream: every task reads the same batches and takes its replicas' slices.
 
     The global batch is then the user's own, whatever the number of tasks. Under ps each worker
     reads its own part of a training stream, over and over: not each example exactly once.
     """
 
-    direct = False
+    source: StreamSource
 
-    def __init__(
-        self,
-        source: StreamSource,
-        plan: EpochPlan,
-        *,
-        layout: Layout,
-        seed: int,
-        order: Order,
-        after: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.source = source
-        self.plan = plan
-        self.digests = {}
-        self._reading = Reading(seed=seed, in_step=layout.num_tasks > 1 or layout.num_workers > 1)
+    def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
+        layout, batches = self._layout, self._order.batches
+        in_step = layout.num_tasks > 1 or layout.num_workers > 1
+        self._reading = Reading(seed=self._seed, in_step=in_step)
         self.may_be_empty = layout.num_replicas > 1
-        self._layout = layout
-        self._seed = seed
-        self._in_order = not order.shuffle
-        self._after = after
-        self._is_endless = source.is_endless and order.batches is None
-        self._take = -1 if order.batches is None else order.batches
+        self._in_order = not self._order.shuffle
+        self._is_endless = source.is_endless and batches is None
+        self._take = -1 if batches is None else batches
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`; called eagerly."""
@@ -73,17 +61,18 @@ class StreamFeed(Feed):
     def _with_digest(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
         """Note the digests of a batch that tasks are to compare."""
 
+        leaves, targets = _leaves(batch), _leaves(unpack(batch)[1])
+
         def note() -> tf.Tensor:
-            digests = [_digest(batch), _digest(unpack(batch)[1])]
-            return tf.numpy_function(self._note, [step, tf.stack(digests)], tf.bool)
+            note_of = functools.partial(self._note, len(leaves))
+            return tf.numpy_function(note_of, [step, *leaves, *targets], tf.bool)
 
         due = digest_is_due(step, first=first)
         with tf.control_dependencies([tf.cond(due, note, lambda: tf.constant(True))]):
             return tf.identity(step), batch
 
-    def _note(self, step: np.ndarray, digests: np.ndarray) -> np.bool_:
-        whole, targets = (int(value) for value in digests.view(np.uint64))
-        self.digests[int(step)] = whole, targets
+    def _note(self, count: int, step: np.ndarray, *arrays: np.ndarray) -> np.bool_:
+        self.digests[int(step)] = digest_of(arrays[:count]), digest_of(arrays[count:])
         return np.True_
 
     def worker_dataset(self) -> tf.data.Dataset:
@@ -122,7 +111,7 @@ class StreamFeed(Feed):
         return tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop), data), share, high - low
 
     def _whole(self, number: tf.Tensor, data: Any) -> tuple[Any, ...]:
-        """One part of a whole batch; `number` is that of no other batch of the run."""
+        """Return one part, of a whole batch; `number` is that of no other batch of the run."""
         data = self._finished(number, data)
         return ((data, tf.constant(1.0), tf.cast(tf.shape(_first(data))[0], tf.int64)),)
 
@@ -134,13 +123,13 @@ class StreamFeed(Feed):
 
 
 class InputFunctionFeed(StreamFeed):
-    """Each task reads what the user's function gives it; a replica takes whole batches."""
+    """Feed of what the user's function gives each task; a replica takes whole batches."""
 
     source: InputFunctionSource  # type: ignore[assignment]
     counts_fractions = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
         self.may_be_empty = False
         self._in_order = False
 
@@ -203,19 +192,9 @@ def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
     return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
 
 
-def _digest(nest: Any) -> tf.Tensor:
-    """Return the digest of a nest of tensors, int64, in graph."""
-    leaves = [leaf for leaf in tf.nest.flatten(nest, expand_composites=True) if leaf is not None]
-    found = tf.zeros([1], tf.int64)
-    for leaf in leaves:
-        shape = tf.cast(tf.shape(leaf), tf.int64)
-        if leaf.dtype == tf.bool:
-            leaf = tf.cast(leaf, tf.uint8)
-        row = tf.reshape(leaf, [1, tf.size(leaf)])
-        one = tf.bitcast(tf.raw_ops.Fingerprint(data=row, method="farmhash64")[0], tf.int64)
-        parts = tf.concat([found, [one], shape], 0)[tf.newaxis]
-        found = tf.bitcast(tf.raw_ops.Fingerprint(data=parts, method="farmhash64"), tf.int64)
-    return found[0]
+def _leaves(nest: Any) -> list[tf.Tensor]:
+    """Return the tensors of a batch, those that a sparse or ragged one is made of, too."""
+    return [leaf for leaf in tf.nest.flatten(nest, expand_composites=True) if leaf is not None]
 
 
 def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:

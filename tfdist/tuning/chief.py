@@ -9,15 +9,14 @@ checkpoint, or has ended already and is not run again.
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tfdist.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
+from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.early import MedianRule, medians_of, values_of
+from tfdist.tuning.early import Medians, medians_of, values_of
 from tfdist.tuning.journal import HERE, Journal, Slot, SweepState, Trial, fold
 from tfdist.tuning.journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
@@ -85,8 +84,8 @@ class Chief:
         self._runner = runner
         self._observer = observer
         self.state = fold(journal.lines)
-        self._running: dict[str, tuple[Slot, RunningTrial]] = {}
-        self._next: dict[str, tuple[Slot, TrialJob]] = {}
+        self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
+        self._next: dict[str, TrialJob] = {}
         self._unpublished: list[str] = []
         self._no_more = False
         self._ask_again = True
@@ -111,8 +110,7 @@ class Chief:
         finally:
             self._stop_all()
         if self._stop_signal:
-            was_interrupted = self._stop_signal == signal.SIGINT
-            return EXIT_INTERRUPTED if was_interrupted else EXIT_STOPPED
+            return Stopped(self._stop_signal).exit_code
         reason = f"{self.state.num_failed} failed trials (--max_failed_trials)"
         self._finish(reason, is_complete=False)
         return EXIT_FAILED
@@ -125,43 +123,43 @@ class Chief:
     def _take_over(self) -> None:
         """Wait for the runners to which a chief before has given trials."""
         for trial in self.state.trials.values():
-            place = trial.place
-            if trial.status == BEGUN and place is not None and place.runner != HERE:
-                job = self._job(trial, place=place, lease=trial.starts)
-                self._running[trial.id] = place, self._runner.take_over(job)
+            slot = trial.place
+            if trial.status == BEGUN and slot is not None and slot.runner != HERE:
+                job = self._job(trial, slot=slot, lease=trial.starts)
+                self._running[trial.id] = job, self._runner.take_over(job)
 
     def _fill(self) -> None:
         """Start trials in all places that are free; that they are is on disk before."""
         with self._journal.together():
-            for place in self._runner.free_slots({place for place, _ in self._running.values()}):
-                if not self._prepare(place):
+            for slot in self._runner.free_slots({job.slot for job, _ in self._running.values()}):
+                if not self._prepare(slot):
                     break
         beginning, self._next = self._next, {}
-        for name, (place, job) in beginning.items():
-            self._running[name] = place, self._runner.start(job)
+        for name, job in beginning.items():
+            self._running[name] = job, self._runner.start(job)
         for name in beginning:
             self._changed(name)
         if self._unpublished:
             self._search.publish(self._unpublished)
             self._unpublished = []
 
-    def _prepare(self, place: Slot) -> bool:
+    def _prepare(self, slot: Slot) -> bool:
         """Write down that the next trial is started; one that is over already only ends here."""
         while not self._too_many_failed():
             trial = self._left() or self._next_trial()
             if trial is None:
                 return False
             try:
-                job = self._job(trial, place=place, lease=trial.starts + 1)
+                job = self._job(trial, slot=slot, lease=trial.starts + 1)
             except UsageError as error:
                 self._end(trial, Failed(reason=str(error)))
                 continue
             if outcome := self._runner.outcome(job):
                 self._end(trial, outcome)
                 continue
-            where = {} if place.runner == HERE else {"runner": place.runner, "place": place.number}
+            where = {} if slot.runner == HERE else {"runner": slot.runner, "place": slot.number}
             self.state.apply(self._journal.add("started", trial=trial.id, **where))
-            self._next[trial.id] = place, job
+            self._next[trial.id] = job
             return True
         return False
 
@@ -204,37 +202,32 @@ class Chief:
         is_cut = until is not None and until < self._plan.max_epochs
         return self.state.continued(values) or name, until if is_cut else None
 
-    def _job(self, trial: Trial, *, place: Slot, lease: int) -> TrialJob:
+    def _job(self, trial: Trial, *, slot: Slot, lease: int) -> TrialJob:
         goal = Goal(
             objective=self._plan.objective,
             direction=self._plan.direction,
             until=trial.until,
-            rule=self._rule(trial) if self._plan.early_stop == MEDIAN else None,
+            medians=self._medians(trial) if self._plan.early_stop == MEDIAN else (),
         )
         return TrialJob(
             run_dir=self._plan.sweep_dir / TRIALS / trial.run,
             flags=self._plan.flags_of(trial),
             variables=self._plan.variables_of(trial),
             goal=goal,
-            place=place.number,
+            slot=slot,
             trial=trial.id,
             lease=lease,
-            runner=place.runner,
             continues=self.state.continued(trial.values),
         )
 
-    def _rule(self, trial: Trial) -> MedianRule:
-        """Return the trials that had ended when this one first began are what it is measured by.
+    def _medians(self, trial: Trial) -> Medians:
+        """Return the medians of the trials that had ended when this one first began.
 
-        Those that have ended since are not, also where a chief begins it again.
+        Those that have ended since do not count, also where a chief begins it again.
         """
         names = self.state.completed if trial.measured_by is None else trial.measured_by
         ended = [self.state.trials[name] for name in names]
-        return MedianRule(
-            objective=self._plan.objective,
-            direction=self._plan.direction,
-            medians=medians_of([values_of(other.history, self._plan.objective) for other in ended]),
-        )
+        return medians_of([values_of(other.history, self._plan.objective) for other in ended])
 
     def _step(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
         """Wait a moment and take down what has ended meanwhile, where it counts."""
@@ -329,6 +322,9 @@ class NextTrial:
 
 class TrialSource(Protocol):
     """Source of trials: chooses them and is told their results."""
+
+    def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Come to where it was after all that the lines of a journal say."""
 
     def ask(self) -> NextTrial:
         """Return what to do next."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import files
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.files import FileLock, Held, is_held, one_line_errors
 from tfdist.tuning import journal
 
@@ -32,13 +32,14 @@ _SAME = (
 def require_own(path: Path) -> None:
     """Raise UsageError where the directory holds something that is no sweep."""
     names = _names(path)
-    if names and JOURNAL not in names:
-        raise UsageError(
-            f"sweep directory {path}",
-            received=f"a directory with {', '.join(sorted(names)[:3])} and no {JOURNAL}",
-            expected="an empty one, a new one, or that of a sweep",
-            fix="give the sweep another --sweep_dir",
-        )
+    require(
+        not names or JOURNAL in names,
+        f"sweep directory {path}",
+        received=f"a directory with {', '.join(sorted(names)[:3])} and no {JOURNAL}",
+        expected="an empty one, a new one, or that of a sweep",
+        fix="give the sweep another --sweep_dir",
+        code="not-a-sweep",
+    )
 
 
 def set_aside(path: Path) -> None:
@@ -69,13 +70,14 @@ def _names(path: Path) -> set[str]:
 
 def _require_at_rest(path: Path) -> None:
     for run_dir in sorted((path / TRIALS).glob("*")):
-        if is_run_in(run_dir):
-            raise UsageError(
-                "--overwrite",
-                received=f"it while {run_dir} is written, as by a runner whose chief was killed",
-                expected="a sweep at rest",
-                fix="end the runners of the earlier sweep, wait a moment for the save, try again",
-            )
+        require(
+            not is_run_in(run_dir),
+            "--overwrite",
+            received=f"it while {run_dir} is written, as by a runner whose chief was killed",
+            expected="a sweep at rest",
+            fix="end the runners of the earlier sweep, wait a moment for the save, try again",
+            code="sweep-runs",
+        )
 
 
 def is_run_in(run_dir: Path) -> bool:
@@ -100,13 +102,14 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
     ]
     spaces = before.get("space", []), now["space"]
     said += [f"search space: {words}" for words in differences(*spaces)]
-    if said:
-        raise UsageError(
-            f"sweep directory {path}",
-            received=", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else ""),
-            expected="what the sweep in it began with",
-            fix="give this sweep another --sweep_dir, or --overwrite to move the old one aside",
-        )
+    require(
+        not said,
+        f"sweep directory {path}",
+        received=", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else ""),
+        expected="what the sweep in it began with",
+        fix="give this sweep another --sweep_dir, or --overwrite to move the old one aside",
+        code="another-sweep",
+    )
 
 
 @contextlib.contextmanager
@@ -122,6 +125,7 @@ def chief_lock(path: Path) -> Iterator[None]:
             received=f"a second chief while process {held.holder} runs the sweep",
             expected="one chief",
             fix="wait for it or end it; --show prints how far it is",
+            code="second-chief",
         ) from held
     with lock:
         yield
@@ -141,10 +145,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 # Ownership file of a served sweep: its identity and its chief's address.
 #
-# A runner that sees another mark than its chief has told it, or none, has another directory: one
+# A runner that sees another one than its chief has told it, or none, has another directory: one
 # that is not shared, or that was copied before this chief was started.
 
-MARK = "served.json"
+OWNERSHIP = "served.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,10 +163,10 @@ class Ownership:
     """Of the chief: where runners find it again if it was started anew elsewhere."""
 
 
-def read_mark(sweep_dir: Path) -> Ownership | None:
-    """Return the mark, None where there is none that can be read."""
+def read_ownership(sweep_dir: Path) -> Ownership | None:
+    """Return it, None where there is none that can be read."""
     try:
-        told = json.loads((sweep_dir / MARK).read_text(encoding="utf-8"))
+        told = json.loads((sweep_dir / OWNERSHIP).read_text(encoding="utf-8"))
         return Ownership(
             sweep=str(told["sweep"]), chief=str(told["chief"]), address=str(told["address"])
         )
@@ -170,16 +174,16 @@ def read_mark(sweep_dir: Path) -> Ownership | None:
         return None
 
 
-def leave_mark(sweep_dir: Path, *, address: str) -> Ownership:
-    """Write where the chief is, before it listens there; return the mark.
+def write_ownership(sweep_dir: Path, *, address: str) -> Ownership:
+    """Write where the chief is, before it listens there; return what is written.
 
     Raises TfdistError where the file cannot be written.
     """
-    before = read_mark(sweep_dir)
+    before = read_ownership(sweep_dir)
     sweep = before.sweep if before else secrets.token_hex(16)
-    mark = Ownership(sweep=sweep, chief=secrets.token_hex(16), address=address)
-    write_json(sweep_dir / MARK, asdict(mark))
-    return mark
+    ownership = Ownership(sweep=sweep, chief=secrets.token_hex(16), address=address)
+    write_json(sweep_dir / OWNERSHIP, asdict(ownership))
+    return ownership
 
 
 # How two descriptions of a search space differ, in words.

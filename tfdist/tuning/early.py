@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 LEAST_TRIALS = 5
@@ -17,41 +16,34 @@ LEAST_EPOCHS = 2
 """No trial is stopped before it has done so many virtual epochs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MedianRule:
-    """Stops a trial whose best so far is worse than the median of the others' averages so far.
+Medians = tuple[float | None, ...]
+"""At each virtual epoch, of the others' averages so far; None where there are too few."""
 
-    Attributes:
-      direction: ``max`` or ``min``: which way is better.
-      medians: at each virtual epoch, of the others' averages so far; None where there are too few.
+
+def hopeless_after(
+    metrics: Sequence[Mapping[str, Any]], *, objective: str, direction: str, medians: Medians
+) -> int | None:
+    """Return the virtual epoch at which to stop a trial, None where it is to go on.
+
+    That is where its best so far is worse than the median of the others' averages so far.
+    `metrics` has a line for each virtual epoch that the trial has done.
     """
-
-    objective: str
-    direction: str
-    medians: tuple[float | None, ...]
-
-    def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the virtual epoch at which to stop, None where the trial is to go on.
-
-        `metrics` has a line for each virtual epoch that the trial has done.
-        """
-        values = values_of(metrics, self.objective)
-        for done in range(LEAST_EPOCHS, len(values) + 1):
-            if self._is_hopeless(values[:done]):
-                return int(metrics[done - 1]["virtual_epoch"])
-        return None
-
-    def _is_hopeless(self, values: Sequence[float]) -> bool:
-        median = self.medians[len(values) - 1] if len(values) <= len(self.medians) else None
-        if median is None:
-            return False
-        finite = [value for value in values if math.isfinite(value)]
-        if not finite:
-            return True
-        return max(finite) < median if self.direction == "max" else min(finite) > median
+    values = values_of(metrics, objective)
+    for done in range(LEAST_EPOCHS, min(len(values), len(medians)) + 1):
+        median = medians[done - 1]
+        if median is not None and _is_hopeless(values[:done], median, direction=direction):
+            return int(metrics[done - 1]["virtual_epoch"])
+    return None
 
 
-def medians_of(others: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
+def _is_hopeless(values: Sequence[float], median: float, *, direction: str) -> bool:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return True
+    return max(finite) < median if direction == "max" else min(finite) > median
+
+
+def medians_of(others: Sequence[Sequence[float]]) -> Medians:
     """Return what to measure by, from the objective at each virtual epoch of other trials."""
     return tuple(
         _median(_average(other[:done]) for other in others if len(other) >= done)

@@ -8,39 +8,32 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keras_tuner
 import numpy as np
 
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, UsageError
-from tfdist.launch.machine import this_machine
-from tfdist.launch.multihost.hosts import environment_of_tasks
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, require
 from tfdist.launch.target import imports_tensorflow
-from tfdist.tuning import directory, journal, own_tuner
-from tfdist.tuning.chief import SweepPlan
-from tfdist.tuning.hosts import SweepAddress, sweep_address_of
+from tfdist.tuning import directory, journal, own_tuner, sweep
 from tfdist.tuning.journal import SweepState, Trial
-from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, check_least
+from tfdist.tuning.options import NONE, RECONNECT_S, SearchOptions
 from tfdist.tuning.oracle import PROJECT, Search
-from tfdist.tuning.own_tuner import imports_of, own_program, require_alone, require_known
-from tfdist.tuning.remote_runner import RemoteRunner
-from tfdist.tuning.runner import LauncherRunner
+from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.space import complete_space
-from tfdist.tuning.sweep_run import RETRAINED, Sweep, fork_template, launch_flags, run_sweep
-from tfdist.tuning.trial_job import Assignment, Goal, TrialJob, read_assignment
+from tfdist.tuning.sweep import RETRAINED, Sweep
+from tfdist.tuning.trial_job import Assignment, read_assignment
 
 _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points", "alpha", "beta")
 """What an oracle of KerasTuner's goes by, beside the space, the objective and the seed."""
 
-
 _TELL_THEIR_SEED = (keras_tuner.RandomSearch, keras_tuner.GridSearch)
-
 
 IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hparams.api")
 """What each trial comes to import, the last by KerasTuner; but for the module that is run."""
+
+_CHECKPOINTS = "checkpoints"
 
 
 def search(
@@ -93,14 +86,15 @@ def search(
       StartupTimeout: a runner has not found its chief.
       SystemExit: in a trial, which is done; in a runner; in a sweep that was asked to stop.
     """
-    require_known(fit_kwargs, own=inspect.signature(search).parameters, fit=_names_of_fit)
-    options = RunOptions(
+    own_tuner.require_known(fit_kwargs, own=inspect.signature(search).parameters, fit=_names_of_fit)
+    options = SearchOptions(
         sweep_dir=own_tuner.sweep_dir_of(tuner, sweep_dir),
         strategy=strategy,
         workers=workers,
         ps=ps,
         devices_per_worker=devices_per_worker,
         parallel_trials=parallel_trials,
+        backup_every_steps=backup_every_steps,
         max_failed_trials=max_failed_trials,
         trial_timeout_s=trial_timeout_s,
         early_stop=early_stop,
@@ -111,7 +105,6 @@ def search(
         rendezvous_token_file=rendezvous_token_file,
         reconnect_s=reconnect_s,
     )
-    check_least("backup_every_steps", backup_every_steps, 1)
     own_tuner.require_one_rule(tuner, early_stop)
     assignment = read_assignment(os.environ)
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
@@ -121,137 +114,133 @@ def search(
         sys.exit(EXIT_OK)
     own_tuner.require_fresh(tuner)
     if assignment is None:  # else a search before the one whose trial this is: it is finished
-        require_alone(os.environ)
+        own_tuner.require_alone(os.environ)
         own_tuner.require_validation(tuner, fit_kwargs)
         if join is not None:
-            sys.exit(_join(options))
-        asked = SweepRequest(options=options, backup_every_steps=backup_every_steps)
+            sys.exit(sweep.join(options, _trial_program(), os.environ))
         fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
-        exit_code, state = _run_sweep(tuner, asked, fitting)
-        _raise_unless_done(exit_code, state, options)
+        exit_code, state = sweep.run(TunerSweep(tuner, options, fitting))
+        _raise_unless_done(exit_code, state, options.sweep_dir)
     else:
         complete_space(tuner)
     _take_over_results(tuner, options.sweep_dir)
 
 
-def _run_sweep(
-    tuner: Any, asked: SweepRequest, fitting: Mapping[str, Any]
-) -> tuple[int, SweepState]:
-    options = asked.options
-    return run_sweep(
-        Sweep(
-            options=options,
-            describe=lambda: _describe(tuner, options, fitting),
-            search_of=lambda begun: _search(tuner, options.sweep_dir, begun),
-            plan_of=lambda begun: plan_of(tuner, asked, seed=begun["seed"]),
-            best_of=lambda trial, begun: best_of(tuner, asked, trial, seed=begun["seed"]),
-            runner=_runner(options),
-            first_seed=int(tuner.oracle.seed),
-            sweep_address=_sweep_address(options),
+class TunerSweep(Sweep):
+    """A sweep over what a tuner of KerasTuner's searches.
+
+    Args:
+      fitting: the arguments of the fit.
+    """
+
+    options: SearchOptions
+
+    def __init__(self, tuner: Any, options: SearchOptions, fitting: Mapping[str, Any]) -> None:
+        super().__init__(options, _trial_program(), os.environ)
+        self.first_seed = int(tuner.oracle.seed)
+        self._tuner = tuner
+        self._fitting = fitting
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the sweep is; of the arguments of fit, those that JSON has."""
+        complete_space(self._tuner)
+        tuner, oracle = self._tuner, self._tuner.oracle
+        require(
+            isinstance(oracle.objective.name, str) and oracle.objective.direction,
+            "objective",
+            received=repr(oracle.objective),
+            expected="one",
+            fix="name one metric",
+            code="several-objectives",
         )
-    )
-
-
-def _join(options: RunOptions) -> int:
-    """Run trials for a chief that runs this program too; return the exit code."""
-    sweep_address, runner = _sweep_address(options), _runner(options)
-    assert sweep_address is not None
-    try:
-        return RemoteRunner(options, runner, sweep_address=sweep_address).run()
-    finally:
-        runner.close()
-
-
-def _sweep_address(options: RunOptions) -> SweepAddress | None:
-    main: Any = sys.modules["__main__"]
-    program = own_program(main, sys.argv[1:])
-    return sweep_address_of(
-        options,
-        os.environ,
-        program=program.target,
-        program_file=main.__file__,
-        args=program.args,
-    )
-
-
-def _runner(options: RunOptions) -> LauncherRunner:
-    """Return what runs this program again for each trial, on this machine."""
-    environ = environment_of_tasks(os.environ)
-    machine = this_machine(environ)
-    main: Any = sys.modules["__main__"]
-    program = own_program(main, sys.argv[1:])
-    is_plain = imports_tensorflow(program, search=[os.getcwd(), *sys.path])
-    return LauncherRunner(
-        program=("-m", "tfdist.tuning.trial", *program.python_args),
-        launch_flags=(
-            *launch_flags(options, cpus=machine.cpus),
-            *("--start", "auto" if is_plain else "exec"),
-        ),
-        gpus=machine.gpus,
-        places=options.parallel_trials,
-        environ=environ,
-        timeout_s=options.trial_timeout_s,
-        warm=fork_template(
-            options,
-            machine=machine,
-            environ=environ,
-            modules=IMPORTS_OF_TRIALS,
-            more=imports_of(Path(main.__file__).read_text(encoding="utf-8")),
-        )
-        if is_plain
-        else None,
-    )
-
-
-def _names_of_fit() -> Iterable[str]:
-    from tfdist.training import fit  # the trials need it, and it takes a moment
-
-    return inspect.signature(fit).parameters
-
-
-def _describe(tuner: Any, options: RunOptions, fitting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the sweep is; of the arguments of fit, those that JSON has."""
-    complete_space(tuner)
-    oracle = tuner.oracle
-    if not isinstance(oracle.objective.name, str) or not oracle.objective.direction:
-        raise UsageError(
-            "objective", received=repr(oracle.objective), expected="one", fix="name one metric"
-        )
-    plain = (bool, int, float, str)
-    space = json.loads(json.dumps(oracle.hyperparameters.get_config()["space"]))
-    if not space:
-        raise UsageError(
+        space = json.loads(json.dumps(oracle.hyperparameters.get_config()["space"]))
+        require(
+            space,
             "tfdist.tuning.search",
             received="a search space without a hyperparameter",
             expected="one or more",
             fix='ask hp for a value in build(hp): hp.Float("dropout", 0.0, 0.5)',
+            code="empty-space",
         )
-    return {
-        "tuner": type(tuner).__name__,
-        "objective": oracle.objective.name,
-        "direction": oracle.objective.direction,
-        "strategy": options.strategy,
-        "workers": options.workers,
-        "ps": options.ps,
-        "early_stop": options.early_stop,
-        # Where none is given the oracle draws another at each start, and the first counts. Of the
-        # other tuners it cannot be told whether one was given.
-        "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
-        "max_trials": oracle.max_trials,
-        "config": {
-            **{f"tuner.{n}": str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)},
-            "tuner.executions_per_trial": str(tuner.executions_per_trial),
-            **{
-                name: value
-                for name, value in fitting.items()
-                if isinstance(value, plain) and name != "verbose"
-            },
-        },
-        "space": space,
-    }
+        names = ("strategy", "workers", "ps", "early_stop")
+        return {
+            "tuner": type(tuner).__name__,
+            "objective": oracle.objective.name,
+            "direction": oracle.objective.direction,
+            **{name: getattr(self.options, name) for name in names},
+            # Where none is given the oracle draws another at each start, and the first counts. Of
+            # the other tuners it cannot be told whether one was given.
+            "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
+            "max_trials": oracle.max_trials,
+            "config": {**_settings_of(tuner), **_plain(self._fitting)},
+            "space": space,
+        }
+
+    def search(self, begun: Mapping[str, Any]) -> Search:
+        return search_of(self._tuner, self.options.sweep_dir, begun)
+
+    def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> dict[str, str]:
+        """Return what a trial is told; it has the checkpoints of the trial that it continues.
+
+        The best is trained from the beginning, hyperband's in full.
+        """
+        sweep_dir, oracle = self.options.sweep_dir.absolute(), self._tuner.oracle
+        run_dir = first = sweep_dir / RETRAINED
+        values = dict(trial.values)
+        if not is_best:
+            trials = sweep_dir / directory.TRIALS
+            run_dir, first = trials / trial.id, trials / _first_of(trial.id, oracle)
+        elif "tuner/epochs" in values:
+            values |= {"tuner/epochs": oracle.max_epochs, "tuner/initial_epoch": 0}
+            values.pop("tuner/trial_id", None)
+        return Assignment(
+            sweep_dir=str(sweep_dir),
+            trial=run_dir.name,
+            run_dir=str(run_dir),
+            checkpoints=str(first / _CHECKPOINTS),
+            values=values,
+            seed=seed,
+            backup_every_steps=self.options.backup_every_steps,
+            save_model=is_best,
+        ).encode()
 
 
-def _search(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
+def _trial_program() -> TrialProgram:
+    """Return this program, which each trial runs again."""
+    main: Any = sys.modules["__main__"]
+    program = own_tuner.own_program(main, sys.argv[1:])
+    can_fork = imports_tensorflow(program, search=[os.getcwd(), *sys.path])
+    source = Path(main.__file__).read_text(encoding="utf-8") if can_fork else ""
+    return TrialProgram(
+        command=("-m", "tfdist.tuning.trial", *program.python_args),
+        name=program.target,
+        file=main.__file__,
+        args=program.args,
+        launch_flags=("--start", "auto" if can_fork else "exec"),
+        imports=IMPORTS_OF_TRIALS if can_fork else None,
+        more_imports=tuple(own_tuner.imports_of(source)),
+    )
+
+
+def _settings_of(tuner: Any) -> dict[str, str]:
+    oracle = tuner.oracle
+    there = {f"tuner.{n}": str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
+    return {**there, "tuner.executions_per_trial": str(tuner.executions_per_trial)}
+
+
+def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what JSON has, and changes a trial."""
+    kinds = (bool, int, float, str)
+    return {k: v for k, v in fitting.items() if isinstance(v, kinds) and k != "verbose"}
+
+
+def _names_of_fit() -> Iterable[str]:
+    from tfdist.training.fitting import fit  # the trials need it, and it takes a moment
+
+    return inspect.signature(fit).parameters
+
+
+def search_of(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
     """Return the tuner's own oracle with the sweep's seed, and with no limit of its own."""
     oracle, seed = tuner.oracle, begun["seed"]
     oracle.seed = oracle._seed_state = seed
@@ -262,103 +251,23 @@ def _search(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
     return Search(oracle, sweep_dir=sweep_dir)
 
 
-def _raise_unless_done(exit_code: int, state: SweepState, options: RunOptions) -> None:
+def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> None:
     if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         sys.exit(exit_code)
     if exit_code != EXIT_OK:
         why = state.finished
         if state.is_complete and not state.has_failed:
-            log = options.sweep_dir / RETRAINED / "launch.log"
+            log = sweep_dir / RETRAINED / "launch.log"
             why = f"the best trial could not be trained again; {log} says why"
-        raise TfdistError(f"sweep {options.sweep_dir}: {why}")
+        raise TfdistError(f"sweep {sweep_dir}: {why}")
 
 
 def _take_over_results(tuner: Any, sweep_dir: Path) -> None:
     """Leave the tuner as its own search would, with the results of the sweep."""
     if not tuner.oracle.trials:  # the sweep was finished before
         lines = journal.read(sweep_dir / directory.JOURNAL)
-        _search(tuner, sweep_dir, lines[0]).replay(lines)
+        search_of(tuner, sweep_dir, lines[0]).replay(lines)
     tuner.directory, tuner.project_name = str(sweep_dir), PROJECT
-
-
-# Trials of a sweep from Python, as jobs of the launcher.
-
-_CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SweepRequest:
-    """Request of a sweep from Python."""
-
-    options: RunOptions
-    backup_every_steps: int | None
-
-    def assignment(
-        self,
-        trial: str,
-        values: Mapping[str, Any],
-        *,
-        seed: int,
-        run_dir: Path,
-        checkpoints: Path,
-        save_model: bool = False,
-    ) -> Assignment:
-        """Return what a trial is told."""
-        return Assignment(
-            sweep_dir=str(self.options.sweep_dir.absolute()),
-            trial=trial,
-            run_dir=str(run_dir.absolute()),
-            checkpoints=str(checkpoints.absolute()),
-            values=values,
-            seed=seed,
-            backup_every_steps=self.backup_every_steps,
-            save_model=save_model,
-        )
-
-
-def plan_of(tuner: Any, asked: SweepRequest, *, seed: int) -> SweepPlan:
-    """Return how the trials are run."""
-    options, objective = asked.options, tuner.oracle.objective
-
-    def variables_of(trial: Trial) -> dict[str, str]:
-        trials = options.sweep_dir / directory.TRIALS
-        first = _first_of(trial.id, tuner.oracle)
-        return asked.assignment(
-            trial.id,
-            trial.values,
-            seed=seed,
-            run_dir=trials / trial.id,
-            checkpoints=trials / first / _CHECKPOINTS,
-        ).encode()
-
-    return SweepPlan(
-        sweep_dir=options.sweep_dir,
-        objective=objective.name,
-        direction=objective.direction,
-        max_epochs=None,
-        max_failed_trials=options.max_failed_trials,
-        early_stop=options.early_stop,
-        variables_of=variables_of,
-    )
-
-
-def best_of(tuner: Any, asked: SweepRequest, trial: Trial, *, seed: int) -> TrialJob:
-    """Return the job that trains a trial's values from the beginning, hyperband's in full."""
-    values, objective = dict(trial.values), tuner.oracle.objective
-    if "tuner/epochs" in values:
-        values |= {"tuner/epochs": tuner.oracle.max_epochs, "tuner/initial_epoch": 0}
-        values.pop("tuner/trial_id", None)
-    run_dir = asked.options.sweep_dir / RETRAINED
-    assignment = asked.assignment(
-        RETRAINED,
-        values,
-        seed=seed,
-        run_dir=run_dir,
-        checkpoints=run_dir / _CHECKPOINTS,
-        save_model=True,
-    )
-    goal = Goal(objective=objective.name, direction=objective.direction)
-    return TrialJob(run_dir=run_dir, flags=(), variables=assignment.encode(), goal=goal, place=0)
 
 
 def _first_of(trial: str, oracle: Any) -> str:

@@ -1,9 +1,19 @@
-"""Lease guard: a process that ends a runner's trials before its lease expires.
+"""Guards of trials: processes that end a trial whose chief or runner cannot.
 
-Run by its path: ``python -I -S guard.py``. The runner says on standard input, a line each,
-``watch PID`` of a trial's launcher and ``renew S``: at S of `now_s` the chief is known to have, or
-to come to have, ten more seconds of patience. Six seconds later the trials are asked to save and
-end, and killed three seconds after that: before the chief can give them to another runner.
+Run by its path in a bare interpreter (-I -S), so it imports nothing of tfdist::
+
+    guard.py parent PID COMMAND...   # becomes the command, which ends with the parent
+    guard.py lease                   # ends a runner's trials before its lease does
+
+A chief that is killed leaves no trial behind: the kernel sends the trial's launcher SIGTERM, upon
+which its tasks save. (The guardian of `tfdist.launch` kills, and a chief has threads, so that
+nothing can be set between its fork and exec.)
+
+A lease guard reads from standard input, a line each, ``watch PID`` of a trial's launcher and
+``renew S``: at S of `now_s` the chief is known to have, or to come to have, ten more seconds of
+patience. Six seconds later the trials are asked to save and end, and killed three seconds after
+that: before the chief can give them to another runner. A process of its own does this, as a runner
+that is stopped cannot.
 """
 
 from __future__ import annotations
@@ -12,9 +22,58 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 
 SAVE_AFTER_S, KILL_AFTER_S = 6.0, 9.0
+_PR_SET_PDEATHSIG = 1
+
+
+def with_parent(command: Sequence[str]) -> list[str]:
+    """Return a command that gets SIGTERM when this process ends."""
+    return [sys.executable, "-I", "-S", __file__, "parent", str(os.getpid()), *command]
+
+
+class LeaseGuardClient:
+    """The runner's side of a lease guard, which ends after it, when its trials have ended.
+
+    Raises TfdistError where the guard is gone: the runner cannot keep its promise any more.
+    """
+
+    def __enter__(self) -> LeaseGuardClient:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, "lease"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def renew(self, at_s: float) -> None:
+        """Report until when the chief leaves our trials to us: from this moment of its clock on."""
+        self._say(f"renew {at_s}")
+
+    def watch(self, pid: int) -> None:
+        """Have the launcher of a trial ended in time."""
+        self._say(f"watch {pid}")
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+        except OSError as error:
+            from tfdist.errors import TfdistError  # which a guard itself cannot import
+
+            raise TfdistError("the runner's guard has ended: the runner ends too") from error
 
 
 def now_s() -> float:
@@ -47,8 +106,8 @@ class LeaseGuard:
         return [(one, signal.SIGTERM) for one in watched - asked]
 
 
-def main() -> None:
-    """Reads what the runner says; when it is gone, goes on until its trials have ended."""
+def guard_lease() -> None:
+    """Do what the runner says; when it is gone, go on until its trials have ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # they are for the runner
     guard, said = LeaseGuard(now_s()), b""
@@ -79,5 +138,18 @@ def _obey(line: bytes, guard: LeaseGuard, pidfds: set[int]) -> None:
         pidfds.add(os.pidfd_open(int(value)))
 
 
+def become(parent: int, command: list[str]) -> None:
+    """Replace this process by the command, which the kernel asks to end when the parent ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone before the kernel was asked
+        sys.exit(128 + signal.SIGTERM)
+    os.execv(command[0], command)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "lease":
+        guard_lease()
+    else:
+        become(int(sys.argv[2]), sys.argv[3:])

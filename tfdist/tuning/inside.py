@@ -20,11 +20,12 @@ from keras_tuner.src.engine.hypermodel import get_hypermodel
 
 from tfdist.checkpoint import BackupAndRestore
 from tfdist.checkpoint.model_checkpoint import save_whole
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.digest import weights_sha256
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import barrier, current_job, is_chief, make_strategy
-from tfdist.training import evaluate, fit, predict
+from tfdist.training.evaluation import evaluate, predict
+from tfdist.training.fitting import fit
 from tfdist.tuning.oracle import PROJECT
 from tfdist.tuning.own_tuner import of_epochs, unreported
 from tfdist.tuning.trial_job import Assignment
@@ -238,17 +239,19 @@ def _require_known(hp: Any, assignment: Assignment) -> None:
             received=f"hyperparameter {new[0]!r}, first asked for in this trial",
             expected="a space that is known before the first trial",
             fix="ask for it in build(hp) under hp.conditional_scope(), or whatever the values are",
+            code="new-hyperparameter",
         )
 
 
 def _require_no_backup(callbacks: list[Any]) -> None:
-    if any(isinstance(callback, BackupAndRestore) for callback in callbacks):
-        raise UsageError(
-            "callbacks",
-            received="a BackupAndRestore, with one directory for all trials",
-            expected="none: each trial has its own",
-            fix="leave it out; search(..., backup_every_steps=100) says how often",
-        )
+    require(
+        not any(isinstance(callback, BackupAndRestore) for callback in callbacks),
+        "callbacks",
+        received="a BackupAndRestore, with one directory for all trials",
+        expected="none: each trial has its own",
+        fix="leave it out; search(..., backup_every_steps=100) says how often",
+        code="backup-given",
+    )
 
 
 # A KerasTuner hypermodel whose models train by tfdist: `fit`, `evaluate` and `predict`.
@@ -388,4 +391,5 @@ def _require_one_process_or_trial(route: Callable[..., Any]) -> None:
             received=f"a search in each task of a {job.kind} job",
             expected="one process, single or mirrored",
             fix=f"use tfdist.tuning.search(tuner, ..., strategy={job.kind!r})",
+            code="search-in-a-job",
         )

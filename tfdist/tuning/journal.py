@@ -113,6 +113,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 received=repr(text[:60].decode(errors="replace")),
                 expected="a line that a sweep wrote",
                 fix="take the line out by hand, or give the sweep another --sweep_dir",
+                code="broken-journal",
             )
         lines.append(dict(line))
     return lines
@@ -252,6 +253,7 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
                 received=f"{line['event']!r} without {error}",
                 expected="what follows from the lines before it",
                 fix="take the line out by hand, or give the sweep another --sweep_dir",
+                code="broken-journal",
             ) from error
     return state
 
@@ -294,6 +296,6 @@ HERE = 0
 class Slot:
     """A slot for one trial at a time."""
 
-    number: int
+    number: int = 0
     """From 0 on; says whose share of the GPUs it is."""
     runner: int = HERE

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from tfdist.argument_parser import Parser
 from tfdist.cluster.address import check_address
-from tfdist.errors import UsageError, near
+from tfdist.errors import (
+    UsageError,
+    mutually_exclusive,
+    require,
+    require_int,
+    require_number,
+    require_one_of,
+)
 
 TUNERS = ("random", "grid", "bayesian", "hyperband")
 STRATEGIES = ("single", "mirrored", "multiworker", "ps")
@@ -50,31 +57,51 @@ class RunOptions:
     """For how long a runner looks for its chief."""
 
     def __post_init__(self) -> None:
-        _check_name("strategy", self.strategy, STRATEGIES)
-        _check_name("early_stop", self.early_stop, EARLY_STOPS)
-        check_least("parallel_trials", self.parallel_trials, 0 if self.serve else 1)
-        for name in ("workers", "ps", "devices_per_worker", "max_failed_trials"):
-            check_least(name, getattr(self, name), 1)
-        _check_hosts(self)
-        if not (isinstance(self.trial_timeout_s, int | float) and self.trial_timeout_s > 0):
-            raise UsageError(
-                "--trial_timeout_s",
-                received=str(self.trial_timeout_s),
-                expected="more than 0 seconds",
-                fix="leave it out to wait for ever",
+        require_one_of("--strategy", self.strategy, STRATEGIES)
+        require_one_of("--early_stop", self.early_stop, EARLY_STOPS)
+        _require_least(0 if self.serve else 1, parallel_trials=self.parallel_trials)
+        _require_least(
+            1, workers=self.workers, ps=self.ps, max_failed_trials=self.max_failed_trials
+        )
+        _require_least(1, devices_per_worker=self.devices_per_worker)
+        mutually_exclusive(
+            {"--join": self.join, "--serve": self.serve},
+            fix="give --serve to the sweep's chief, and --join to its runners",
+        )
+        for flag, address in (("--serve", self.serve), ("--join", self.join)):
+            if address is not None:
+                check_address(address, where=flag)
+        fix = "leave it out for 300"
+        require_number("--reconnect_s", self.reconnect_s, above=0, unit="seconds", fix=fix)
+        if self.trial_timeout_s != math.inf:
+            fix = "leave it out to wait for ever"
+            require_number(
+                "--trial_timeout_s", self.trial_timeout_s, above=0, unit="seconds", fix=fix
             )
-        if self.workers > 1 and self.strategy in ("single", "mirrored"):
-            raise UsageError(
-                "--workers",
-                received=f"{self.workers} with --strategy {self.strategy}",
-                expected="one process, 1",
-                fix="use --strategy multiworker; --parallel_trials runs several trials at once",
-            )
+        require(
+            self.workers == 1 or self.strategy in ("multiworker", "ps"),
+            "--workers",
+            received=f"{self.workers} with --strategy {self.strategy}",
+            expected="one process, 1",
+            fix="use --strategy multiworker; --parallel_trials runs several trials at once",
+            code="workers-of-one-process",
+        )
 
     @property
     def tasks_per_trial(self) -> int:
         """Return how many processes compute in each trial; a ps job's chief only waits."""
         return self.workers + (self.ps if self.strategy == "ps" else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchOptions(RunOptions):
+    """What `tfdist.tuning.search` was asked for; raises as `RunOptions`."""
+
+    backup_every_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
+        _require_least(1, backup_every_steps=self.backup_every_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,15 +119,16 @@ class SweepOptions(RunOptions):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
-        _check_name("tuner", self.tuner, TUNERS)
-        _check_name("objective", self.objective, OBJECTIVES)
+        RunOptions.__post_init__(self)
+        require_one_of("--tuner", self.tuner, TUNERS)
+        require_one_of("--objective", self.objective, OBJECTIVES)
         if self.tuner == "hyperband":
-            check_no_rule(self.early_stop)
-        check_least("max_trials", self.max_trials, 1)
-        check_least("factor", self.factor, 2)
-        fix = "KerasTuner draws another one for 0; write --seed 1, or leave it out"
-        check_least("seed", self.seed, 1, fix=fix)
+            require_no_rule(self.early_stop)
+        _require_least(1, max_trials=self.max_trials)
+        _require_least(2, factor=self.factor)
+        if self.seed is not None:
+            fix = "KerasTuner draws another one for 0; write --seed 1, or leave it out"
+            require_int("--seed", self.seed, least=1, fix=fix)
 
     @property
     def direction(self) -> str:
@@ -122,8 +150,13 @@ def parse(argv: Sequence[str]) -> SweepOptions | Show:
     config_flags = tuple(word for word in argv if word.startswith("--config."))
     for word in config_flags:
         if "=" not in word:
-            fix = f"write {word}=VALUE"
-            raise UsageError(word, received="no value", expected="a value behind =", fix=fix)
+            raise UsageError(
+                word,
+                received="no value",
+                expected="a value behind =",
+                fix=f"write {word}=VALUE",
+                code="no-value",
+            )
     parser = _parser()
     values = parser.parse_args([w for w in argv if not w.startswith("--config.")])
     given = {name: value for name, value in vars(values).items() if value is not None}
@@ -131,33 +164,18 @@ def parse(argv: Sequence[str]) -> SweepOptions | Show:
     if show is not None:
         return Show(sweep_dir=Path(show))
     if "config" not in given:
-        fix = "write --config configs/digits_sweep.py, or --show DIR"
-        raise UsageError("--config", received="nothing", expected="a config file", fix=fix)
+        raise UsageError(
+            "--config",
+            received="nothing",
+            expected="a config file",
+            fix="write --config configs/digits_sweep.py, or --show DIR",
+            code="missing",
+        )
     tuner = given.get("tuner", "random")
     sweep_dir = Path(given.pop("sweep_dir", f"runs/{Path(given['config']).stem}-{tuner}"))
     if "max_trials" not in given and tuner in ("random", "bayesian"):
         given["max_trials"] = DEFAULT_MAX_TRIALS
     return SweepOptions(**given, sweep_dir=sweep_dir, config_flags=config_flags)
-
-
-def _check_hosts(options: RunOptions) -> None:
-    if options.serve is not None and options.join is not None:
-        raise UsageError(
-            "--join",
-            received="it with --serve",
-            expected="one of them",
-            fix="give --serve to the sweep's chief, and --join to its runners",
-        )
-    for flag, address in (("--serve", options.serve), ("--join", options.join)):
-        if address is not None:
-            check_address(address, where=flag)
-    if not (isinstance(options.reconnect_s, int | float) and 0 < options.reconnect_s < math.inf):
-        raise UsageError(
-            "--reconnect_s",
-            received=str(options.reconnect_s),
-            expected="a number of seconds above 0",
-            fix="leave it out for 300",
-        )
 
 
 def _parser() -> Parser:
@@ -194,30 +212,23 @@ def _parser() -> Parser:
     return parser
 
 
-def _check_name(flag: str, value: str, choices: Sequence[str] | dict[str, str]) -> None:
-    if value not in choices:
-        raise UsageError(
-            f"--{flag}",
-            received=f"{value!r}{near(str(value), choices)}",
-            expected=f"one of {', '.join(choices)}",
-            fix="name one of them",
-        )
-
-
-def check_no_rule(early_stop: str) -> None:
+def require_no_rule(early_stop: str) -> None:
     """Raise UsageError for a rule beside that of hyperband."""
-    if early_stop != NONE:
-        raise UsageError(
-            "--early_stop",
-            received=f"{early_stop} with hyperband",
-            expected="none: hyperband ends trials itself, and counts on those it goes on with",
-            fix="leave it out, or use random search",
-        )
+    require(
+        early_stop == NONE,
+        "--early_stop",
+        received=f"{early_stop} with hyperband",
+        expected="none: hyperband ends trials itself, and counts on those it goes on with",
+        fix="leave it out, or use random search",
+        code="exclusive",
+    )
 
 
-def check_least(flag: str, value: int | None, least: int, *, fix: str = "") -> None:
-    """Raise UsageError for what is neither None nor a whole number of at least `least`."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)  # from Python it may not be
-    if value is not None and not (is_number and value >= least):
-        fix = fix or f"write --{flag} {least}, for example"
-        raise UsageError(f"--{flag}", received=repr(value), expected=f"{least} or more", fix=fix)
+def _require_least(least: int, **options: int | None) -> None:
+    """Raise UsageError for an option that is neither None nor a whole number of at least so many.
+
+    From Python it may be anything.
+    """
+    for name, value in options.items():
+        if value is not None:
+            require_int(f"--{name}", value, least=least, fix=f"write --{name} {least}, for example")

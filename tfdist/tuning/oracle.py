@@ -182,6 +182,7 @@ def make_oracle(
             received=f"{tuner} without scikit-learn and SciPy",
             expected="both installed: its model is theirs",
             fix="pip install 'tfdist[digits]', or use --tuner random",
+            code="missing-package",
         ) from error
 
 

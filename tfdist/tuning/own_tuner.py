@@ -12,30 +12,32 @@ from typing import Any
 import keras_tuner
 
 from tfdist.cluster import read_environment
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, near, require
 from tfdist.launch.options import Program
-from tfdist.tuning.options import check_no_rule
+from tfdist.tuning.options import require_no_rule
 
 
 def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
     """Return where a sweep with this tuner writes; raise UsageError for what is no tuner."""
-    if not isinstance(tuner, keras_tuner.Tuner):
-        raise UsageError(
-            "tfdist.tuning.search",
-            received=f"a {type(tuner).__name__}",
-            expected="a keras_tuner.Tuner, such as RandomSearch",
-            fix="make one from the build function",
-        )
+    require(
+        isinstance(tuner, keras_tuner.Tuner),
+        "tfdist.tuning.search",
+        received=f"a {type(tuner).__name__}",
+        expected="a keras_tuner.Tuner, such as RandomSearch",
+        fix="make one from the build function",
+        code="no-tuner",
+    )
     if given is None:
         return default_dir(tuner)
     theirs = Path(tuner.directory, tuner.project_name).resolve()
-    if Path(given).resolve().is_relative_to(theirs):
-        raise UsageError(
-            "sweep_dir",
-            received=f"{given}, in the tuner's own directory",
-            expected="another one: with overwrite=True a tuner deletes its own when it is made",
-            fix="leave it out, or give one beside it",
-        )
+    require(
+        not Path(given).resolve().is_relative_to(theirs),
+        "sweep_dir",
+        received=f"{given}, in the tuner's own directory",
+        expected="another one: with overwrite=True a tuner deletes its own when it is made",
+        fix="leave it out, or give one beside it",
+        code="directory-of-the-tuner",
+    )
     return Path(given)
 
 
@@ -46,19 +48,20 @@ def default_dir(tuner: Any) -> Path:
 
 def require_fresh(tuner: Any) -> None:
     """Raise UsageError for a tuner that has searched."""
-    if tuner.oracle.trials:
-        raise UsageError(
-            "tfdist.tuning.search",
-            received=f"a tuner that has searched already, {len(tuner.oracle.trials)} trials",
-            expected="a new one; what a sweep has found is read from its sweep_dir",
-            fix="give the tuner another project_name",
-        )
+    require(
+        not tuner.oracle.trials,
+        "tfdist.tuning.search",
+        received=f"a tuner that has searched already, {len(tuner.oracle.trials)} trials",
+        expected="a new one; what a sweep has found is read from its sweep_dir",
+        fix="give the tuner another project_name",
+        code="tuner-has-searched",
+    )
 
 
 def require_one_rule(tuner: Any, early_stop: str) -> None:
     """Raise UsageError for a rule beside hyperband's own."""
     if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
-        check_no_rule(early_stop)
+        require_no_rule(early_stop)
 
 
 def of_epochs(tuner: Any) -> str | None:
@@ -78,13 +81,14 @@ def require_validation(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
     data, split, callbacks = map(
         fit_kwargs.get, ("validation_data", "validation_split", "callbacks")
     )
-    if objective.startswith("val_") and data is None and not split and not callbacks:
-        raise UsageError(
-            "objective",
-            received=f"{objective!r} without data to validate on",
-            expected="what the model reports",
-            fix="give search validation_data or validation_split, or go by the training's figure",
-        )
+    require(
+        not objective.startswith("val_") or data is not None or split or callbacks,
+        "objective",
+        received=f"{objective!r} without data to validate on",
+        expected="what the model reports",
+        fix="give search validation_data or validation_split, or go by the training's figure",
+        code="no-validation",
+    )
 
 
 def unreported(objective: str, there: Iterable[str]) -> UsageError:
@@ -95,6 +99,7 @@ def unreported(objective: str, there: Iterable[str]) -> UsageError:
         received=f"{objective!r}{near(objective, there)}",
         expected=f"what the model reports: {', '.join(there)}",
         fix="name one of them, or add it to the metrics of model.compile",
+        code="unreported-objective",
     )
 
 
@@ -115,6 +120,7 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
             received="a call from an interactive session or a notebook",
             expected="a program: each trial runs it again",
             fix="put it into a file; in one process, use tuner.search with tuning.HyperModel",
+            code="no-program",
         )
     return Program(target=os.path.abspath(file), is_module=False, args=tuple(args))
 
@@ -153,6 +159,7 @@ def require_known(
                 received=f"{name}{meant}",
                 expected="an argument of search or of fit",
                 fix="correct the name",
+                code="unknown-argument",
             )
 
 
@@ -165,4 +172,5 @@ def require_alone(environ: Mapping[str, str]) -> None:
             received=f"a call in a {config.cluster.kind} job of several tasks",
             expected="one process, which starts a job for each trial",
             fix="start the program by itself, and name the strategy in search(strategy=...)",
+            code="search-in-a-job",
         )

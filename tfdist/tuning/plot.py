@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import itertools
 import logging
 import math
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.tuning.journal import COMPLETED, SweepState, Trial
+from tfdist.tuning.journal import SweepState, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -20,29 +20,11 @@ _COLUMNS = 4
 _MOST_EFFECTS = 8
 
 
-def load() -> tuple[Any, Any] | None:
-    """Return what figures are made of, None without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    return Figure, FigureCanvasAgg
-
-
-def rehearse() -> None:
-    """Draw a small sweep for nobody, so that fonts and all are there for `draw`."""
-    loaded = load()
-    if loaded is None:
-        return
-    trials = [
-        Trial(id=str(n), run=str(n), values={"a": 10.0**-n, "b": str(n)}, status=COMPLETED, score=n)
-        for n in (1, 2)
-    ]
-    try:
-        _figure(SweepState(), trials, *loaded).savefig(io.BytesIO())
-    except Exception as error:
-        logger.debug("the picture: %s", error)  # `draw` will say it
+def load() -> None:
+    """Load what `draw` draws with, which takes a moment the first time."""
+    with contextlib.suppress(ImportError):
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
 
 
 def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
@@ -55,25 +37,24 @@ def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
     if not trials:
         logger.info("no plot: no trial was completed")
         return None
-    loaded = load()
-    if loaded is None:
+    try:
+        _figure(state, trials).savefig(path)
+    except ImportError:
         logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
         return None
-    try:
-        _figure(state, trials, *loaded).savefig(path)
     except Exception as error:
         logger.warning("no plot: %s: %s", type(error).__name__, error)
         return None
     return Path(path)
 
 
-def _figure(state: SweepState, trials: Sequence[Trial], figure_type: Any, canvas_type: Any) -> Any:
+def _figure(state: SweepState, trials: Sequence[Trial]) -> Any:
+    from matplotlib.figure import Figure  # made by hand: neither pyplot nor a display is touched
+
     names = _names(trials)
     places = _places(trials, names, space=state.begun.get("space", ()))
     rows = -(-len(names) // _COLUMNS)
-    # The canvas is made by hand, so that neither pyplot nor a display is touched.
-    figure = figure_type(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
-    canvas_type(figure)
+    figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
     grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
     objective = _literal(state.begun.get("objective", "score"))
     is_max = state.begun.get("direction") == "max"
@@ -208,7 +189,7 @@ class _Axis:
     def share(self, value: Any) -> float:
         """Return its height between 0 and 1."""
         if self.words:
-            return self.words.index(str(value)) / max(1, len(self.words) - 1)
+            return self.raw(value) / max(1, len(self.words) - 1)
         if self._high == self._low:
             return 0.5
         scale = math.log if self.is_log else float

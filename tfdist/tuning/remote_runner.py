@@ -12,23 +12,21 @@ import os
 import secrets
 import select
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tfdist.cluster.address import split_address
-from tfdist.errors import EXIT_FAILED, StartupTimeout, TfdistError, UsageError
+from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
 from tfdist.launch.multihost.connection import Violation, WrongToken
 from tfdist.launch.multihost.member import Joining, Member
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.tuning import directory, guard, hosts, trial_job
+from tfdist.tuning import directory, guard, messages
+from tfdist.tuning.address import SweepAddress
 from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.guard import SAVE_AFTER_S
-from tfdist.tuning.hosts import ALIVE, ANY_RANK, LEASE_S, Lease, Message, SweepAddress
+from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
+from tfdist.tuning.messages import ALIVE, ANY_RANK, LEASE_S, Lease, Message
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner
 from tfdist.tuning.trial_job import Failed, Killed, Outcome, TrialJob
@@ -66,24 +64,20 @@ class RemoteRunner:
         options: RunOptions,
         runner: LauncherRunner,
         *,
-        sweep_address: SweepAddress,
+        chief: ChiefClient,
+        lease_guard: LeaseGuardClient,
         clock: Callable[[], float] = guard.now_s,
     ) -> None:
         self._options = options
         self._runner = runner
+        self._chief = chief
+        self._lease_guard = lease_guard
         self._clock = clock
-        self._lease_guard = LeaseGuardProcess()
-        self._chief = ChiefClient(
-            sweep_address,
-            rank=secrets.randbelow(ANY_RANK - 1) + 1,
-            sweep_dir=options.sweep_dir,
-            renew=self._lease_guard.renew,
-            clock=clock,
-        )
         self._held: dict[Lease, _Held] = {}
         self._asked: int | None = None
         self._asked_s = 0.0
-        self._end: int | None = None
+        self.exit_code: int | None = None
+        """What the sweep has ended with, once the chief has said so."""
 
     def run(self) -> int:
         """Return the exit code: that of the sweep, or of a signal that has asked us to leave.
@@ -113,7 +107,7 @@ class RemoteRunner:
                 f"{self._chief.away_s:.0f} s: {self._chief.why}. Fix: start it, see that its "
                 "name and port are right and that no firewall is between, or raise --reconnect_s"
             )
-        return self._end
+        return self.exit_code
 
     def _turn(self, signals: SignalPipe) -> None:
         came = [signum for signum in signals.read() if signum in STOP_SIGNALS]
@@ -130,7 +124,7 @@ class RemoteRunner:
                 self._obey(message)
             except UsageError:  # a ValueError, too, but ours
                 raise
-            except hosts.NO_SENSE:
+            except messages.NO_SENSE:
                 logger.debug("not understood: %s", message)
         for lease, held in list(self._held.items()):
             self._look(lease, held)
@@ -150,13 +144,13 @@ class RemoteRunner:
             case {"run": dict(told)}:
                 self._begin(told)
             case {"stop": lease}:
-                self._held[hosts.lease_of(lease)].stop()
+                self._held[messages.decode_lease(lease)].stop()
             case {"drop": lease}:
-                self._drop(hosts.lease_of(lease))
-            case {"taken": lease} if self._held[hosts.lease_of(lease)].running is None:
-                del self._held[hosts.lease_of(lease)]
+                self._drop(messages.decode_lease(lease))
+            case {"taken": lease} if self._held[messages.decode_lease(lease)].running is None:
+                del self._held[messages.decode_lease(lease)]
             case {"end": int(code)}:
-                self._end = code if 0 <= code < 256 else EXIT_FAILED
+                self.exit_code = code if 0 <= code < 256 else EXIT_FAILED
 
     def _present(self) -> None:
         """Report who we are, which leases we hold, and what has ended meanwhile."""
@@ -169,7 +163,8 @@ class RemoteRunner:
             self._report(lease, held)
 
     def _begin(self, told: Mapping[str, Any]) -> None:
-        lease, job = hosts.lease_of((told["trial"], told["lease"])), self._job(told)
+        lease = messages.decode_lease((told["trial"], told["lease"]))
+        job = messages.decode_job(told, sweep_dir=self._options.sweep_dir)
         held = self._held[lease] = _Held()
         self._require_shared(lease, job)
         try:
@@ -199,30 +194,12 @@ class RemoteRunner:
             received=f"nothing of the trial that trial {lease[0]} continues",
             expected="what the runner before has written: the same directory on all hosts",
             fix=f"mount {trials} from where the others have it",
+            code="not-shared",
         )
         self._held[lease].outcome = Killed(reason=str(error))
         self._chief.send({"leaving": True})
         self._report(lease, self._held[lease])
         raise error
-
-    def _job(self, told: Mapping[str, Any]) -> TrialJob:
-        """Return the trial of a message; raise ValueError for what no chief would say."""
-        flags, variables = tuple(map(str, told["flags"])), dict(told["variables"])
-        run, continues = str(told["run"]), told["continues"]
-        if (
-            not all(flag.startswith("--config.") for flag in flags)
-            or variables.keys() - {trial_job.VARIABLE}
-            or not all(map(_is_name, [run, "0" if continues is None else continues]))
-        ):
-            raise ValueError("no trial")
-        return TrialJob(
-            run_dir=self._options.sweep_dir / TRIALS / run,
-            flags=flags,
-            variables=variables,
-            goal=hosts.goal_of(told["goal"]),
-            place=int(told["place"]),
-            continues=continues,
-        )
 
     def _drop(self, lease: Lease) -> None:
         """The lease is lost: another may run the trial, so it is not even saved."""
@@ -267,7 +244,7 @@ class RemoteRunner:
         """Report how a trial has ended; it is said again until the chief has taken it."""
         if held.outcome is None or held.is_lost or not self._chief.is_there:
             return
-        told = {"lease": list(lease), "outcome": hosts.encode_outcome(held.outcome)}
+        told = {"lease": list(lease), "outcome": messages.encode_outcome(held.outcome)}
         try:
             self._chief.send({"ended": told})
         except ValueError as error:  # more than a message may hold
@@ -281,11 +258,6 @@ class RemoteRunner:
             trial.stop()
         while running := [trial for trial in running if trial.poll() is None]:
             self._runner.wait(running, _LOOK_S)
-
-
-def _is_name(run: str) -> bool:
-    """Return whether it is a directory among the trials, and nothing else."""
-    return run == os.path.basename(run) and not run.startswith(".")
 
 
 # Runner's connection to its chief, reestablished when lost.
@@ -307,14 +279,13 @@ class ChiefClient:
         self,
         sweep_address: SweepAddress,
         *,
-        rank: int,
         sweep_dir: Path,
         renew: Callable[[float], None],
         clock: Callable[[], float] = guard.now_s,
     ) -> None:
         self.address = sweep_address.address
         self.why = ""
-        self._rank = rank
+        self._rank = secrets.randbelow(ANY_RANK - 1) + 1
         self._sweep_address = sweep_address
         self._sweep_dir = sweep_dir
         self._renew = renew
@@ -409,7 +380,7 @@ class ChiefClient:
             self._renewed(began_s)
 
     def _nobody_was_there(self, at_s: float) -> None:
-        found = directory.read_mark(self._sweep_dir)
+        found = directory.read_ownership(self._sweep_dir)
         if found is None or found.address == self.address:
             self._renewed(at_s)
         elif found.sweep == self._sweep:
@@ -422,13 +393,14 @@ class ChiefClient:
 
     def _check(self, sweep: str, *, chief: str) -> None:
         """Make sure that the chief has the directory that we have, and our sweep."""
-        found = directory.read_mark(self._sweep_dir)
+        found = directory.read_ownership(self._sweep_dir)
         if found is None or (found.sweep, found.chief) != (sweep, chief):
             raise UsageError(
                 "--sweep_dir",
                 received=f"{self._sweep_dir}, which is not that of the chief at {self.address}",
                 expected="the same directory, which the hosts share; no copy",
                 fix="mount it at this path on this host too",
+                code="not-shared",
             )
         if self._sweep not in (None, sweep):
             raise UsageError(
@@ -436,49 +408,7 @@ class ChiefClient:
                 received=f"{self._sweep_dir}, where another sweep has begun meanwhile",
                 expected="the sweep that this runner had come to",
                 fix="start the runner again",
+                code="another-sweep",
             )
         self._sweep = sweep
         self.is_there = True
-
-
-# The runner's guard, as the runner sees it: see `tfdist.tuning.guard`.
-
-
-class LeaseGuardProcess:
-    """The guard, from when this is entered; it goes when it is left and its trials have ended."""
-
-    def __enter__(self) -> LeaseGuardProcess:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
-
-    def renew(self, at_s: float) -> None:
-        """Report until when the chief leaves our trials to us: from this moment of its clock on."""
-        self._say(f"renew {at_s}")
-
-    def watch(self, pid: int) -> None:
-        """Have the launcher of a trial ended in time."""
-        self._say(f"watch {pid}")
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
-        except OSError as error:
-            raise TfdistError("the runner's guard has ended: the runner ends too") from error

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import parent_death_guard
+from tfdist.tuning import guard
 from tfdist.tuning.journal import Slot
 from tfdist.tuning.trial_job import (
     Completed,
@@ -39,36 +40,42 @@ _LAST_LINES = 20
 _TAIL_BYTES = 16_384
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialProgram:
+    """The program that each trial runs, on the chief's host and on those of its runners."""
+
+    command: tuple[str, ...]
+    """What comes after the launcher's flags, such as ``-m tfdist.train --config FILE``."""
+    name: str
+    file: str
+    args: tuple[str, ...] = ()
+    """Compared, with the name and the text of the file, when a runner joins."""
+    launch_flags: tuple[str, ...] = ()
+    """Beside those that the options of the sweep give."""
+    imports: tuple[str, ...] | None = None
+    """Imported once for all trials, with TensorFlow and Keras; None: each trial imports for
+    itself."""
+    more_imports: tuple[str, ...] = ()
+    """These too, where they can be."""
+
+
+@dataclass(kw_only=True)
 class LauncherRunner:
-    """Runs `python -m tfdist.launch` for every trial.
+    """Runs `python -m tfdist.launch` for every trial."""
 
-    Args:
-      program: what comes after the launcher's flags, such as ``-m tfdist.train --config FILE``.
-      launch_flags: strategy, workers, threads.
-      gpus: those of this machine, divided among `places`.
-      environ: of the trials.
-      timeout_s: a trial that does no virtual epoch for so long is ended.
-      warm: what the tasks are forked from, None to start each job with imports of its own.
-    """
-
-    def __init__(
-        self,
-        *,
-        program: Sequence[str],
-        launch_flags: Sequence[str],
-        gpus: Sequence[str],
-        places: int,
-        environ: Mapping[str, str],
-        timeout_s: float,
-        warm: ForkTemplate | None = None,
-    ) -> None:
-        self.warm = warm
-        self._program = tuple(program)
-        self._launch_flags = tuple(launch_flags)
-        self._gpus = tuple(gpus)
-        self._places = places
-        self._environ = dict(environ)
-        self._timeout_s = timeout_s
+    program: Sequence[str]
+    """The command of a `TrialProgram`."""
+    launch_flags: Sequence[str]
+    """Strategy, workers, threads."""
+    gpus: Sequence[str]
+    """Those of this machine, divided among `places`."""
+    places: int
+    environ: Mapping[str, str]
+    """Of the trials."""
+    timeout_s: float
+    """A trial that does no virtual epoch for so long is ended."""
+    warm: ForkTemplate | None = None
+    """What the tasks are forked from, None to start each job with imports of its own."""
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
         directory = RunDirectory(job.run_dir)
@@ -80,7 +87,7 @@ class LauncherRunner:
         return RunDirectory(run_dir).read_metrics()
 
     def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
-        places = (Slot(number=number) for number in range(self._places))
+        places = (Slot(number=number) for number in range(self.places))
         return [place for place in places if place not in taken]
 
     def start(self, job: TrialJob) -> LaunchedTrial:
@@ -92,18 +99,15 @@ class LauncherRunner:
             received=f"nothing, while trial {job.trial} is with a runner",
             expected="HOST:PORT, as before",
             fix="give it, so that the runner comes back or loses the trial",
+            code="trial-elsewhere",
         )
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        poll = select.poll()  # a program may have more files open than `select` can tell of
-        for trial in running:
-            if trial.pidfd is not None:
-                poll.register(trial.pidfd, select.POLLIN)
-        poll.poll(timeout_s * 1000)
+        ends_of(running).poll(timeout_s * 1000)
 
     def warm_up(self) -> None:
         """Begin with the imports that all trials share, where there is anything to begin with."""
-        if self.warm is not None and self._places:
+        if self.warm is not None and self.places:
             self.warm.start()
 
     def close(self) -> None:
@@ -116,22 +120,24 @@ class LauncherRunner:
         launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
         if fork_server is not None:
             launcher += ["--fork_server", str(fork_server)]
-        return [*launcher, *self._launch_flags, *self._program, *job.flags]
+        return [*launcher, *self.launch_flags, *self.program, *job.flags]
 
-    def environ(self, job: TrialJob) -> dict[str, str]:
+    def environ_of(self, job: TrialJob) -> dict[str, str]:
         """Return the environment of a trial, with its share of the GPUs."""
-        environ = {**self._environ, **job.variables}
-        if not self._gpus:
-            return environ
-        mine = (
-            self._gpus[job.place :: max(1, self._places)]
-            or self._gpus[job.place % len(self._gpus) :][:1]
-        )
-        return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        environ, gpus, number = {**self.environ, **job.variables}, self.gpus, job.slot.number
+        if gpus:
+            mine = gpus[number :: max(1, self.places)] or gpus[number % len(gpus) :][:1]
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        return environ
 
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
+
+def ends_of(running: Iterable[Any]) -> select.poll:
+    """Return what wakes when a trial here ends."""
+    poll = select.poll()  # a program may have more files open than `select` can tell of
+    for trial in running:
+        if trial.pidfd is not None:
+            poll.register(trial.pidfd, select.POLLIN)
+    return poll
 
 
 class LaunchedTrial:
@@ -229,14 +235,13 @@ class LaunchedTrial:
             fds = [stack.enter_context(w.connect()).fileno() for w in (self._runner.warm,) if w]
             self._log_from = log.tell()
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", parent_death_guard.__file__, str(os.getpid())),
-                    *self._runner.command(self._job, fork_server=fds[0] if fds else None),
-                ],
+                guard.with_parent(
+                    self._runner.command(self._job, fork_server=fds[0] if fds else None)
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._runner.environ(self._job),
+                env=self._runner.environ_of(self._job),
                 pass_fds=fds,
                 process_group=0,
             )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich import box
@@ -15,10 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tfdist.errors import UsageError
+from tfdist.errors import require
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import directory, journal, plot
+from tfdist.tuning.hparams_export import HParamsBoard
 from tfdist.tuning.journal import COMPLETED, FAILED, WAITING, SweepState, Trial, fold
 
 logger = logging.getLogger(__name__)
@@ -28,37 +28,29 @@ _REFRESH_S = 1.0
 
 
 class SweepScreen:
-    """The chief's observer: shows each change; `tick` writes `sweep.json` and tells `also`.
-
-    `beforehand` is called once, while the first trials begin: what takes a moment, and would make
-    all wait later on.
-    """
+    """The chief's observer: shows each change; `tick` writes `sweep.json` and the `board`."""
 
     def __init__(
         self,
         sweep_dir: Path,
         *,
         console: Console | None = None,
-        also: Callable[[SweepState], None] = lambda state: None,
-        beforehand: Callable[[], object] = lambda: None,
+        board: HParamsBoard | None = None,
     ) -> None:
         self._sweep_dir = sweep_dir
         self._console = console or _console()
         self._live: Live | None = None
         self._shown_at_s = 0.0
-        self._also = also
-        self._beforehand = beforehand
+        self._board = board
         self._has_changed = self._has_ticked = False
 
     def __enter__(self) -> SweepScreen:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        self._stop_live()
+
+    def _stop_live(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -86,19 +78,19 @@ class SweepScreen:
         """Bring the files and the live table up to date, once for all that has changed."""
         is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
         if self._live is not None and (self._has_changed or is_time):
-            self._refresh(state)
-        if not self._has_ticked:
+            self._shown_at_s = time.monotonic()
+            self._live.update(table(state, self._sweep_dir), refresh=True)
+        if not self._has_ticked:  # the first trials begin: what takes a moment keeps nobody waiting
             self._has_ticked = True
-            plot.rehearse()
-            self._beforehand()
+            plot.load()
+            if self._board is not None:
+                self._board.load()
         if self._has_changed:
             self._write(state)
 
     def end(self, state: SweepState) -> None:
         """The sweep has ended or was asked to stop: the leaderboard, and the picture."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._stop_live()
         self._write(state)
         path = plot.draw(state, self._sweep_dir / directory.PLOT)
         leaderboard(state, self._sweep_dir, console=self._console)
@@ -108,12 +100,8 @@ class SweepScreen:
     def _write(self, state: SweepState) -> None:
         self._has_changed = False
         directory.write_json(self._sweep_dir / directory.SWEEP, as_json(state))
-        self._also(state)
-
-    def _refresh(self, state: SweepState) -> None:
-        self._shown_at_s = time.monotonic()
-        if self._live is not None:
-            self._live.update(table(state, self._sweep_dir), refresh=True)
+        if self._board is not None:
+            self._board.update(state)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, emoji=False)
@@ -247,11 +235,12 @@ def _console() -> Console:
 def show(path: Path) -> None:
     """Print the sweep in a directory and write nothing; raise UsageError where there is none."""
     lines = journal.read(path / directory.JOURNAL)
-    if not lines:
-        raise UsageError(
-            "--show",
-            received=f"{path}, where no sweep is",
-            expected=f"a sweep directory, with {directory.JOURNAL}",
-            fix="give the --sweep_dir of the sweep",
-        )
+    require(
+        lines,
+        "--show",
+        received=f"{path}, where no sweep is",
+        expected=f"a sweep directory, with {directory.JOURNAL}",
+        fix="give the --sweep_dir of the sweep",
+        code="no-sweep",
+    )
     leaderboard(fold(lines), path, is_running=is_held(path / directory.LOCK))

@@ -26,7 +26,7 @@ import keras_tuner
 
 from tfdist.configs import check
 from tfdist.configs.fields import flat, unknown
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require
 
 _Build = Callable[[Any, Any], object]
 
@@ -42,13 +42,14 @@ class SearchSpace:
         self._config = config
         self._build = _load(path)
         self.hyperparameters = discover_space(self._built, keras_tuner.HyperParameters())
-        if not self.hyperparameters.space:
-            raise UsageError(
-                path,
-                received="a search space without a hyperparameter",
-                expected="one or more",
-                fix='ask hp for a value in space(hp, config): hp.Float("dropout", 0.0, 0.5)',
-            )
+        require(
+            self.hyperparameters.space,
+            path,
+            received="a search space without a hyperparameter",
+            expected="one or more",
+            fix='ask hp for a value in space(hp, config): hp.Float("dropout", 0.0, 0.5)',
+            code="empty-space",
+        )
 
     def description(self) -> list[dict[str, Any]]:
         """Return the space as JSON has it, to be written down and compared."""
@@ -73,6 +74,7 @@ class SearchSpace:
                 received=f"hyperparameter {hp.space[known].name!r}, new in this trial",
                 expected="a space that is known before the first trial",
                 fix="ask for it under hp.conditional_scope(), whatever the values are",
+                code="new-hyperparameter",
             )
         check(config)
         before, after = flat(self._config), flat(config)
@@ -103,15 +105,17 @@ def _load(path: str) -> _Build:
             received="no search space",
             expected="a function space(hp, config) or get_search_space()",
             fix="copy it from configs/digits_sweep.py",
+            code="no-space",
         )
     given = search_space()
-    if not isinstance(given, keras_tuner.HyperParameters):
-        raise UsageError(
-            path,
-            received=f"a {type(given).__name__} from get_search_space()",
-            expected="a keras_tuner.HyperParameters",
-            fix="make one, and name its hyperparameters after fields",
-        )
+    require(
+        isinstance(given, keras_tuner.HyperParameters),
+        path,
+        received=f"a {type(given).__name__} from get_search_space()",
+        expected="a keras_tuner.HyperParameters",
+        fix="make one, and name its hyperparameters after fields",
+        code="no-space",
+    )
 
     def build_from(hp: Any, config: Any) -> None:
         hp.merge(given.space, overwrite=False)
@@ -143,6 +147,7 @@ def _broken(path: str, error: Exception) -> UsageError:
         received=(frames[-1].line if frames else "") or "the search space",
         expected=f"a search space that runs ({type(error).__name__}: {said})",
         fix="correct the config file; configs/digits_sweep.py is an example",
+        code="broken-space",
     )
 
 

@@ -1,231 +1,341 @@
-"""One sweep of `tfdist.tune`, from checked options to its exit code."""
+"""A sweep from its directory to its end, whether a config file or a tuner describes it."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
+import logging
 import os
-import sys
+import random
+import signal
+import socket
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
-from tfdist.configs.fields import FREE, flat
-from tfdist.errors import UsageError
-from tfdist.launch.machine import Machine
+from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
+from tfdist.files import one_line_errors
+from tfdist.launch.fork_server import ForkTemplate
+from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
-from tfdist.tuning import hosts
-from tfdist.tuning.chief import SweepPlan
-from tfdist.tuning.hosts import SweepAddress
-from tfdist.tuning.journal import Trial
-from tfdist.tuning.options import SweepOptions
-from tfdist.tuning.remote_runner import RemoteRunner
-from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.sweep_run import RETRAINED, Sweep, fork_template, launch_flags, run_sweep
-from tfdist.tuning.trial_job import Goal, TrialJob
+from tfdist.launch.signals import STOP_SIGNALS
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.tuning import directory
+from tfdist.tuning.address import listener_of, sweep_address_of
+from tfdist.tuning.chief import Chief, SweepPlan, TrialSource
+from tfdist.tuning.guard import LeaseGuardClient
+from tfdist.tuning.hparams_export import HParamsBoard
+from tfdist.tuning.journal import Journal, SweepState, Trial, fold, read
+from tfdist.tuning.options import RunOptions
+from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
+from tfdist.tuning.runner import LauncherRunner, TrialProgram
+from tfdist.tuning.screen import SweepScreen, leaderboard
+from tfdist.tuning.serving import RunnerServer, ServingRunner
+from tfdist.tuning.trial_job import Completed, Failed, Goal, Outcome, Runner, TrialJob
 
-if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
-    from tfdist.tuning.oracle import Search
-    from tfdist.tuning.space import SearchSpace
+logger = logging.getLogger(__name__)
+
+RETRAINED = "best"
+"""The directory in which the best trial is trained anew, in that of the sweep."""
 
 
-def run(
-    options: SweepOptions,
-    config: Any,
-    *,
-    machine: Machine,
-    environ: Mapping[str, str],
-) -> int:
-    """Run a sweep, or go on with it; return the exit code.
+class Sweep(ABC):
+    """A sweep as it was asked for: who chooses its trials, and what these run.
 
-    Args:
-      config: what the config file and ``--config.FIELD`` say, before the search space.
-      machine: whose CPUs and GPUs the trials share.
-      environ: of the trials.
+    Raises UsageError for an address at which there is no token.
+    """
+
+    first_seed: int | None = None
+    """Of a sweep that begins and whose description has none; None to draw one."""
+    max_epochs: int | None = None
+    """As in `SweepPlan`."""
+
+    def __init__(
+        self, options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
+    ) -> None:
+        self.options = options
+        self.address = sweep_address_of(options, program, environ)
+        self.runner = runner_of(options, program, environ)
+
+    @abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """Return what it is, as JSON: a sweep that differs in it is another one.
+
+        It may take seconds, in which the trials' imports are done as well. Raises UsageError for
+        one that cannot be.
+        """
+
+    @abstractmethod
+    def search(self, begun: Mapping[str, Any]) -> TrialSource:
+        """Return who chooses, from what the journal begins with: every trial is yet to come."""
+
+    def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
+        """Return the ``--config.field=value`` of a trial.
+
+        Where it is the best, they are of its values trained anew: in full, with the model saved.
+        """
+        return ()
+
+    def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
+        """Return what is added to the environment of a trial; `is_best` as in `flags_of`."""
+        return {}
+
+    def plan(self, begun: Mapping[str, Any]) -> SweepPlan:
+        """Return how the trials are run, of a sweep that began so."""
+        return SweepPlan(
+            sweep_dir=self.options.sweep_dir,
+            objective=begun["objective"],
+            direction=begun["direction"],
+            max_epochs=self.max_epochs,
+            max_failed_trials=self.options.max_failed_trials,
+            early_stop=self.options.early_stop,
+            flags_of=lambda trial: self.flags_of(trial, begun["seed"]),
+            variables_of=lambda trial: self.variables_of(trial, begun["seed"]),
+        )
+
+    def retraining(self, trial: Trial, begun: Mapping[str, Any]) -> TrialJob:
+        """Return the job that trains the best trial's values anew."""
+        return TrialJob(
+            run_dir=self.options.sweep_dir / RETRAINED,
+            flags=self.flags_of(trial, begun["seed"], is_best=True),
+            variables=self.variables_of(trial, begun["seed"], is_best=True),
+            goal=Goal(objective=begun["objective"], direction=begun["direction"]),
+        )
+
+
+def run(sweep: Sweep) -> tuple[int, SweepState]:
+    """Run a sweep, or go on with it; return the exit code, and what has become of it.
 
     Raises:
       UsageError: before anything is started.
       TfdistError: the sweep directory cannot be written.
     """
-    _check(options, config)
-    sweep_address = sweep_meeting(options, environ)
-
-    @functools.cache
-    def space() -> SearchSpace:
-        return _space(options, config)
-
-    exit_code, _ = run_sweep(
-        Sweep(
-            options=options,
-            describe=lambda: describe(options, config, space()),
-            search_of=lambda begun: _search(options, config, space(), begun),
-            plan_of=lambda begun: _plan(options, config, space(), seed=begun["seed"]),
-            best_of=lambda trial, begun: _best(
-                options, _flags_of(trial, config=config, space=space(), seed=begun["seed"])
-            ),
-            runner=runner_of(options, machine=machine, environ=environ),
-            sweep_address=sweep_address,
-        )
-    )
-    return exit_code
-
-
-def _space(options: SweepOptions, config: Any) -> SearchSpace:
-    """Return the search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
-    with _silent_standard_error():  # TensorFlow writes four lines there, whatever its log level
-        from tfdist.tuning.space import SearchSpace
-
-    return SearchSpace(options.config, config)
+    sweep_dir = sweep.options.sweep_dir
+    directory.make(sweep_dir)
+    directory.require_own(sweep_dir)  # before the lock's file is in it, too
+    with ExitStack() as stack:
+        stack.enter_context(directory.chief_lock(sweep_dir))
+        directory.require_own(sweep_dir)
+        stack.callback(sweep.runner.close)
+        if _may_have_trials(sweep):
+            sweep.runner.warm_up()
+        description = sweep.describe()
+        if sweep.options.overwrite:
+            directory.set_aside(sweep_dir)
+        journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
+        _begin_journal(sweep, journal, description)
+        exit_code, state = _trials(sweep, journal)
+        if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
+            best = state.ranked()[0]
+            begin_retraining(sweep_dir, journal, state, best=best.id)
+            retraining = Retraining(sweep.runner, sweep.retraining(best, state.begun))
+            with _told_to_stop(retraining):
+                exit_code = retraining.run()
+        return exit_code, state
 
 
-@contextlib.contextmanager
-def _silent_standard_error() -> Iterator[None]:
-    """Drop what is written to standard error, by C++ too; an exception is printed later."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
+    """Run the trials that are left."""
+    sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
+    if state.is_complete:
+        logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
+        leaderboard(state, sweep_dir)
+        return EXIT_FAILED if state.has_failed else EXIT_OK, state
+    serving, exit_code = _serving(sweep), None
+    try:
+        search = sweep.search(journal.lines[0])
+        search.replay(journal.lines)
+        search.publish()
+        with SweepScreen(sweep_dir, board=HParamsBoard(sweep_dir)) as screen:
+            chief = Chief(
+                sweep.plan(state.begun),
+                search=search,
+                journal=journal,
+                runner=serving or sweep.runner,
+                observer=screen,
+            )
+            screen.begin(chief.state)
+            with _told_to_stop(chief):
+                exit_code = chief.run()
+            screen.end(chief.state)
+    finally:
+        if serving is not None:
+            serving.close(exit_code)
+    return exit_code, chief.state
+
+
+def _serving(sweep: Sweep) -> ServingRunner | None:
+    """Listen for runners, and report in the directory where; None where none may come."""
+    meeting = sweep.address
+    if meeting is None:
+        return None
+    listener = listener_of(meeting.address)
+    ownership = directory.write_ownership(sweep.options.sweep_dir, address=meeting.address)
+    server = RunnerServer(listener, token=meeting.token, terms=meeting.terms)
+    logger.info("runners may come to %s", meeting.address)
+    return ServingRunner(sweep.runner, server, ownership=ownership)
+
+
+def _may_have_trials(sweep: Sweep) -> bool:
+    """Return False if the journal already shows the sweep finished."""
+    options = sweep.options
+    return options.overwrite or not fold(read(options.sweep_dir / directory.JOURNAL)).is_complete
+
+
+def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
+    """Write down which sweep this is now, or make sure that it is the one that was."""
+    if not journal.lines:
+        seed = now["seed"] or sweep.first_seed or random.SystemRandom().randrange(1, 2**31)
+        journal.add("begun", **{**now, "seed": seed})
+        return
+    before = fold(journal.lines).begun
+    directory.require_same(sweep.options.sweep_dir, before, now)
+    if before["max_trials"] != now["max_trials"]:
+        journal.add("extended", max_trials=now["max_trials"])
+
+
+@contextmanager
+def _told_to_stop(asked: Chief | Retraining) -> Iterator[None]:
+    """Have signals ask for a stop, and give them back."""
+    before = {
+        signum: signal.signal(signum, lambda received, _: asked.stop(received))
+        for signum in STOP_SIGNALS
+    }
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
-def _check(options: SweepOptions, config: Any) -> None:
-    if config.run_dir:
-        raise UsageError(
-            "config.run_dir",
-            received=repr(config.run_dir),
-            expected="''; every trial has a directory of its own in --sweep_dir",
-            fix="leave it out, and give --sweep_dir",
-        )
-    if config.strategy not in ("auto", options.strategy):
-        raise UsageError(
-            "--strategy",
-            received=f"{options.strategy} with config.strategy={config.strategy!r}",
-            expected="the same, or 'auto' in the config file",
-            fix=f"use --strategy {config.strategy}, or leave config.strategy out",
-        )
-    if options.objective.startswith("val_") and not config.validation_split:
-        raise UsageError(
-            "--objective",
-            received=f"{options.objective} without a validation_split",
-            expected="what a trial reports: accuracy, loss",
-            fix="name a validation_split, or use --objective loss",
-        )
-    if options.tuner == "hyperband" and config.checkpoints < options.factor:
-        raise UsageError(
-            "config.checkpoints",
-            received=f"{config.checkpoints} with --tuner hyperband --factor {options.factor}",
-            expected=f"{options.factor} or more: trials are judged after some of them",
-            fix=f"use --config.checkpoints={options.factor**2}",
-        )
+# What runs the trials on this host, for the chief and its runners.
 
 
-def describe(options: SweepOptions, config: Any, space: SearchSpace) -> dict[str, Any]:
-    """Return what the sweep is, as its journal begins."""
-    values = {k: v for k, v in flat(config).items() if k not in FREE}
-    return {
-        "tuner": options.tuner,
-        "objective": options.objective,
-        "direction": options.direction,
-        "factor": options.factor,
-        "strategy": options.strategy,
-        "workers": options.workers,
-        "ps": options.ps,
-        "seed": options.seed,
-        "max_trials": options.max_trials,
-        "early_stop": options.early_stop,
-        "config": json.loads(json.dumps(values)),
-        "space": space.description(),
-    }
-
-
-def _search(
-    options: SweepOptions, config: Any, space: SearchSpace, begun: Mapping[str, Any]
-) -> Search:
-    from tfdist.tuning.oracle import Search, make_oracle
-
-    oracle = make_oracle(
-        options.tuner,
-        hyperparameters=space.hyperparameters,
-        objective=options.objective,
-        direction=options.direction,
-        seed=begun["seed"],
-        max_trials=begun["max_trials"],
-        max_epochs=config.checkpoints,
-        factor=options.factor,
-    )
-    return Search(oracle, sweep_dir=options.sweep_dir)
-
-
-def _flags_of(trial: Trial, *, config: Any, space: SearchSpace, seed: int) -> tuple[str, ...]:
-    flags = space.flags(trial.values)
-    if config.seed is not None or any(f.startswith("--config.seed=") for f in flags):
-        return flags
-    return (*flags, f"--config.seed={seed}")
-
-
-def _best(options: SweepOptions, flags: tuple[str, ...]) -> TrialJob:
-    """Return the whole run with a trial's flags; the model is saved at its end."""
-    return TrialJob(
-        run_dir=options.sweep_dir / RETRAINED,
-        flags=(*flags, "--config.save_model=true"),
-        goal=Goal(objective=options.objective, direction=options.direction),
-        place=0,
-    )
-
-
-def _plan(options: SweepOptions, config: Any, space: SearchSpace, *, seed: int) -> SweepPlan:
-    return SweepPlan(
-        sweep_dir=options.sweep_dir,
-        objective=options.objective,
-        direction=options.direction,
-        max_epochs=config.checkpoints,
-        max_failed_trials=options.max_failed_trials,
-        early_stop=options.early_stop,
-        flags_of=partial(_flags_of, config=config, space=space, seed=seed),
-    )
-
-
-# Trials of `tfdist.tune` as runs of `tfdist.train`, for the chief and its runners.
+def join(options: RunOptions, program: TrialProgram, environ: Mapping[str, str]) -> int:
+    """Run trials for the chief of a sweep; return the exit code. Raises as `RemoteRunner.run`."""
+    where = sweep_address_of(options, program, environ)
+    assert where is not None, "no --join"
+    lease_guard = LeaseGuardClient()
+    chief = ChiefClient(where, sweep_dir=options.sweep_dir, renew=lease_guard.renew)
+    here = runner_of(options, program, environ)
+    try:
+        return RemoteRunner(options, here, chief=chief, lease_guard=lease_guard).run()
+    finally:
+        here.close()
 
 
 def runner_of(
-    options: SweepOptions, *, machine: Machine, environ: Mapping[str, str]
+    options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
 ) -> LauncherRunner:
     """Return what runs the trials on this machine."""
     environ = environment_of_tasks(environ)
+    machine = this_machine(environ)
     return LauncherRunner(
-        program=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
-        launch_flags=launch_flags(options, cpus=machine.cpus),
+        program=program.command,
+        launch_flags=(*launch_flags(options, cpus=machine.cpus), *program.launch_flags),
         gpus=machine.gpus,
         places=options.parallel_trials,
         environ=environ,
         timeout_s=options.trial_timeout_s,
-        warm=fork_template(options, machine=machine, environ=environ, modules=["tfdist.app.run"]),
+        warm=_fork_template(options, program, machine=machine, environ=environ),
     )
 
 
-def sweep_meeting(options: SweepOptions, environ: Mapping[str, str]) -> SweepAddress | None:
-    """Return where chief and runners meet; raise UsageError where there is no token."""
-    return hosts.sweep_address_of(
-        options,
-        environ,
-        program=options.config,
-        program_file=options.config,
-        args=options.config_flags,
+def _fork_template(
+    options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
+) -> ForkTemplate | None:
+    """Return what imports once for all trials; None where a GPU may be, which no fork survives."""
+    if program.imports is None or machine.gpus or machine.has_gpu_driver:
+        return None
+    log = directory.FORK_LOG
+    if options.join is not None:
+        log = log.replace(".", f"-{socket.gethostname()}.", 1)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
+    return ForkTemplate(
+        ("tensorflow", "keras", *program.imports),
+        more=program.more_imports,
+        environ={**quiet, **environ},
+        log_path=options.sweep_dir / log,
     )
 
 
-def join(options: SweepOptions, *, machine: Machine, environ: Mapping[str, str]) -> int:
-    """Run trials for the chief of a sweep; return the exit code. Raises as `RemoteRunner.run`."""
-    where = sweep_meeting(options, environ)
-    assert where is not None, "no --join"
-    here = runner_of(options, machine=machine, environ=environ)
-    try:
-        return RemoteRunner(options, here, sweep_address=where).run()
-    finally:
-        here.close()
+def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
+    """Return the launcher's flags of every trial; warn where there are more tasks than CPUs."""
+    tasks = max(1, options.parallel_trials) * options.tasks_per_trial
+    if tasks > cpus:
+        logger.warning(
+            "%d trials at once are %d processes that compute, on %d CPUs: they share them",
+            options.parallel_trials,
+            tasks,
+            cpus,
+        )
+    flags = ["--strategy", options.strategy, "--workers", str(options.workers)]
+    flags += ["--ps", str(options.ps)] if options.strategy == "ps" else []
+    if options.devices_per_worker is not None:
+        flags += ["--devices_per_worker", str(options.devices_per_worker)]
+    return [*flags, "--threads_per_task", str(max(1, cpus // tasks))]
+
+
+# Retraining with a sweep's best hyperparameters at full length; keeps the model.
+
+_POLL_S = 0.5
+_KILLS_AT_MOST = 3
+
+
+def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
+    """Write down whose values are trained; what was trained of another is moved aside.
+
+    A sweep that goes on may find a better trial than the one that was the best.
+
+    Raises TfdistError where it cannot be moved.
+    """
+    if state.retrained == best:
+        return
+    before = sweep_dir / RETRAINED
+    if state.retrained is not None and before.exists():
+        with one_line_errors(before):
+            os.replace(before, sweep_dir / f"{RETRAINED}-{state.retrained}")
+    state.apply(journal.add("retrained", trial=best))
+
+
+class Retraining:
+    """One job, which goes on where it stood when it is killed or the command is run again."""
+
+    def __init__(self, runner: Runner, job: TrialJob) -> None:
+        self._runner = runner
+        self._job = job
+        self._stop_signal = 0
+
+    def stop(self, signum: int) -> None:
+        """Ask for an end that the same command goes on from; a signal handler calls it."""
+        self._stop_signal = signum
+
+    def run(self) -> int:
+        """Return the exit code; report how it went."""
+        outcome: Outcome | None = self._runner.outcome(self._job)
+        kills = 0
+        while not isinstance(outcome, Completed | Failed):
+            if self._stop_signal:
+                return Stopped(self._stop_signal).exit_code
+            if kills > _KILLS_AT_MOST:
+                outcome = Failed(reason=f"killed {kills} times")
+                break
+            outcome = self._attempt()
+            kills += 1
+        if isinstance(outcome, Failed):
+            logger.error("the best trial could not be trained again: %s", outcome.reason)
+            return EXIT_FAILED
+        path = RunDirectory(self._job.run_dir).model_file
+        logger.info("the best trial, trained again: %.4f; %s", outcome.score, path)
+        return EXIT_OK
+
+    def _attempt(self) -> Outcome:
+        running = self._runner.start(self._job)
+        is_told = False
+        while (outcome := running.poll()) is None:
+            if self._stop_signal and not is_told:
+                running.stop()
+                is_told = True
+            self._runner.wait([running], _POLL_S)
+        return outcome

@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
         received="a run that ended before it came to its tfdist.tuning.search",
         expected="the same path to it in every run: each trial runs the program again",
         fix="call it wherever the sweep itself has called it",
+        code="no-search",
     )
 
 

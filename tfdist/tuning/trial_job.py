@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
 from tfdist.outputs.run_directory import COUNTERS, DONE
 from tfdist.tuning.directory import is_run_in
-from tfdist.tuning.early import MedianRule
-from tfdist.tuning.journal import HERE, Slot
+from tfdist.tuning.early import Medians, hopeless_after
+from tfdist.tuning.journal import Slot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,15 +24,13 @@ class TrialJob:
     flags: tuple[str, ...]
     """``--config.field=value``."""
     goal: Goal
-    place: int = 0
-    """Which of the trials at once it is, from 0 on: whose GPUs it takes."""
+    slot: Slot = field(default_factory=Slot)
+    """Who runs it, and whose GPUs it takes."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Added to its environment."""
     trial: str = ""
     lease: int = 0
     """Which start of the trial it is."""
-    runner: int = HERE
-    """Who is to run it."""
     continues: str | None = None
     """The run directory in which the trial began that this one goes on with."""
 
@@ -157,14 +155,17 @@ class Goal:
     objective: str
     direction: str
     until: int | None = None
-    rule: MedianRule | None = None
+    medians: Medians = ()
+    """By which it may be found hopeless."""
 
     def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
         """Return the virtual epoch after which the trial is to be ended, None while it has none.
 
-        The rule is asked first: also a trial that went further is judged by what counts.
+        The medians are asked first: also a trial that went further is judged by what counts.
         """
-        cut = self.rule.last(metrics) if self.rule else None
+        cut = hopeless_after(
+            metrics, objective=self.objective, direction=self.direction, medians=self.medians
+        )
         return self.until if cut is None else cut
 
 

@@ -5,7 +5,7 @@ import threading
 import time
 
 import tfdist
-from tfdist.cluster import phases
+from tfdist import phases
 from tfdist.ps.workers import worker_pool_of
 
 pool = worker_pool_of(tfdist.make_strategy(), patience_s=8)

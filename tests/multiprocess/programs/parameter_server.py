@@ -28,6 +28,8 @@ SEEN = {}
 class Targets(keras.metrics.Metric):
     """Adds the targets up."""
 
+    adds_up = True
+
     def __init__(self):
         super().__init__(name="targets")
         self.total = self.add_weight(name="total", initializer="zeros")
@@ -41,6 +43,8 @@ class Targets(keras.metrics.Metric):
 
 class Examples(keras.metrics.Metric):
     """Counts examples, so that a lost update shows."""
+
+    adds_up = True
 
     def __init__(self):
         super().__init__(name="examples")
@@ -216,6 +220,8 @@ def loop_of(model, x):
 class Least(keras.metrics.Metric):
     """Keeps the least target, which begins at infinity."""
 
+    adds_up = True
+
     def __init__(self):
         super().__init__(name="least")
         self.least = self.add_weight(name="least", initializer="zeros")
@@ -335,7 +341,7 @@ def ranges_that_go_on():
     (x, y), (xv, yv) = ((np.tile(zoo.X, (n, 1)), np.tile(zoo.Y, (n, 1))) for n in (20, 9))
     with (
         mock.patch.object(ParameterServerEngine, "run", run_and_look),
-        mock.patch("tfdist.training.loop._RANGE_S", 0.05),
+        mock.patch("tfdist.training.blocks._BLOCK_S", 0.05),
     ):
         history = tfdist.fit(
             model, x, y, batch_size=2, epochs=2, verbose=0, validation_data=(xv, yv)

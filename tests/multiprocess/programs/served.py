@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
-from tfdist.launch.multihost.hosts import environment_of_tasks
-from tfdist.tuning import sweep_run
-from tfdist.tuning.chief import RUNNING, STOPPED, NextTrial, SweepPlan
+from tfdist.tuning import sweep
+from tfdist.tuning.chief import RUNNING, STOPPED, NextTrial
 from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.hosts import SweepAddress, sweep_address_of
 from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.remote_runner import RemoteRunner
-from tfdist.tuning.runner import LauncherRunner
+from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import Assignment
 
 STEPPING = Path(__file__).parent / "stepping.py"
@@ -66,8 +63,32 @@ class NoBoard:
         pass
 
 
+class CountingSweep(sweep.Sweep):
+    """Trials that are told their number."""
+
+    trials = 1
+
+    def describe(self) -> Mapping[str, Any]:
+        same = {"seed": 1, "max_trials": self.trials, "config": {}, "space": []}
+        return {**same, "direction": "max", "objective": "val_accuracy", "tuner": "counting"}
+
+    def search(self, begun: Mapping[str, Any]) -> Counting:
+        return Counting(self.trials)
+
+    def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
+        run_dir = str((self.options.sweep_dir / TRIALS / trial.run).absolute())
+        return Assignment(
+            sweep_dir=str(self.options.sweep_dir),
+            trial=trial.id,
+            run_dir=run_dir,
+            checkpoints=run_dir,
+            values=trial.values,
+            seed=seed,
+        ).encode()
+
+
 def main() -> int:
-    sweep_run.HParamsBoard = NoBoard  # type: ignore[misc,assignment]
+    sweep.HParamsBoard = NoBoard  # type: ignore[misc,assignment]
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--serve")
@@ -84,63 +105,24 @@ def main() -> int:
         parallel_trials=places if places is not None else 0 if given.serve else 1,
         serve=given.serve,
         join=given.join,
+        max_failed_trials=1,
         reconnect_s=given.reconnect_s,
     )
-    runner = LauncherRunner(
-        program=(str(STEPPING),),
-        launch_flags=("--strategy", "single", "--grace_s", "15"),
-        gpus=(),
-        places=options.parallel_trials,
-        environ=environment_of_tasks(os.environ),
-        timeout_s=600.0,
+    program = TrialProgram(
+        command=(str(STEPPING),),
+        name=given.program,
+        file=__file__,
+        launch_flags=("--grace_s", "15"),
     )
     try:
-        sweep_address = sweep_address_of(
-            options, os.environ, program=given.program, program_file=__file__, args=()
-        )
-        if options.join is not None and sweep_address is not None:
-            return RemoteRunner(options, runner, sweep_address=sweep_address).run()
-        return _run_sweep(options, runner, sweep_address, given.trials)
+        if options.join is not None:
+            return sweep.join(options, program, os.environ)
+        served = CountingSweep(options, program, os.environ)
+        served.trials = given.trials
+        return sweep.run(served)[0]
     except TfdistError as error:
         print(f"served: {error}", flush=True)
         return error.exit_code
-
-
-def _run_sweep(
-    options: RunOptions, runner: LauncherRunner, sweep_address: SweepAddress | None, trials: int
-) -> int:
-    def variables_of(trial: Trial) -> Mapping[str, str]:
-        run_dir = str((options.sweep_dir / TRIALS / trial.run).absolute())
-        return Assignment(
-            sweep_dir=str(options.sweep_dir),
-            trial=trial.id,
-            run_dir=run_dir,
-            checkpoints=run_dir,
-            values=trial.values,
-            seed=1,
-        ).encode()
-
-    plan = SweepPlan(
-        sweep_dir=options.sweep_dir,
-        objective="val_accuracy",
-        direction="max",
-        max_epochs=None,
-        max_failed_trials=1,
-        variables_of=variables_of,
-    )
-    same = {"seed": 1, "max_trials": trials, "config": {}, "space": [], "direction": "max"}
-    exit_code, _ = sweep_run.run_sweep(
-        sweep_run.Sweep(
-            options=options,
-            describe=lambda: {**same, "objective": "val_accuracy", "tuner": "counting"},
-            search_of=lambda begun: Counting(trials),  # type: ignore[arg-type,return-value]
-            plan_of=lambda begun: plan,
-            best_of=lambda trial, begun: sys.exit("no such thing"),
-            runner=runner,
-            sweep_address=sweep_address,
-        )
-    )
-    return exit_code
 
 
 if __name__ == "__main__":

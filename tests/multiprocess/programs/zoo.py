@@ -85,6 +85,8 @@ JUDGED = np.eye(3, dtype="float32")[RNG.randint(0, 3, 90)]
 class Mistakes(keras.metrics.Metric):
     """Adds up by reading and assigning, in whole numbers."""
 
+    adds_up = True
+
     def __init__(self):
         super().__init__(name="mistakes")
         self.count = self.add_weight(name="count", shape=(3,), initializer="zeros", dtype="int64")
@@ -97,23 +99,6 @@ class Mistakes(keras.metrics.Metric):
 
     def result(self):
         return keras.ops.sum(self.count * keras.ops.convert_to_tensor([1, 100, 10_000], "int64"))
-
-
-class LikelyBatches(keras.metrics.Metric):
-    """Counts within a condition."""
-
-    def __init__(self):
-        super().__init__(name="likely")
-        self.count = self.add_weight(name="count", initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        def count():
-            self.count.assign_add(1.0)
-
-        tf.cond(tf.reduce_mean(y_pred[:, 0]) > 1 / 3, count, lambda: None)
-
-    def result(self):
-        return self.count
 
 
 def judged():
@@ -129,7 +114,6 @@ def judged():
         metrics.Precision(name="precision"), metrics.CosineSimilarity(),
         metrics.SensitivityAtSpecificity(0.5, name="sensitivity"),
         metrics.RootMeanSquaredError(), metrics.CategoricalAccuracy(), Mistakes(),
-        LikelyBatches(),
     ]  # fmt: skip
     model.compile(loss="categorical_crossentropy", metrics=listed)
     return model

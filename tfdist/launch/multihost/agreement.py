@@ -65,8 +65,8 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
 
 def fingerprint(terms: Mapping[str, str]) -> str:
     """Return a short text that is the same where all of `terms` are."""
-    told = json.dumps(sorted(terms.items()))
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
+    text = json.dumps(sorted(terms.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def summary(found: Sequence[str], *, most: int = _MAX_SHOWN) -> str:
@@ -82,8 +82,8 @@ def summary_of_hosts(found: Mapping[str, Sequence[str]]) -> str:
         hosts.setdefault(tuple(what), []).append(host)
     if len(hosts) == 1:
         return summary(next(iter(hosts)))
-    told = [f"{', '.join(names)}: {summary(what, most=2)}" for what, names in hosts.items()]
-    return summary(told)
+    groups = [f"{', '.join(names)}: {summary(what, most=2)}" for what, names in hosts.items()]
+    return summary(groups)
 
 
 def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[str]:

@@ -1,37 +1,39 @@
-"""Connection between two launchers: wire protocol, socket and address.
+"""Connection between two hosts: wire protocol and socket, of the launchers, sweeps and the doctor.
 
 What `Link` does is pure, so that its tests need no socket. First each side shows that it knows the
 token, without sending it:
 
-    accepting side    magic, its nonce
+    accepting side    magic with the version of the protocol, its nonce
     connecting side   its nonce, HMAC(token, "connects", both nonces)
     accepting side    HMAC(token, "accepts", both nonces); zeros where the other's was wrong
 
 Then frames of JSON objects, in both directions, each with the HMAC of its side, number and text
 under a key of this connection alone: nothing can be put in, repeated or changed on the way. It can
 be read on the way. Every size is bounded, and nothing is parsed before its sender is known.
+
+Why not `multiprocessing.connection`: under Python 3.11 its handshake is HMAC-MD5, and it yields no
+key to seal messages with. Its reads and writes block: a host whose network is cut in the middle of
+a message would stop the supervisor of all others, and a thread for each connection would fork
+unsafely, as tasks are started with `preexec_fn`. `accept` waits for ever for a peer that says
+nothing (https://github.com/python/cpython/issues/123736); `Client` has no time-out and no source
+address.
 """
 
 from __future__ import annotations
 
-import errno
 import hmac
-import ipaddress
 import json
 import secrets
 import socket
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.cluster.address import shown
-from tfdist.errors import UsageError
-
 Message = dict[str, Any]
 
 MAX_FRAME_BYTES = 4 << 20
 """Of one message: the cluster of 10,000 tasks is a tenth of it."""
 
-_MAGIC = b"tfdist rendezvous 1\n"
+_MAGIC = b"tfdist rendezvous 2\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _SIZE_BYTES = 4
 _REFUSED = bytes(_PROOF_BYTES)
@@ -254,9 +256,6 @@ def _without_beats(messages: list[Message]) -> list[Message]:
     return [message for message in messages if _BEAT not in message]
 
 
-_ANY_PORT = 9  # nothing is sent to it
-
-
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Return family and address of a host; raise OSError, also for a name that is unknown.
 
@@ -266,64 +265,3 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, (str(address[0]), int(address[1]))
-
-
-def own_address(host: str, *, other: str) -> str:
-    """Return the address of this machine, which the list of hosts calls `host`.
-
-    Where the name leads to loopback, as it does on its own machine under Debian, it is the
-    address from which `other` is reached.
-
-    Raises:
-        UsageError: `host` is no address of this machine.
-    """
-    try:
-        family, (address, _) = resolve(host)
-    except OSError as error:
-        raise _not_here(host, f"cannot be resolved: {error.strerror}") from None
-    if ipaddress.ip_address(address).is_loopback:
-        return _address_towards(other) or address
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        try:
-            trial.bind((address, 0))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            raise _not_here(host, f"is {address}, no address of this machine") from None
-    return address
-
-
-def is_own_address(host: str) -> bool:
-    """Return whether `host` is an address of this machine, no name and no loopback."""
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-        if address.is_loopback or address.is_unspecified:
-            return False
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        with socket.socket(family, socket.SOCK_DGRAM) as trial:
-            trial.bind((str(address), 0))
-    except (ValueError, OSError):
-        return False
-    return True
-
-
-def _address_towards(other: str) -> str | None:
-    """Return the address of this machine on the way to `other`; None if that is loopback too."""
-    try:
-        family, (address, _) = resolve(other, _ANY_PORT)
-        if ipaddress.ip_address(address).is_loopback:
-            return None
-        with socket.socket(family, socket.SOCK_DGRAM) as route:
-            route.connect((address, _ANY_PORT))
-            return str(route.getsockname()[0])
-    except OSError:
-        return None
-
-
-def _not_here(host: str, what: str) -> UsageError:
-    return UsageError(
-        "--hosts",
-        received=f"{shown(host)} for this machine, which {what}",
-        expected="a name that leads to this machine",
-        fix="correct the name, --node_rank, or what resolves names (/etc/hosts, DNS)",
-    )

@@ -7,21 +7,26 @@ of host 0 leads.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import ipaddress
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, settings, slurm
-from tfdist.cluster.placement import DEFAULT_PORT, parse_hosts
+from tfdist.cluster.address import shown
+from tfdist.cluster.hostlist import parse_hosts
+from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import JobSettings
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost import token as tokens
 from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.multihost.connection import is_own_address
+from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.options import LaunchOptions
 
+_ANY_PORT = 9  # nothing is sent to it
 _OWN_FLAGS = (
     *("node_rank", "rendezvous_token_file", "start", "fork_server", "dry_run", "program"),
     "host_timeout_s",
@@ -119,10 +124,25 @@ def decided_group(
             return options, None
         hosts, rank, port = found
         options, slots = _divided(options, num_hosts=len(hosts))
-    _check_fewest(options)
+    require(
+        options.min_workers is None or options.min_workers <= options.workers,
+        "--min_workers",
+        received=f"{options.min_workers} of {options.workers} workers",
+        expected=f"at most {options.workers}",
+        fix=f"use --min_workers {options.workers}",
+        code="out-of-range",
+    )
     if len(hosts) == 1:
         return dataclasses.replace(options, hosts=None, node_rank=None), None
-    _refuse_isolation(options, num_hosts=len(hosts))
+    require(
+        not options.isolate,
+        "--isolate",
+        received=f"it in a job on {len(hosts)} hosts",
+        expected="a job on this machine alone: no other host reaches into a network "
+        "namespace of its own",
+        fix="leave it out, and see that only the hosts of the job reach its ports",
+        code="exclusive",
+    )
     group = Group(
         hosts=hosts,
         slots=slots,
@@ -175,36 +195,39 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
     if strategy == "auto":
         strategy = "ps" if options.ps is not None else "multiworker" if total > 1 else "auto"
     others = 1 + options.num_ps if strategy == "ps" else 0
-    if total <= others:
-        raise UsageError(
-            "--hosts",
-            received=f"{total} tasks",
-            expected=f"{others + 1} or more: the chief, a worker and {options.num_ps} ps",
-            fix="list more slots, or use fewer ps",
-        )
+    require(
+        total > others,
+        "--hosts",
+        received=f"{total} tasks",
+        expected=f"{others + 1} or more: the chief, a worker and {options.num_ps} ps",
+        fix="list more slots, or use fewer ps",
+        code="too-few-tasks",
+    )
     return dataclasses.replace(options, strategy=strategy, workers=total - others)
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[LaunchOptions, tuple[int, ...]]:
     """Return the options of a job without a list, and how many tasks each host has."""
-    if options.strategy in ("single", "mirrored"):
-        raise UsageError(
-            "--strategy",
-            received=f"{options.strategy} in a step of {num_hosts} launchers",
-            expected="multiworker or ps: together they run one job",
-            fix=f"use one, or set {settings.CLUSTER}=none for {num_hosts} jobs on their own",
-        )
+    require(
+        options.strategy not in ("single", "mirrored"),
+        "--strategy",
+        received=f"{options.strategy} in a step of {num_hosts} launchers",
+        expected="multiworker or ps: together they run one job",
+        fix=f"use one, or set {settings.CLUSTER}=none for {num_hosts} jobs on their own",
+        code="strategy-of-one-host",
+    )
     is_ps = options.strategy == "ps" or options.ps is not None
     others = 1 + options.num_ps if is_ps else 0
     workers = options.workers if options.workers > 1 else max(1, num_hosts - others)
     total = workers + others
-    if total < num_hosts:
-        raise UsageError(
-            "--workers",
-            received=f"{workers}, {total} tasks with all others, on {num_hosts} hosts",
-            expected="a task for each host or more",
-            fix=f"use --workers {num_hosts - others}, or fewer nodes",
-        )
+    require(
+        total >= num_hosts,
+        "--workers",
+        received=f"{workers}, {total} tasks with all others, on {num_hosts} hosts",
+        expected="a task for each host or more",
+        fix=f"use --workers {num_hosts - others}, or fewer nodes",
+        code="too-few-tasks",
+    )
     each, more = divmod(total, num_hosts)
     slots = tuple(each + (rank < more) for rank in range(num_hosts))
     return _with_counts(options, total=total), slots
@@ -232,50 +255,92 @@ def rank_of(hosts: Sequence[str], *, node_rank: int | None) -> int:
         UsageError: it is none of them, or several.
     """
     if node_rank is not None:
-        if 0 <= node_rank < len(hosts):
-            return node_rank
-        raise UsageError(
+        require(
+            0 <= node_rank < len(hosts),
             "--node_rank",
-            received=str(node_rank),
+            received=node_rank,
             expected=f"0 to {len(hosts) - 1}: the list has {len(hosts)} hosts",
             fix="give each host its position in the list, from 0 on",
+            code="out-of-range",
         )
+        return node_rank
     name = socket.gethostname()
     is_here = [placement.same_host(host, name) or is_own_address(host) for host in hosts]
     ranks = [rank for rank, here in enumerate(is_here) if here]
-    if len(ranks) == 1:
-        return ranks[0]
-    times = "more than once" if ranks else "not there"
-    raise UsageError(
+    require(
+        len(ranks) == 1,
         "--hosts",
-        received=f"a list in which this host, {name}, is {times}",
+        received=f"a list in which this host, {name}, is "
+        f"{'more than once' if ranks else 'not there'}",
         expected="each host once, by its name or address",
         fix="say which one this is by --node_rank, from 0 on, or correct the list",
+        code="host-not-found",
     )
-
-
-def _check_fewest(options: LaunchOptions) -> None:
-    fewest = options.min_workers
-    if fewest is not None and fewest > options.workers:
-        raise UsageError(
-            "--min_workers",
-            received=f"{fewest} of {options.workers} workers",
-            expected=f"at most {options.workers}",
-            fix=f"use --min_workers {options.workers}",
-        )
-
-
-def _refuse_isolation(options: LaunchOptions, *, num_hosts: int) -> None:
-    if options.isolate:
-        raise UsageError(
-            "--isolate",
-            received=f"it in a job on {num_hosts} hosts",
-            expected="a job on this machine alone: no other host reaches into a network "
-            "namespace of its own",
-            fix="leave it out, and see that only the hosts of the job reach its ports",
-        )
+    return ranks[0]
 
 
 def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what the tasks get of the environment: not the secret of the launchers."""
     return {name: value for name, value in environ.items() if name != tokens.VARIABLE}
+
+
+def own_address(host: str, *, other: str) -> str:
+    """Return the address of this machine, which the list of hosts calls `host`.
+
+    Where the name leads to loopback, as it does on its own machine under Debian, it is the
+    address from which `other` is reached.
+
+    Raises:
+        UsageError: `host` is no address of this machine.
+    """
+    try:
+        family, (address, _) = resolve(host)
+    except OSError as error:
+        raise _not_here(host, f"cannot be resolved: {error.strerror}") from None
+    if ipaddress.ip_address(address).is_loopback:
+        return _address_towards(other) or address
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            raise _not_here(host, f"is {address}, no address of this machine") from None
+    return address
+
+
+def is_own_address(host: str) -> bool:
+    """Return whether `host` is an address of this machine, no name and no loopback."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        if address.is_loopback or address.is_unspecified:
+            return False
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.bind((str(address), 0))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _address_towards(other: str) -> str | None:
+    """Return the address of this machine on the way to `other`; None if that is loopback too."""
+    try:
+        family, (address, _) = resolve(other, _ANY_PORT)
+        if ipaddress.ip_address(address).is_loopback:
+            return None
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect((address, _ANY_PORT))
+            return str(route.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _not_here(host: str, what: str) -> UsageError:
+    return UsageError(
+        "--hosts",
+        received=f"{shown(host)} for this machine, which {what}",
+        expected="a name that leads to this machine",
+        fix="correct the name, --node_rank, or what resolves names (/etc/hosts, DNS)",
+        code="not-this-host",
+    )

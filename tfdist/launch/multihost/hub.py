@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import select
 import selectors
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tfdist.cluster.placement import join
 from tfdist.launch.multihost.agreement import differences
 from tfdist.launch.multihost.connection import Channel, Link, Message, Violation, WrongToken
+from tfdist.launch.multihost.messages import Hello, decode
 
 CHECK_EVERY_S = 0.5
 
 _GREETING_S = 10.0
+_GOODBYE_S = 2.0
 _SPARE_CLIENTS = 64
 _MAX_ACCEPTS = 256  # at once, so that those who are in are heard meanwhile
 _MAX_TURNED_AWAY = 16
@@ -67,20 +70,21 @@ class _Client:
 
 
 class Hub:
-    """Listens for the others, of ranks 1 and up. `turn` does what there is to do, and waits not.
+    """The connections of host 0 to the others, of ranks 1 and up. `turn` does not wait.
 
     Whoever does not know the token, says nothing, or says what no launcher says is dropped. Their
     number is limited, and so is what any of them can have us keep.
 
     Args:
+      listener: where the others come; None where `add` is to be called with each of them.
       num_ranks: of all hosts; ours is 0.
-      max_strangers: how many may be connected that have not joined; by default some more than
-        there are ranks.
+      max_unauthenticated: how many may be connected that have not joined; by default some more
+        than there are ranks.
     """
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: socket.socket | None,
         *,
         token: bytes,
         terms: Mapping[str, str],
@@ -103,7 +107,8 @@ class Hub:
         self._turned_away: Counter[str] = Counter()
         self._selector = selectors.EpollSelector()
         self._is_listening = False
-        listener.setblocking(False)
+        if listener is not None:
+            listener.setblocking(False)
         self._listen(True)
 
     def fileno(self) -> int:
@@ -130,10 +135,10 @@ class Hub:
         return self._checked_s + CHECK_EVERY_S
 
     def turn(self) -> None:
-        """Accepts, reads, writes, and looks who is silent."""
+        """Accept, read, write, and drop who is silent."""
         for key, _ in self._selector.select(0):
-            if key.fileobj is self._listener:
-                self._accept()
+            if key.fileobj is self._listener and self._listener is not None:
+                self._accept(self._listener)
             elif (client := self._clients.get(key.fd)) is not None:
                 self._serve(client)
         if self._clock() >= self.next_s:
@@ -147,7 +152,33 @@ class Hub:
     def send(self, rank: int, message: Message) -> None:
         """Send a message to a host; nothing happens if it is gone."""
         if (client := self._members.get(rank)) is not None:
-            self._with(client, lambda: client.channel.send(message))
+            with self._guarding(client):
+                client.channel.send(message)
+
+    def add(self, sock: socket.socket, *, address: str) -> None:
+        """Take in a connection that was accepted; it has yet to show that it knows the token."""
+        channel = Channel(sock, Link(self._token, accepts=True), clock=self._clock)
+        client = _Client(channel=channel, address=address, came_s=self._clock())
+        self._make_room()
+        self._clients[channel.fileno()] = client
+        self._selector.register(channel.fileno(), client.events)
+        with self._guarding(client):
+            channel.flush()
+
+    def drop(self, rank: int, cause: str) -> None:
+        """End the connection to a host; nothing happens if it is gone."""
+        if (client := self._members.get(rank)) is not None:
+            self._drop(client, cause)
+
+    def end(self, message: Message) -> None:
+        """Send a last message to all, wait a moment for them to hang up, and close everything."""
+        for rank in self.present:
+            self.send(rank, message)
+        deadline_s = self._clock() + _GOODBYE_S
+        while self.present and self._clock() < deadline_s:
+            select.select([self], [], [], 0.1)
+            self.turn()
+        self.close()
 
     def close(self) -> None:
         """Close everything."""
@@ -158,23 +189,18 @@ class Hub:
         self._clients.clear()
         self._members.clear()
         self._selector.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(_MAX_ACCEPTS):
             try:
-                sock, address = self._listener.accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     self._pause(error)
                 return  # else there is nobody any more
-            link = Link(self._token, accepts=True)
-            channel = Channel(sock, link, clock=self._clock)
-            client = _Client(channel=channel, address=str(address[0]), came_s=self._clock())
-            self._make_room()
-            self._clients[channel.fileno()] = client
-            self._selector.register(channel.fileno(), client.events)
-            self._with(client, channel.flush)
+            self.add(sock, address=str(address[0]))
 
     def _pause(self, error: OSError) -> None:
         """Leave who comes waiting until the next check, as accepting fails until then.
@@ -187,9 +213,11 @@ class Hub:
 
     def _listen(self, wanted: bool) -> None:
         """Watch the listener, or do not."""
-        if wanted and not self._is_listening:
+        if self._listener is None or wanted == self._is_listening:
+            return
+        if wanted:
             self._selector.register(self._listener, selectors.EVENT_READ)
-        elif self._is_listening and not wanted:
+        else:
             self._selector.unregister(self._listener)
         self._is_listening = wanted
 
@@ -201,7 +229,8 @@ class Hub:
 
     def _serve(self, client: _Client) -> None:
         messages: list[Message] = []
-        self._with(client, lambda: messages.extend(client.channel.read()))
+        with self._guarding(client):
+            messages = client.channel.read()
         for message in messages:
             if client.rank is not None:
                 self._news.append(MessageReceived(rank=client.rank, message=message))
@@ -209,13 +238,12 @@ class Hub:
                 self._greet(client, message)
 
     def _greet(self, client: _Client, message: Message) -> None:
-        hello = message.get("hello")
-        rank = hello.get("rank") if isinstance(hello, dict) else None
-        terms = hello.get("terms") if isinstance(hello, dict) else None
-        if not isinstance(rank, int) or not isinstance(terms, dict):
+        try:
+            hello = decode(Hello, message.get("hello"))
+        except ValueError:
             self._drop(client, "no greeting")
             return
-        found = differences(self._terms, {str(k): str(v) for k, v in terms.items()})
+        rank, found = hello.rank, differences(self._terms, hello.terms)
         if not found and not 1 <= rank < self._num_ranks:
             found = [f"rank {rank} there, 0 to {self._num_ranks - 1} here"]
         if found:
@@ -228,17 +256,19 @@ class Hub:
             client.rank = rank
             self._members[rank] = client
             self._news.append(PeerJoined(rank=rank))
-            self._with(client, lambda: client.channel.send({"welcome": rank}))
+            with self._guarding(client):
+                client.channel.send({"welcome": rank})
 
     def _refuse(self, client: _Client, *, reason: str, differs: bool) -> None:
-        message = {"refused": reason, "differs": differs}
-        self._with(client, lambda: client.channel.send(message))
+        with self._guarding(client):
+            client.channel.send({"refused": reason, "differs": differs})
         self._drop(client, reason)
 
-    def _with(self, client: _Client, action: Callable[[], object]) -> None:
-        """Do something with a connection, and drop it where that fails."""
+    @contextlib.contextmanager
+    def _guarding(self, client: _Client) -> Iterator[None]:
+        """Drop a connection where the block fails; else watch for what it has left to send."""
         try:
-            action()
+            yield
         except WrongToken:
             with contextlib.suppress(OSError, Violation):
                 client.channel.flush()
@@ -269,7 +299,7 @@ class Hub:
             self._news.append(Lost(rank=client.rank, cause=cause))
 
     def _check(self) -> None:
-        """Shows the others that we live, and drops those of whom nothing is heard."""
+        """Send heartbeats that are due, and drop those of whom nothing is heard."""
         self._checked_s = now_s = self._clock()
         self._listen(True)
         for client in list(self._clients.values()):
@@ -279,7 +309,8 @@ class Hub:
             elif client.channel.silent_s >= self._timeout_s:
                 self._drop(client, f"no word for {self._timeout_s:g} s")
             else:
-                self._with(client, client.channel.beat)
+                with self._guarding(client):
+                    client.channel.beat()
 
 
 def listen(address: str, port: int, *, num_hosts: int) -> socket.socket:

@@ -1,7 +1,7 @@
 """Host 0's view of a job on several hosts: the other hosts and their tasks.
 
 The supervisor decides about all tasks here. The launchers of the other hosts start what they are
-told to, and tell what happens to it (`tfdist.launch.multihost.follower`).
+told to, and tell what happens to it (`tfdist.launch.multihost.node`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_h
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
 from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived
-from tfdist.launch.multihost.messages import NO_SENSE, heard
+from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode_event, encode
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
 
-_TELL_S = 5.0  # before it is said who is being waited for
-_GOODBYE_S = 2.0
+_ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8
 
 
@@ -46,7 +45,7 @@ class Team:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group = group
-        self._hub = hub
+        self.hub = hub
         self._options = options
         self._strategy = strategy
         self._screen = screen
@@ -58,11 +57,6 @@ class Team:
         self._began = False
         self.host_of: dict[Task, int] = {}
         """The rank of the host of each task of this attempt."""
-
-    @property
-    def hub(self) -> Hub:
-        """Return the connections."""
-        return self._hub
 
     def name(self, rank: int) -> str:
         """Return the host of a rank as the user wrote it."""
@@ -76,21 +70,21 @@ class Team:
             UsageError: some of them differ from this one; who has not come by a moment later is
                 not waited for to say whether it does, too.
         """
-        began_s, said = self._clock(), False
+        began_s, is_announced = self._clock(), False
         limit_s = self._options.startup_timeout_s
         while missing := self._missing():
             waited_s = self._clock() - began_s
             if self._unlike:
-                limit_s = min(limit_s, waited_s + _TELL_S)
+                limit_s = min(limit_s, waited_s + _ANNOUNCE_S)
             if waited_s >= limit_s:
                 break
-            if waited_s >= _TELL_S and not said:
-                said = True
+            if waited_s >= _ANNOUNCE_S and not is_announced:
+                is_announced = True
                 limit = f"{self._options.startup_timeout_s:g} s"
                 self._screen.say(f"waiting for {self._named(missing)}, for {limit} in all")
-            asked = self._wait()
-            if asked is not None:
-                return asked
+            stop_signal = self._wait()
+            if stop_signal is not None:
+                return stop_signal
         if self._unlike:
             raise self._differ()
         if missing:
@@ -99,7 +93,7 @@ class Team:
 
     def roll_call(self, *, own: str, terms: Mapping[str, str]) -> str:
         """Return who is there, at which addresses, and what all of them have in common."""
-        at = {0: own} | {rank: self._hub.address_of(rank) for rank in sorted(self._hub.present)}
+        at = {0: own} | {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
         shown = [f"{self.name(rank)} at {at[rank]}" for rank in list(at)[:_MAX_NAMES]]
         more = f" and {len(at) - len(shown)} more" if len(at) > len(shown) else ""
         alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
@@ -122,9 +116,9 @@ class Team:
         """
         self._began = True
         at = {0: [port.address for port in ports]} | {
-            rank: [placement.join(self._hub.address_of(rank), port) for port in self._ports[rank]]
+            rank: [placement.join(self.hub.address_of(rank), port) for port in self._ports[rank]]
             for rank in sorted(self._ports)
-            if rank in self._hub.present
+            if rank in self.hub.present
         }
         cluster = self._group.cluster(at, strategy=self._strategy)
         tasks = self._group.tasks(sorted(at))
@@ -133,13 +127,27 @@ class Team:
         self._screen.hosts = {task: self.name(rank) for task, rank in self.host_of.items()}
         self._ports.clear()
         logs = run_dir / "logs" / f"attempt-{attempt}"
+        plan = Attempt(
+            number=attempt,
+            run_dir=str(run_dir),
+            cluster=cluster,
+            tasks=(),
+            hosts={str(task): host for task, host in self._screen.hosts.items()},
+        )
+        message = encode(plan)
         for rank in at.keys() - {0}:
-            told = {"cluster": cluster.as_dict(), "tasks": [str(task) for task in tasks[rank]]}
-            hosts = {str(task): host for task, host in self._screen.hosts.items()}
-            where = {"number": attempt, "run_dir": str(run_dir), "strategy": self._strategy}
-            self._hub.send(rank, {"attempt": {**told, **where, "hosts": hosts}})
+            self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         away = [
-            _elsewhere(task, options=self._options, logs=logs)
+            # What is known here of a process on another host.
+            ProcessSpec(
+                task=task,
+                program=self._options.program,
+                argv=(),
+                env={},
+                added=(),
+                log_path=logs / f"{task}.log",
+                title="",
+            )
             for task, rank in self.host_of.items()
             if rank
         ]
@@ -157,29 +165,23 @@ class Team:
         self._ports.pop(rank, None)
 
     def end(self, exit_code: int, *, why: str = "") -> None:
-        """Tells all hosts that the job is over, and waits a moment for them to hang up."""
-        for rank in self._hub.present:
-            self._hub.send(rank, {"end": exit_code, "why": why})
-        deadline_s = self._clock() + _GOODBYE_S
-        while self._hub.present and self._clock() < deadline_s:
-            select.select([self._hub], [], [], 0.1)
-            self._hub.turn()
-        self._hub.close()
+        """Tell all hosts that the job is over, and close the connections."""
+        self.hub.end({"end": exit_code, "why": why})
 
     def _wait(self) -> int | None:
         """Wait for news; return a signal to stop, wherever it came from."""
         self._screen.flush()
-        left_s = max(0.0, self._hub.next_s - self._clock())
+        left_s = max(0.0, self.hub.next_s - self._clock())
         poll = select.poll()
-        for fd in (self._hub.fileno(), self._signals.fd):
+        for fd in (self.hub.fileno(), self._signals.fd):
             poll.register(fd, select.POLLIN)
         poll.poll(left_s * 1000)
-        self._hub.turn()
-        for news in self._hub.take_news():
+        self.hub.turn()
+        for news in self.hub.take_news():
             match news:
                 case Differs(rank=rank, what=what):
                     self._unlike[rank] = what
-                case MessageReceived(rank=rank, message={"asked": int(signum)}):
+                case MessageReceived(rank=rank, message={"stop_request": int(signum)}):
                     return signum
                 case MessageReceived(rank=rank, message=message):
                     self.ready(rank, message)
@@ -188,17 +190,17 @@ class Team:
         return next((s for s in self._signals.read() if s in STOP_SIGNALS), None)
 
     def _do_without(self, missing: Sequence[int]) -> None:
-        """Go on with the hosts that are there, where that was asked for; else gives up."""
+        """Go on with the hosts that are there, where that was asked for; else give up."""
         there = 1 + len(self._others) - len(missing)
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
-        can = self._began and self._strategy == "multiworker" and fewest is not None
-        if can and fewest is not None and workers >= fewest:
+        can_go_on = self._began and self._strategy == "multiworker"
+        if can_go_on and fewest is not None and workers >= fewest:
             left = f"{workers} worker{'s' * (workers > 1)}"
             self._screen.say(f"going on without {self._named(missing)}, with {left}")
             return
         waited = f"waited {self._options.startup_timeout_s:g} s"
-        turned_away = "; ".join(self._hub.turned_away)
+        turned_away = "; ".join(self.hub.turned_away)
         raise StartupTimeout(
             f"{there} of {len(self._group.hosts)} hosts are there: {waited} for "
             f"{self._named(missing)} at {placement.join(self.name(0), self._group.port)}"
@@ -209,7 +211,7 @@ class Team:
 
     def _missing(self) -> list[int]:
         """Return who is not ready; where some differ, who has not come."""
-        known = self._unlike.keys() | self._hub.present if self._unlike else self._ports.keys()
+        known = self._unlike.keys() | self.hub.present if self._unlike else self._ports.keys()
         return [rank for rank in self._others if rank not in known]
 
     def _differ(self) -> UsageError:
@@ -223,26 +225,13 @@ class Team:
             received=summary_of_hosts(found),
             expected=f"the same as on {self.name(0)} (rank 0)",
             fix="start the same line, of the same installation, on all hosts",
+            code="hosts-differ",
         )
 
     def _named(self, ranks: Sequence[int]) -> str:
         names = ", ".join(f"{self.name(rank)} (rank {rank})" for rank in ranks[:_MAX_NAMES])
         more = len(ranks) - _MAX_NAMES
         return names + (f" and {more} more" if more > 0 else "")
-
-
-def _elsewhere(task: Task, *, options: LaunchOptions, logs: Path) -> ProcessSpec:
-    """Return what is known here of a process on another host."""
-    environ: Mapping[str, str] = {}
-    return ProcessSpec(
-        task=task,
-        program=options.program,
-        argv=(),
-        env=environ,
-        added=(),
-        log_path=logs / f"{task}.log",
-        title="",
-    )
 
 
 _MAX_LINES, _MAX_LINE_CHARS = 20, 1000
@@ -268,7 +257,7 @@ class TeamProcesses:
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
         self._mute: set[Task] = set()
-        self._askers: set[int] = set()
+        self._stopping_ranks: set[int] = set()
         local.watch(team.hub.fileno())
 
     def start(self, spec: ProcessSpec) -> None:
@@ -351,7 +340,7 @@ class TeamProcesses:
         for news in self._team.hub.take_news():
             match news:
                 case MessageReceived(rank=rank, message=message):
-                    self._heard(rank, message)
+                    self._receive(rank, message)
                 case Lost(rank=rank, cause=cause):
                     self._lost_host(rank, cause)
                 case Differs(rank=rank, what=what):
@@ -370,16 +359,16 @@ class TeamProcesses:
         now_s = self._clock()
         self._news.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
-    def _heard(self, rank: int, message: Message) -> None:
+    def _receive(self, rank: int, message: Message) -> None:
         """Take a message; what makes no sense is left out, as it has no meaning for the job."""
         try:
             if "event" in message:
                 self._event(rank, message)
-            elif "asked" in message:
-                asked = StopRequest(signum=int(signal.Signals(message["asked"])))
-                self._news += [asked] if self._counts(asked, rank=rank) else []
+            elif "stop_request" in message:
+                request = StopRequest(signum=int(signal.Signals(message["stop_request"])))
+                self._news += [request] if self._counts(request, rank=rank) else []
             elif "states" in message:
-                self._watched(rank, message)
+                self._update_states(rank, message)
             elif "lines" in message:
                 self._screen.told(task_of(message["task"]), _lines(message["lines"]))
             else:
@@ -388,7 +377,7 @@ class TeamProcesses:
             return
 
     def _event(self, rank: int, message: Message) -> None:
-        event = heard(message, now_s=self._clock())
+        event = decode_event(message, now_s=self._clock())
         if self._alive.get(event.task) != rank:
             return
         if isinstance(event, Ended):
@@ -398,22 +387,22 @@ class TeamProcesses:
             self._states[event.task] = "R"
         self._news.append(event)
 
-    def _watched(self, rank: int, message: Message) -> None:
+    def _update_states(self, rank: int, message: Message) -> None:
         for name, state in dict(message["states"]).items():
             if self._alive.get(task := task_of(name)) == rank:
                 self._states[task] = None if state is None else str(state)
         self._mute |= {task_of(name) for name in message["mute"]}
 
     def _counts(self, event: Event, *, rank: int) -> bool:
-        """Whether a request to stop counts: of those that several hosts get together, the first.
+        """Return whether a stop request counts: the first of those that several hosts get at once.
 
         A second one from the same host is meant to kill.
         """
         if not isinstance(event, StopRequest):
             return True
-        is_new = rank not in self._askers
-        is_first = not self._askers
-        self._askers.add(rank)
+        is_new = rank not in self._stopping_ranks
+        is_first = not self._stopping_ranks
+        self._stopping_ranks.add(rank)
         return is_first or not is_new
 
 

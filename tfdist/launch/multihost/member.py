@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tfdist.cluster.placement import join
 from tfdist.errors import StartupTimeout, UsageError
@@ -16,6 +17,7 @@ from tfdist.launch.multihost.connection import (
     WrongToken,
     resolve,
 )
+from tfdist.launch.multihost.messages import Hello, encode
 from tfdist.launch.multihost.token import FLAG, VARIABLE
 
 _RETRY_S = 0.05  # then twice as long, up to the next
@@ -40,13 +42,8 @@ class Member:
         """Return what to watch."""
         return self._channel.fileno()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether there is something that the network has not taken yet."""
-        return not self.lost and self._channel.is_waiting
-
     def turn(self) -> None:
-        """Reads, writes, shows that we live, and looks whether host 0 does."""
+        """Read, write, send a heartbeat if it is time, and notice if host 0 is silent."""
         self._with(lambda: self._messages.extend(self._channel.read()))
         self._with(self._channel.beat)
         self._with(self._channel.flush)
@@ -75,45 +72,36 @@ class Member:
             self.lost = str(error)
 
 
+@dataclass(frozen=True, slots=True)
 class Joining:
-    """Comes to host 0, again and again until the deadline.
+    """How this host comes to host 0.
 
-    Args:
+    Attributes:
       host, port: where host 0 listens.
       source: the address of this host; None for the system's choice.
       rank, terms: of this host.
       timeout_s: after how long without a word host 0 counts as gone.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        source: str | None,
-        token: bytes,
-        rank: int,
-        terms: Mapping[str, str],
-        timeout_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._host, self._port = host, port
-        self._source = source
-        self._token = token
-        self._hello: Message = {"hello": {"rank": rank, "terms": dict(terms)}}
-        self._timeout_s = timeout_s
-        self._clock = clock
+    host: str
+    port: int
+    source: str | None = field(kw_only=True)
+    token: bytes = field(kw_only=True, repr=False)
+    rank: int = field(kw_only=True)
+    terms: Mapping[str, str] = field(kw_only=True)
+    timeout_s: float = field(kw_only=True)
+    clock: Callable[[], float] = field(kw_only=True)
 
     def join(
         self, *, within_s: float, wake_fds: Sequence[int] = (), is_over: Callable[[], bool]
     ) -> Member | None:
-        """Return the connection, or None when `is_over`; a descriptor that wakes us has it asked.
+        """Try until it works; return None once `is_over`, which each of `wake_fds` has us ask.
 
         Raises:
             StartupTimeout: host 0 has not let us in; the message says where it was looked for.
             UsageError: it has another token, or this host differs from it.
         """
-        began_s, why, pause_s = self._clock(), "", _RETRY_S
+        began_s, why, pause_s = self.clock(), "", _RETRY_S
         while not is_over():
             try:
                 return self.attempt(wake_fds)
@@ -123,7 +111,7 @@ class Joining:
                 raise self.wrong_token() from None
             except Violation as error:
                 why = str(error)
-            waited_s = self._clock() - began_s
+            waited_s = self.clock() - began_s
             if waited_s >= within_s:
                 raise self._too_late(waited_s, why)
             _wait(wake_fds, timeout_s=min(pause_s, within_s - waited_s))
@@ -136,69 +124,76 @@ class Joining:
         Raises OSError and `Violation` where it is worth another try, `WrongToken`, and UsageError
         where this host differs from host 0.
         """
-        family, address = resolve(self._host, self._port)
+        family, address = resolve(self.host, self.port)
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if self._source is not None and (":" in self._source) == (family == socket.AF_INET6):
-                sock.bind((self._source, 0))
+            if self.source is not None and (":" in self.source) == (family == socket.AF_INET6):
+                sock.bind((self.source, 0))
             sock.settimeout(_CONNECT_S)
             sock.connect(address)
-            channel = Channel(sock, Link(self._token, accepts=False), clock=self._clock)
+        except BaseException:
+            sock.close()
+            raise
+        return self.member_over(sock, wake_fds)
+
+    def member_over(self, sock: socket.socket, wake_fds: Sequence[int] = ()) -> Member:
+        """Do the rest of `attempt` over a socket that is connected; close it where that fails."""
+        try:
+            channel = Channel(sock, Link(self.token, accepts=False), clock=self.clock)
             messages = self._greet(channel, wake_fds)
         except BaseException:
             sock.close()
             raise
-        return Member(channel, timeout_s=self._timeout_s, messages=messages)
+        return Member(channel, timeout_s=self.timeout_s, messages=messages)
 
     def _greet(self, channel: Channel, wake_fds: Sequence[int]) -> list[Message]:
         """Report who we are; return what host 0 has said after it has let us in."""
-        deadline_s = self._clock() + _GREETING_S
-        has_said = False
-        while self._clock() < deadline_s:
+        deadline_s = self.clock() + _GREETING_S
+        has_greeted = False
+        while self.clock() < deadline_s:
             ready = _wait((channel.fileno(), *wake_fds), timeout_s=_MAX_RETRY_S)
             if channel.fileno() not in ready:
                 if ready:
                     raise TimeoutError("asked to stop")
                 continue
             messages = channel.read()
-            if channel.is_open and not has_said:
-                channel.send(self._hello)
-                has_said = True
+            if channel.is_open and not has_greeted:
+                hello = Hello(rank=self.rank, terms=dict(self.terms))
+                channel.send({"hello": encode(hello)})
+                has_greeted = True
             for number, message in enumerate(messages):
                 if "welcome" in message:
                     return messages[number + 1 :]
                 if "refused" in message:
-                    self._refused(message)
+                    raise self._refusal(message)
         raise TimeoutError("it does not answer")
 
-    def _refused(self, message: Message) -> None:
-        if message.get("differs"):
-            raise UsageError(
-                f"this host, for {self._place}",
-                received=str(message["refused"]),
-                expected="the same on all hosts",
-                fix="start the same line, of the same installation, on each of them",
-            )
-        raise Violation(str(message["refused"]))
-
-    @property
-    def _place(self) -> str:
-        return join(self._host, self._port)
+    def _refusal(self, message: Message) -> Exception:
+        if not message.get("differs"):
+            return Violation(str(message["refused"]))
+        return UsageError(
+            f"this host, for {join(self.host, self.port)}",
+            received=str(message["refused"]),
+            expected="the same on all hosts",
+            fix="start the same line, of the same installation, on each of them",
+            code="hosts-differ",
+        )
 
     def wrong_token(self) -> UsageError:
         """Return what to say where host 0 has another token."""
         return UsageError(
             "token",
-            received=f"one that {self._place} does not have",
+            received=f"one that {join(self.host, self.port)} does not have",
             expected="the same on all hosts of the job",
             fix=f"give all hosts the same {VARIABLE} or {FLAG}",
+            code="wrong-token",
         )
 
     def _too_late(self, waited_s: float, why: str) -> StartupTimeout:
         return StartupTimeout(
-            f"{self._place}: the launcher of host 0 was not reached in {waited_s:.0f} s: {why}. "
-            "Fix: start it, see that its name and port are right and that no firewall is between, "
-            "or raise --startup_timeout_s"
+            f"{join(self.host, self.port)}: the launcher of host 0 was not reached in "
+            f"{waited_s:.0f} s: {why}. Fix: start it, see that its name and port are right and "
+            "that no firewall is between, or raise --startup_timeout_s"
         )
 
 

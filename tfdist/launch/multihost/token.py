@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 
 VARIABLE = "TFDIST_RENDEZVOUS_TOKEN"
 FLAG = "--rendezvous_token_file"
@@ -33,6 +33,7 @@ def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[
         received="no token for a job on several hosts",
         expected=f"the same secret on all hosts, in {VARIABLE} or a file",
         fix=f"give {FLAG} FILE ({_MAKE})",
+        code="no-token",
     )
 
 
@@ -56,17 +57,22 @@ def _text_of(path: str) -> str:
     except UnicodeDecodeError:
         received = f"{path}, which is no text"
     raise UsageError(
-        FLAG, received=received, expected="a file with the token", fix=f"make it: {_MAKE}"
+        FLAG,
+        received=received,
+        expected="a file with the token",
+        fix=f"make it: {_MAKE}",
+        code="unreadable-file",
     )
 
 
 def _checked(text: str, *, where: str) -> bytes:
     token = text.strip()
-    if _MIN_CHARS <= len(token) <= _MAX_CHARS:
-        return token.encode()
-    raise UsageError(
+    require(
+        _MIN_CHARS <= len(token) <= _MAX_CHARS,
         where,
         received=f"a token of {len(token)} characters",
         expected=f"{_MIN_CHARS} to {_MAX_CHARS} of them",
         fix=f"make another: {_MAKE}",
+        code="token-length",
     )
+    return token.encode()

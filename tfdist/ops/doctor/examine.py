@@ -6,33 +6,36 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
-from tfdist.launch.multihost.connection import Message
+from tfdist.launch.multihost.messages import decode, encode
 from tfdist.ops.doctor import machine, port_listener
-from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, attend, join_meeting
+from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
 from tfdist.ops.doctor.checks import RULES, check
-from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, as_json, read
+from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, MachineProbe
 from tfdist.ops.doctor.findings import HostFinding, Severity
-from tfdist.ops.doctor.job import PreflightJob
 from tfdist.ops.doctor.machine import work_s
 from tfdist.ops.doctor.port_listener import PortListener
+from tfdist.ops.doctor.preflight_job import PreflightJob
 from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
 
+Part = dict[str, Any]
+"""Some of the fields of `HostFacts`, as JSON has them."""
+
 _STEPS = {"look": 15.0, "reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0}
-"""What all hosts do one after the other, and how long each may take."""
+"""Steps of all hosts, one after the other, and how long each may take."""
 
 _SERVE_S = 10.0
+_UNSEEN = MachineProbe(host_name="")
 _MAX_WHY_CHARS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a user asks for besides the job.
+    """Settings of a preflight besides the job.
 
     Attributes:
       quick: leave TensorFlow's servers out.
@@ -46,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightResult:
-    """What was seen, what is wrong of it, and how long it took from when all were there."""
+    """Facts of a preflight, its findings, and how long it took from when all were there."""
 
     facts: JobFacts
     findings: tuple[HostFinding, ...]
@@ -56,20 +59,25 @@ class PreflightResult:
 def lead(
     job: PreflightJob, wanted: Wanted, *, environ: Mapping[str, str]
 ) -> tuple[PreflightResult, HostBarrier]:
-    """Look at all hosts, as the first one; whoever calls ends the meeting."""
+    """Look at all hosts, as the first one; whoever calls ends the barrier."""
     with PreflightPeer(job, environ=environ, shared_dir=wanted.shared_dir) as peer:
-        meeting = HostBarrier(job, peer.port_listener)
-        meeting.gather(within_s=wanted.startup_timeout_s)
+        barrier = HostBarrier(job, peer.port_listener)
+        barrier.gather(within_s=wanted.startup_timeout_s)
         start = time.monotonic()
-        parts: dict[int, Message] = {index: {"index": index} for index in meeting.present}
+        known = {index: HostFacts(index=index, machine=_UNSEEN) for index in barrier.present}
         for step, within_s in _STEPS.items():
-            _do(meeting, peer, step, within_s=within_s, parts=parts)
-        for index, clock in meeting.clocks().items():
-            parts[index] |= {"clock_ahead_s": clock.ahead_s, "clock_error_s": clock.error_s}
-        facts = _facts(job, wanted, meeting, parts)
-        facts = _exchanged(facts, wanted, meeting, peer)
+            _do(barrier, peer, step, within_s=within_s, known=known)
+        for index, (ahead_s, error_s) in barrier.clocks().items():
+            known[index] = replace(known[index], clock_ahead_s=ahead_s, clock_error_s=error_s)
+        facts = JobFacts(
+            hosts=job.hosts,
+            present=tuple(host for host in known.values() if host.machine is not _UNSEEN),
+            absent=tuple(barrier.absent),
+            shared_dir=wanted.shared_dir or "",
+        )
+        facts = _exchanged(facts, wanted, barrier, peer)
         took_s = time.monotonic() - start
-    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), meeting
+    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), barrier
 
 
 def follow(
@@ -79,19 +87,14 @@ def follow(
     start = time.monotonic()
     with PreflightPeer(job, environ=environ, shared_dir=wanted.shared_dir) as peer:
         try:
-            talk = join_meeting(job, within_s=wanted.startup_timeout_s)
-            with contextlib.closing(talk):
-                return attend(
-                    talk,
-                    peer.steps,
-                    hosts=len(job.hosts),
-                    gathering_s=wanted.startup_timeout_s,
-                )
+            member = join_barrier(job, within_s=wanted.startup_timeout_s)
+            with contextlib.closing(member):
+                return run_steps(member, peer.steps, hosts=len(job.hosts))
         except BarrierFailed as error:
-            alone = {"index": job.index, **peer.steps["look"]([job.index])}
+            host = HostFacts(index=job.index, machine=_UNSEEN)
             facts = JobFacts(
                 hosts=job.hosts,
-                present=(read(HostFacts, alone),),
+                present=(_with_part(host, peer.steps["look"]([job.index])),),
                 absent=(Absence(index=0, why=str(error)),),
                 left_out="there is no meeting",
             )
@@ -100,44 +103,32 @@ def follow(
 
 
 def _do(
-    meeting: HostBarrier,
+    barrier: HostBarrier,
     peer: PreflightPeer,
     step: str,
     *,
     within_s: float,
-    parts: dict[int, Message],
+    known: dict[int, HostFacts],
 ) -> None:
     """Have all hosts do a step, and add what they answer to what is known of them."""
-    own: Callable[[], Any] = lambda: peer.steps[step](meeting.present)  # noqa: E731
-    for index, part in meeting.ask(step, within_s=within_s, own=own).items():
+    own: Callable[[], Part] = lambda: peer.steps[step](barrier.present)  # noqa: E731
+    for index, part in barrier.ask(step, within_s=within_s, own=own).items():
         try:
-            read(HostFacts, {**_nothing(index), **part})
+            known[index] = _with_part(known[index], part)
         except ValueError as error:
             if index == 0:  # this one
                 raise
-            meeting.lose(index, f"sends {error}", step=step)
-            continue
-        parts[index] |= part
+            barrier.lose(index, f"sends {error}", step=step)
 
 
-def _nothing(index: int) -> Message:
-    return {"index": index, "machine": {"host_name": ""}}
-
-
-def _facts(
-    job: PreflightJob, wanted: Wanted, meeting: HostBarrier, parts: Mapping[int, Message]
-) -> JobFacts:
-    known = [parts[index] for index in sorted(parts) if "machine" in parts[index]]
-    return JobFacts(
-        hosts=job.hosts,
-        present=tuple(read(HostFacts, part) for part in known),
-        absent=tuple(meeting.absent),
-        shared_dir=wanted.shared_dir or "",
-    )
+def _with_part(host: HostFacts, part: Part) -> HostFacts:
+    """Return what is known of a host with some fields as it tells them."""
+    answer = decode(HostFacts, {"machine": {"host_name": ""}, **part, "index": host.index})
+    return replace(host, **{name: getattr(answer, name) for name in part})
 
 
 def _exchanged(
-    facts: JobFacts, wanted: Wanted, meeting: HostBarrier, peer: PreflightPeer
+    facts: JobFacts, wanted: Wanted, barrier: HostBarrier, peer: PreflightPeer
 ) -> JobFacts:
     """Return the facts with what the servers did, or why they were not asked."""
     wrong = [f.code for f in check(facts) if RULES[f.code].severity is Severity.ERROR]
@@ -151,23 +142,20 @@ def _exchanged(
             why = f"port {host.ports[0].port} of {facts.name(host.index)} is taken"
             return replace(facts, left_out=why)
     steps = peer.steps
-    meeting.ask("serve", within_s=_SERVE_S, own=lambda: steps["serve"](meeting.present))
+    barrier.ask("serve", within_s=_SERVE_S, own=lambda: steps["serve"](barrier.present))
     found = peer.result()
-    answers = meeting.ask("stop", within_s=_SERVE_S, own=lambda: steps["stop"](meeting.present))
+    answers = barrier.ask("stop", within_s=_SERVE_S, own=lambda: steps["stop"](barrier.present))
     if found.error:
         failures = {i: str(a.get("failure", ""))[:_MAX_WHY_CHARS] for i, a in answers.items()}
-        told = [f"{facts.name(i)}: {why}" for i, why in failures.items() if why]
-        found = Exchange(error="; ".join(told) or found.error)
-    return replace(facts, exchange=found, absent=tuple(meeting.absent))
+        reasons = [f"{facts.name(i)}: {why}" for i, why in failures.items() if why]
+        found = Exchange(error="; ".join(reasons) or found.error)
+    return replace(facts, exchange=found, absent=tuple(barrier.absent))
 
 
 # One host's side of the preflight; all hosts run the same step in lockstep.
 #
 # What it is asked for are names of steps and which hosts are there. Addresses, ports and paths are
 # those that its own user gave it.
-
-Part = dict[str, Any]
-"""Some of the fields of `HostFacts`, as JSON has them."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -188,7 +176,6 @@ class PreflightPeer:
             PortListener(
                 port_listener.greeting(job.index, job.fingerprint),
                 [*job.host.ports, *(port.port for port in self._held[:1])],
-                token=job.token,
                 spare=job.index == 0 and len(job.hosts) > 1,
             )
         )
@@ -213,12 +200,7 @@ class PreflightPeer:
     def __enter__(self) -> PreflightPeer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._storage is not None:
             self._storage.clean()
         self._stack.close()
@@ -236,16 +218,12 @@ class PreflightPeer:
         own = resolved[self._job.index].addresses if resolved else ()
         reverse = machine.look_back([a for a in own if a in found.own_addresses])
         ports = self.port_listener.ports[: len(self._job.host.ports)]
-        return _part(
-            HostFacts(
-                index=self._job.index, machine=found, names=resolved, reverse=reverse, ports=ports
-            ),
-            "index",
-            "machine",
-            "names",
-            "reverse",
-            "ports",
-        )
+        return {
+            "machine": encode(found),
+            "names": encode(resolved),
+            "reverse": encode(reverse),
+            "ports": encode(ports),
+        }
 
     def _reach(self, present: Sequence[int]) -> Part:
         job = self._job
@@ -253,21 +231,21 @@ class PreflightPeer:
             job.hosts, present=present, index=job.index, fingerprint=job.fingerprint
         )
         self._reached = {(r.host, r.port) for r in found if r.answered == r.host}
-        return {"reaches": [as_json(reach) for reach in found]}
+        return {"reaches": encode(found)}
 
     def _wire(self, present: Sequence[int]) -> Part:
-        """Measures the way to the next host that is there: each sends and takes, as in a ring."""
+        """Measure the way to the next host that is there: each sends and takes, as in a ring."""
         job = self._job
         if self._held:
             return {
-                "wires": [as_json(port_listener.measure(_LOOPBACK, self._held[0].port, host=0))]
+                "wires": encode((port_listener.measure(_LOOPBACK, self._held[0].port, host=0),))
             }
         after = [index for index in present if index > job.index] or list(present)
         reached = [port for other, port in sorted(self._reached) if other == after[0]]
         if not reached:
             return {}
-        name = job.hosts[after[0]].name
-        return {"wires": [as_json(port_listener.measure(name, reached[0], host=after[0]))]}
+        wire = port_listener.measure(job.hosts[after[0]].name, reached[0], host=after[0])
+        return {"wires": encode((wire,))}
 
     def _work(self, present: Sequence[int]) -> Part:
         return {"work_s": work_s(self._cpus)}
@@ -280,7 +258,7 @@ class PreflightPeer:
     def _read(self, present: Sequence[int]) -> Part:
         if self._storage is None or self._written is None:
             return {}
-        return {"directory": as_json(self._storage.read(self._written, present=present))}
+        return {"directory": encode(self._storage.read(self._written, present=present))}
 
     def _serve(self, present: Sequence[int]) -> Part:
         self.port_listener.close()
@@ -299,8 +277,3 @@ class PreflightPeer:
     def _stop(self, present: Sequence[int]) -> Part:
         """Return why the server of this host has ended, if it has."""
         return {"failure": self._servers.failure() if self._servers else ""}
-
-
-def _part(facts: HostFacts, *names: str) -> Part:
-    whole = as_json(facts)
-    return {name: whole[name] for name in names}

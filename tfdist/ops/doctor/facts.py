@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +45,7 @@ class ReverseFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PortFacts:
-    """Whether a port of the job is free, and who has it where that can be told.
+    """State of a port of the job: free, or who has it where that can be told.
 
     Attributes:
       holder: the process that listens, as ``python (4711)``; empty where nobody tells.
@@ -81,7 +77,7 @@ class Proxy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineProbe:
-    """What a host has, as far as a task may use it. Sizes are in bytes; None: not known.
+    """Resources of a host that a task may use. Sizes are in bytes; None: not known.
 
     Attributes:
       versions: of what the tasks must have alike, by name.
@@ -111,7 +107,7 @@ class MachineProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """What came of connecting to a port of another host.
+    """Result of connecting to a port of another host.
 
     Attributes:
       error: why nothing came of it.
@@ -136,7 +132,7 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Directory:
-    """What a host finds in the shared directory.
+    """State of the shared directory as a host sees it.
 
     Attributes:
       error: why it cannot be used at all: it is not there, or not to be written.
@@ -182,7 +178,7 @@ class HostFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What TensorFlow's own servers on the hosts did with each other.
+    """Result of an all-reduce, a push and a pull by TensorFlow's own servers.
 
     Attributes:
       error: why it came to no result.
@@ -207,12 +203,12 @@ class Absence:
     why: str
     is_other_job: bool = False
     during: str = ""
-    """What it was asked for when it went; empty for one that was never there."""
+    """The step in which it went; empty for one that was never there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFacts:
-    """What one host knows of the whole job.
+    """Facts of all hosts of a job, as one of them knows them.
 
     Attributes:
       hosts: as the job names them.
@@ -233,56 +229,8 @@ class JobFacts:
         return self.hosts[index].name
 
 
-def as_json(facts: object) -> dict[str, object]:
-    """Return facts as a JSON object."""
-    made: dict[str, object] = dataclasses.asdict(facts)  # type: ignore[call-overload]
-    return made
-
-
-# Decoding of probe results that another host has sent, with type checks.
-
-T = TypeVar("T")
-
-
-def read(kind: type[T], value: object) -> T:
-    """Return the facts in `value`, what is missing having its default.
-
-    Raises:
-        ValueError: something is of another type, or has a name that `kind` does not.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"no {kind.__name__}")
-    hints = typing.get_type_hints(kind)
-    if unknown := set(value) - set(hints):
-        raise ValueError(f"{kind.__name__} with {sorted(map(str, unknown))[0]}")
-    try:
-        return kind(**{name: _one(hints[name], item) for name, item in value.items()})
-    except TypeError:
-        raise ValueError(f"{kind.__name__} without some of its parts") from None
-
-
-def _one(hint: Any, value: object) -> object:
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _one(next(kind for kind in inside if kind is not types.NoneType), value)
-    if origin is tuple:
-        return _several(inside, value)
-    if dataclasses.is_dataclass(hint):
-        return read(typing.cast("type[Any]", hint), value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise ValueError(f"{type(value).__name__} for {hint.__name__}")
-    return value
-
-
-def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{type(value).__name__} for a list")
-    if inside[-1] is Ellipsis:
-        return tuple(_one(inside[0], item) for item in value)
-    if len(value) != len(inside):
-        raise ValueError(f"{len(value)} parts of {len(inside)}")
-    return tuple(_one(kind, item) for kind, item in zip(inside, value, strict=True))
+def reason_of(error: OSError) -> str:
+    """Return what an error says, without its number."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return (error.strerror or str(error)).lower()

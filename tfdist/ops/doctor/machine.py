@@ -88,16 +88,15 @@ def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _PROXIES}
 
 
-def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
+def own_addresses() -> tuple[str, ...]:
     """Return the addresses of the interfaces of this host, those of a link alone left out."""
-    found: list[str] = []
-    trie = _text(proc / "fib_trie")
-    found += re.findall(r"\|-- ([\d.]+)\n\s+/32 host LOCAL", trie)
-    for line in _text(proc / "if_inet6").splitlines():
-        address = ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
-        if not address.is_link_local:
-            found.append(str(address))
-    return tuple(dict.fromkeys(found))
+    found = [
+        address.address.partition("%")[0]
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return tuple(a for a in dict.fromkeys(found) if not ipaddress.ip_address(a).is_link_local)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

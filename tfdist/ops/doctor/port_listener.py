@@ -9,78 +9,13 @@ import re
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 import psutil
 
 from tfdist.cluster.ports import ephemeral_ports
-from tfdist.launch.multihost.connection import Link, Message, Violation, WrongToken
-from tfdist.ops.doctor.facts import Host, PortFacts, Reach, Wire
-
-# Messages between two hosts, sealed as the launchers' are, each within a deadline.
-
-_READ_BYTES = 1 << 16
-_LEAST_S = 0.001
-
-
-class Conversation:
-    """One end of a connection. Errors of the network are OSError, what nobody sends `Violation`.
-
-    Args:
-      sock: waits no longer than the deadline of each call.
-      token: what both sides must know; empty where the user gave none.
-      accepts: whether this side was connected to.
-    """
-
-    def __init__(self, sock: socket.socket, *, token: bytes, accepts: bool) -> None:
-        self._socket = sock
-        self._link = Link(token, accepts=accepts)
-        self._messages: deque[Message] = deque()
-
-    def greet(self, *, within_s: float) -> None:
-        """Have both sides show that they know the token; each calls it before anything else."""
-        deadline_s = time.monotonic() + within_s
-        try:
-            while not self._link.is_open:
-                self._flush(deadline_s)
-                self._read(deadline_s)
-        except WrongToken:
-            with contextlib.suppress(OSError):
-                self._flush(deadline_s)  # the other side is told so
-            raise
-        self._flush(deadline_s)
-
-    def send(self, message: Message, *, within_s: float) -> None:
-        """Send a message; TimeoutError when the other side does not take it."""
-        self._link.send(message)
-        self._flush(time.monotonic() + within_s)
-
-    def receive(self, *, within_s: float) -> Message:
-        """Return the next message; TimeoutError when it does not come."""
-        deadline_s = time.monotonic() + within_s
-        while not self._messages:
-            self._read(deadline_s)
-        return self._messages.popleft()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-    def _read(self, deadline_s: float) -> None:
-        self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
-        data = self._socket.recv(_READ_BYTES)
-        if not data:
-            raise ConnectionError("the connection was closed")
-        self._messages.extend(self._link.receive(data))
-
-    def _flush(self, deadline_s: float) -> None:
-        if self._link.outgoing:
-            self._socket.settimeout(max(_LEAST_S, deadline_s - time.monotonic()))
-            self._socket.sendall(self._link.outgoing)
-            self._link.outgoing.clear()
+from tfdist.ops.doctor.facts import Host, PortFacts, Reach, Wire, reason_of
 
 
 def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.monotonic) -> bytes:
@@ -105,37 +40,33 @@ def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.m
 # run.
 
 MAX_PIECE_BYTES = 64 << 20
-PING_BYTES = 8
+
+PROTOCOL = "tfdist doctor 2"
+MEET, _SINK = b"meet\n", b"sink\n"
+"""Requests of a client, all of one length; after `MEET` it is the launchers' protocol."""
 
 _BACKLOG = 256
 _MAX_CLIENTS = 256
 _PATIENCE_S = 10.0
-_HELLO_S = 3.0
-_ASKED_BYTES = 5  # of each request: "meet\n", "echo\n" or "sink\n"
 _SPARE_PORTS = 3
 _AGAIN_S = 0.2
 
 
 class PortListener:
-    """Listener on ports; who asks to meet is in `clients`, with its first message.
+    """Listener on ports; who asks to meet is in `clients`, with its address.
 
     Args:
       greeting: the line that whoever connects gets first.
       ports: of this host's tasks.
-      token: what who asks to meet must know; `wrong_tokens` counts those that do not.
       spare: whether to listen at one of the ports after the last if none of them is free.
     """
 
-    def __init__(
-        self, greeting: str, ports: Sequence[int], *, token: bytes = b"", spare: bool = False
-    ) -> None:
+    def __init__(self, greeting: str, ports: Sequence[int], *, spare: bool = False) -> None:
         self._greeting = greeting.encode() + b"\n"
-        self._token = token
-        self.wrong_tokens = 0
         self._listeners: list[socket.socket] = []
         self._is_closed = threading.Event()
         self._room = threading.BoundedSemaphore(_MAX_CLIENTS)
-        self.clients: queue.SimpleQueue[tuple[Conversation, Message]] = queue.SimpleQueue()
+        self.clients: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
         self.ports = tuple(self._open(port) for port in ports)
         if spare and not self._listeners:
             for port in spare_ports(ports):
@@ -145,12 +76,7 @@ class PortListener:
     def __enter__(self) -> PortListener:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -182,7 +108,7 @@ class PortListener:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                client, _ = listener.accept()
+                client, address = listener.accept()
             except OSError:  # closed; else who came is gone, or has to wait for a free descriptor
                 if self._is_closed.wait(_AGAIN_S):
                     return
@@ -190,27 +116,22 @@ class PortListener:
             if not self._room.acquire(blocking=False):
                 client.close()
                 continue
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+            known = (client, str(address[0]).removeprefix("::ffff:"))  # IPv4 at an IPv6 socket
+            threading.Thread(target=self._serve, args=known, daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve(self, client: socket.socket, address: str) -> None:
         is_kept = False
         try:
             client.settimeout(_PATIENCE_S)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.sendall(self._greeting)
-            asked = take(client, _ASKED_BYTES)
-            if asked == b"meet\n":
-                talk = Conversation(client, token=self._token, accepts=True)
-                talk.greet(within_s=_HELLO_S)
-                self.clients.put((talk, talk.receive(within_s=_HELLO_S)))
+            request = take(client, len(MEET))
+            if request == MEET:
+                self.clients.put((client, address))
                 is_kept = True
-            elif asked == b"echo\n":
-                _echo(client)
-            elif asked == b"sink\n":
+            elif request == _SINK:
                 _sink(client)
-        except WrongToken:
-            self.wrong_tokens += 1
-        except (OSError, ValueError, Violation):
+        except (OSError, ValueError):
             pass  # whoever asked is gone, or is none of ours
         finally:
             self._room.release()
@@ -242,11 +163,6 @@ def _listen(port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
 
 
-def _echo(client: socket.socket) -> None:
-    while True:
-        client.sendall(take(client, PING_BYTES))
-
-
 def _sink(client: socket.socket) -> None:
     """Take pieces of announced sizes, and confirm each once all of it is here."""
     while True:
@@ -265,13 +181,13 @@ def _sink(client: socket.socket) -> None:
 
 def greeting(index: int, fingerprint: str) -> str:
     """Return the line by which a host of a job is known."""
-    return f"tfdist doctor 1 {index} {fingerprint}"
+    return f"{PROTOCOL} {index} {fingerprint}"
 
 
 def host_of(line: str, fingerprint: str) -> int:
     """Return which host of the job said a line; -1 where none of it did."""
-    said = re.fullmatch(r"tfdist doctor 1 (\d{1,6}) (\w+)", line)
-    return int(said[1]) if said and said[2] == fingerprint else -1
+    match = re.fullmatch(PROTOCOL + r" (\d{1,6}) (\w+)", line)
+    return int(match[1]) if match and match[2] == fingerprint else -1
 
 
 # Connection probes to the other hosts: reachability, latency, throughput.
@@ -295,7 +211,7 @@ def reach(
     Many ports at which nobody answers take long; those that are not tried in time are left out.
     """
     deadline_s = time.monotonic() + _REACH_S
-    asked = [(other, port) for other in present if other != index for port in hosts[other].ports]
+    targets = [(other, port) for other in present if other != index for port in hosts[other].ports]
 
     def one(place: tuple[int, int]) -> Reach | None:
         other, port = place
@@ -306,40 +222,33 @@ def reach(
                 answered = host_of(line, fingerprint)
             return Reach(host=other, port=port, answered=answered)
         except OSError as error:
-            return Reach(host=other, port=port, error=said(error))
+            return Reach(host=other, port=port, error=reason_of(error))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return tuple(reach for reach in pool.map(one, asked) if reach is not None)
+        return tuple(reach for reach in pool.map(one, targets) if reach is not None)
 
 
 def measure(address: str, port: int, *, host: int) -> Wire:
     """Return how fast a plain connection to a host is, which has answered before."""
+    latency_s, carried = 0.0, "nothing comes back"
     try:
-        latency_s = _latency_s(address, port)
+        with connected(address, port) as (sock, _):
+            sock.settimeout(_TALK_S)
+            sock.sendall(_SINK)
+            latency_s = _latency_s(sock)
+            carried = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through"
+            return Wire(host=host, latency_s=latency_s, bytes_per_s=_bytes_per_s(sock))
     except OSError as error:
-        return Wire(host=host, error=f"no answer to {PING_BYTES} bytes: {said(error)}")
-    try:
-        speed = _bytes_per_s(address, port)
-    except OSError as error:
-        lost = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through: {said(error)}"
-        return Wire(host=host, latency_s=latency_s, error=lost)
-    return Wire(host=host, latency_s=latency_s, bytes_per_s=speed)
+        return Wire(host=host, latency_s=latency_s, error=f"{carried}: {reason_of(error)}")
 
 
 @contextlib.contextmanager
 def connected(address: str, port: int) -> Iterator[tuple[socket.socket, str]]:
-    """Connects, and yields the connection and the line with which it was greeted."""
+    """Connect; yield the connection and the line with which it was greeted."""
     bare = address.strip("[]")
     with socket.create_connection((bare, port), timeout=_CONNECT_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield sock, _line(sock)
-
-
-def said(error: OSError) -> str:
-    """Return what an error says, without its number."""
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    return (error.strerror or str(error)).lower()
 
 
 def _line(sock: socket.socket) -> str:
@@ -354,24 +263,18 @@ def _line(sock: socket.socket) -> str:
     return data.decode(errors="replace").rstrip("\n")
 
 
-def _latency_s(address: str, port: int) -> float:
-    """Return the shortest time that a few bytes took there and back."""
+def _latency_s(sock: socket.socket) -> float:
+    """Return the shortest time that a piece without bytes took there and back."""
     best_s = float("inf")
     deadline_s = time.monotonic() + _MEASURE_S
-    with connected(address, port) as (sock, _):
-        sock.settimeout(_TALK_S)
-        sock.sendall(b"echo\n")
-        for _ in range(_PINGS):
-            start = time.perf_counter()
-            sock.sendall(bytes(PING_BYTES))
-            take(sock, PING_BYTES)
-            best_s = min(best_s, time.perf_counter() - start)
-            if time.monotonic() > deadline_s:
-                break
+    for _ in range(_PINGS):
+        best_s = min(best_s, _send_piece(sock, 0))
+        if time.monotonic() > deadline_s:
+            break
     return best_s
 
 
-def _bytes_per_s(address: str, port: int) -> float:
+def _bytes_per_s(sock: socket.socket) -> float:
     """Return the better speed of two pieces that take long enough to tell.
 
     Smaller ones come first, until it is known how large these are. What they say is left out: the
@@ -379,15 +282,12 @@ def _bytes_per_s(address: str, port: int) -> float:
     """
     size = _FIRST_PIECE_BYTES
     deadline_s = time.monotonic() + _MEASURE_S
-    with connected(address, port) as (sock, _):
-        sock.settimeout(_TALK_S)
-        sock.sendall(b"sink\n")
-        while True:
-            took_s = _send_piece(sock, size)
-            is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
-            if is_long or size >= MAX_PIECE_BYTES:
-                return size / min(took_s, _send_piece(sock, size))
-            size *= 2
+    while True:
+        took_s = _send_piece(sock, size)
+        is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
+        if is_long or size >= MAX_PIECE_BYTES:
+            return size / min(took_s, _send_piece(sock, size))
+        size *= 2
 
 
 def _send_piece(sock: socket.socket, size: int) -> float:
@@ -395,6 +295,7 @@ def _send_piece(sock: socket.socket, size: int) -> float:
     data = bytes(size)
     start = time.perf_counter()
     sock.sendall(size.to_bytes(8, "big"))
-    sock.sendall(data)
+    if data:
+        sock.sendall(data)
     take(sock, 8)
     return time.perf_counter() - start

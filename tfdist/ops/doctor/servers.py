@@ -6,7 +6,6 @@ of it as JSON. It ends with its standard input, so that it never outlives the do
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -17,10 +16,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
-from tfdist.ops.doctor.facts import Exchange, read
+from tfdist.launch.multihost.messages import decode, encode
+from tfdist.ops.doctor.facts import Exchange
 
 SIZE_BYTES = 4 << 20
 _ROUNDS = 6
@@ -30,7 +29,7 @@ _STEP_MS = 10_000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves, or in the first task has the others work; returns the exit code."""
+    """Serve, or in the first task have the others work; return the exit code."""
     index, addresses = int(argv[0]), list(argv[1:])
     threading.Thread(target=_end_with_input, daemon=True).start()
     _stage("importing TensorFlow")
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if index:
         server.join()
     found = _exchange(tf, server.target, config, len(addresses))
-    print(json.dumps(dataclasses.asdict(found)), flush=True)
+    print(json.dumps(encode(found)), flush=True)
     return 0
 
 
@@ -138,7 +137,7 @@ def _end_with_input() -> None:
 
 DEADLINE_S = 40.0
 
-_MAX_SAID_BYTES = 64 << 10
+_MAX_OUTPUT_BYTES = 64 << 10
 _LOOK_EVERY_S = 0.05
 # What TensorFlow says on every machine without GPUs.
 _NOISE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} |E\d{4} .*cuInit")
@@ -152,26 +151,21 @@ class ServerProcesses:
         # What is tried is what tasks on CPUs do: no GPU is taken from whoever has them.
         self._environ = {**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
         self._environ.pop("TF_CONFIG", None)
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> ServerProcesses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process in self._processes:
             process.kill()
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        self._printed.close()
-        self._said.close()
+        self._stdout.close()
+        self._stderr.close()
 
     def start(self, index: int) -> None:
         """Start one of them."""
@@ -180,8 +174,8 @@ class ServerProcesses:
             subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=self._printed,
-                stderr=self._said,
+                stdout=self._stdout,
+                stderr=self._stderr,
                 env=self._environ,
             )
         )
@@ -197,8 +191,8 @@ class ServerProcesses:
             time.sleep(_LOOK_EVERY_S)
         if failed := self.failure():
             return Exchange(error=failed)
-        self._printed.seek(0)
-        return read(Exchange, json.loads(self._printed.read(_MAX_SAID_BYTES)))
+        self._stdout.seek(0)
+        return decode(Exchange, json.loads(self._stdout.read(_MAX_OUTPUT_BYTES)))
 
     def failure(self) -> str:
         """Return why a server of this host has ended; empty while none has failed."""
@@ -207,9 +201,9 @@ class ServerProcesses:
 
     def _why(self, what: str) -> str:
         """Return what happened, and the last line that the servers of this host have printed."""
-        size = self._said.seek(0, 2)
-        self._said.seek(max(0, size - _MAX_SAID_BYTES))
-        lines = self._said.read().decode(errors="replace").splitlines()
+        size = self._stderr.seek(0, 2)
+        self._stderr.seek(max(0, size - _MAX_OUTPUT_BYTES))
+        lines = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line.strip() for line in lines if line.strip() and not _NOISE.match(line)]
         return f"{what}: {lines[-1][:500]}" if lines else what
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tfdist.files import fsync
-from tfdist.ops.doctor.facts import Directory
+from tfdist.ops.doctor.facts import Directory, reason_of
 
 _PAGE_BYTES = 64 << 10
 _SEEN_WITHIN_S = 2.0
@@ -54,14 +54,14 @@ class Storage:
             state = os.statvfs(self._home)
         except OSError as error:
             is_read_only = error.errno in _NOT_TO_BE_WRITTEN
-            return Directory(error=_said(error), is_read_only=is_read_only)
+            return Directory(error=reason_of(error), is_read_only=is_read_only)
         found = Directory(free=state.f_bavail * state.f_frsize)
         start = time.perf_counter()
         try:
             for path in (self._file(self._index), self._place):
                 fsync(path)
         except OSError as error:
-            return replace(found, sync_error=_said(error))
+            return replace(found, sync_error=reason_of(error))
         return replace(found, sync_s=time.perf_counter() - start)
 
     def read(self, written: Directory, *, present: Sequence[int]) -> Directory:
@@ -138,7 +138,3 @@ def _turn(page: Path, number: int) -> None:
 
 def _beside(page: Path) -> Path:
     return page.with_suffix(".next")
-
-
-def _said(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()

@@ -6,15 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from tfdist.cluster import environment, placement, settings
-from tfdist.cluster.address import check_address, shown, shown_json, split_address
+from tfdist.cluster import environment, placement, read_environment, settings
+from tfdist.cluster.address import check_address, shown_json, split_address
+from tfdist.cluster.hostlist import parse_hosts
 from tfdist.cluster.job import JobOptions
 from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode, parse_object
-from tfdist.errors import UsageError, near
-from tfdist.ops.lint.findings import Finding, Location, of_error
-from tfdist.ops.lint.rules import RULES
+from tfdist.errors import UsageError
+from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 from tfdist.ops.rules import Severity
 
 PlaceOf = Callable[[str], Location]
@@ -42,9 +42,9 @@ def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[
     if any(RULES[finding.code].severity is Severity.ERROR for finding in found):
         return
     try:
-        config = environment.read_environment(values)
+        config = read_environment(values)
     except UsageError as error:
-        code = error.code if error.code == "ENV006" else "ENV007"
+        code = error.code if error.code in RULES else "ENV007"
         yield of_error(code, place_of(error.where), error)
         return
     is_ps = config is not None and config.cluster.kind == "ps"
@@ -107,26 +107,15 @@ def _one(name: str, value: str, place: Location) -> Iterator[Finding]:
         if name in (settings.NODE_RANK, settings.LOCAL_RANK):
             settings.integer({name: value}, name)
         elif name == settings.CLUSTER:
-            _check_source(name, value.strip())
+            environment.check_source(value.strip())
     except UsageError as error:
-        yield of_error(error.code or "ENV001", place, error)
+        yield of_error(error.code if error.code in RULES else "ENV001", place, error)
         return
     if name == settings.HOSTS and value.strip():
         try:
-            placement.parse_hosts(value, where=name)
+            parse_hosts(value, where=name)
         except UsageError as error:
             yield of_error("ENV003", place, error)
-
-
-def _check_source(name: str, value: str) -> None:
-    choices = ("auto", "none", *environment.SOURCES)
-    if value and value not in choices:
-        raise UsageError(
-            name,
-            received=f"{shown(value)}{near(value, choices)}",
-            expected=f"one of {', '.join(choices)}",
-            fix="name one of them, or unset it",
-        )
 
 
 def _of_ps(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:

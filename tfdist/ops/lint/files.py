@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from tfdist.ops.lint.environment import (
     check_environment,
-    check_size,
     check_tf_config,
-    check_variables,
-    is_ours,
 )
-from tfdist.ops.lint.findings import Finding, Location
-from tfdist.ops.lint.programs import check_command, check_config_file, grace_s
+from tfdist.ops.lint.programs import check_command, check_config_file
+from tfdist.ops.lint.rules import Finding, Location
 
 KINDS = ("tf_config", "config", "manifest", "environ")
 """What ``--kind`` may be."""
@@ -65,7 +62,10 @@ def lint(
             manifests.append((text, source.name))
         else:
             found += _check(kind, text, source.name, replicas)
-    found += _manifests(manifests) if manifests else ()
+    if manifests:
+        from tfdist.ops.lint.manifests import check_manifests  # it loads yaml
+
+        found += check_manifests(manifests)
     return sorted(dict.fromkeys(found), key=lambda f: (f.place.file, f.place.line or 0))
 
 
@@ -102,29 +102,6 @@ def _check(kind: str | None, text: str, name: str, replicas: int | None) -> Iter
             "TF_CONFIG, a config file, a manifest or an environment",
             f"say what it is: --kind {'|'.join(KINDS)}; scripts are for shellcheck",
         )
-
-
-def _manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    from tfdist.ops.lint.manifests import check_grace, check_workload, read_manifests
-
-    jobs, services, found = read_manifests(texts)
-    yield from found
-    for job in jobs:
-        words = [word for container in job.containers for word in container.words]
-        ours = any(is_ours(name) for container in job.containers for name in container.lines)
-        if not (ours or job.kind == "TFJob" or any(re.search(r"\btfdist\b", w) for w in words)):
-            continue
-        yield from check_workload(job, services)
-        if job.kind != "TFJob" and job.hosts is not None:
-            container, names = job.hosts
-            yield from check_size(len(names), container.values, container.place)
-        for part in job.parts:
-            graces = [grace_s(container.words) for container in part.containers]
-            longest = max((grace for grace in graces if grace is not None), default=None)
-            yield from check_grace(job, part, launcher_grace_s=longest)
-        for container in job.containers:
-            yield from check_variables(container.values, container.place)
-            yield from check_command(container.words, container.place())
 
 
 def _read_environ(text: str) -> tuple[dict[str, str], dict[str, int]]:

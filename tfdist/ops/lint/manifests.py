@@ -6,22 +6,27 @@ Schemas, images, security contexts and network policies are for kubeconform and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster import placement, settings
+from tfdist.cluster.hostlist import parse_hosts, ranks_of
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.ops.lint.findings import Finding, Location
+from tfdist.ops.lint.environment import check_size, check_variables, is_ours
+from tfdist.ops.lint.programs import check_command, grace_s
+from tfdist.ops.lint.rules import Finding, Location
 
 _DEFAULT_GRACE_S = 30
 _MAX_PODS = 1 << 16
 _OF_ONE_POD = (VARIABLE, settings.NODE_RANK)
 _OF_OPERATOR = (VARIABLE, settings.HOSTS, settings.NODE_RANK, settings.LOCAL_RANK)
+_AGAIN = (EXIT_PEER_MISSING, EXIT_INTERRUPTED, EXIT_STOPPED)
 
 
 class Map(dict[str, Any]):
@@ -71,13 +76,13 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PodGroup:
-    """Pods of one template; `owner` is the mapping that holds it, `pods` their host names."""
+    """Pods of one template; `owner` is the mapping that holds it, `names` are their host names."""
 
-    count: int
-    pods: tuple[str, ...]
     owner: Map
     path: str
-    containers: tuple[Container, ...]
+    count: int
+    names: tuple[str, ...] = ()
+    containers: tuple[Container, ...] = ()
 
     @property
     def spec(self) -> Map:
@@ -93,87 +98,80 @@ class Workload:
     name: str
     file: str
     spec: Map
-    parts: tuple[PodGroup, ...]
+    groups: tuple[PodGroup, ...]
 
     @property
     def count(self) -> int:
         """Return how many pods it has."""
-        return sum(part.count for part in self.parts)
+        return sum(group.count for group in self.groups)
 
     @property
     def containers(self) -> list[Container]:
         """Return the containers of all templates."""
-        return [container for part in self.parts for container in part.containers]
+        return [container for group in self.groups for container in group.containers]
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it is about tfdist at all."""
+        variables = (name for container in self.containers for name in container.lines)
+        words = (word for container in self.containers for word in container.words)
+        is_program = any(re.search(r"\btfdist\b", word) for word in words)
+        return self.kind == "TFJob" or is_program or any(map(is_ours, variables))
 
     @property
     def hosts(self) -> tuple[Container, list[str]] | None:
         """Return the first TFDIST_HOSTS that can be read, and the container that has it."""
         for container in self.containers:
             try:
-                listed = placement.parse_hosts(container.values.get(settings.HOSTS, ""))
-                return container, placement.ranks_of(listed)
+                listed = parse_hosts(container.values.get(settings.HOSTS, ""))
+                return container, ranks_of(listed)
             except UsageError:
                 continue  # the check of the variables says it
         return None
 
-    def finding(
-        self, code: str, owner: Map, path: str, received: str, expected: str, fix: str
-    ) -> Finding:
-        """Return a finding at the last key of `path`, which is in `owner` or missing there."""
+    @property
+    def domain(self) -> tuple[Map, str, str]:
+        """Return the name in DNS that the pods are below, that of their Service, and its place."""
+        if self.kind == "StatefulSet":
+            return self.spec, "spec.serviceName", str(self.spec.get("serviceName") or "")
+        if self.kind == "JobSet":
+            network = self.spec.map("network")
+            return network, "spec.network.subdomain", str(network.get("subdomain") or self.name)
+        spec = self.groups[0].spec
+        return spec, "spec.template.spec.subdomain", str(spec.get("subdomain") or "")
+
+    def place(self, owner: Map, path: str) -> Location:
+        """Return the place of the last key of `path`, which is in `owner` or missing there."""
         line = owner.line_of(path.rpartition(".")[2])
-        place = Location(file=self.file, line=line, path=f"{self.kind}/{self.name} {path}")
-        return Finding(code, place, received, expected, fix)
+        return Location(file=self.file, line=line, path=f"{self.kind}/{self.name} {path}")
 
 
 Services = dict[str, tuple[Map, str]]
 """The spec and the file of each Service, by name."""
 
-
-def read_manifests(
-    texts: Sequence[tuple[str, str]],
-) -> tuple[list[Workload], Services, list[Finding]]:
-    """Return the workloads and Services of texts with file names, and which are not YAML."""
-    jobs: list[Workload] = []
-    services: Services = {}
-    found: list[Finding] = []
-    for text, file in texts:
-        try:
-            for document in yaml.load_all(text, Loader=_Loader):
-                is_list = isinstance(document, Map) and "items" in document
-                for each in document.maps("items") if is_list else [document]:
-                    _take(each, file, jobs, services)
-        except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
-            found.append(_not_yaml(error, file))
-    return jobs, services, found
+Wrong = tuple[Location, str, str, str]
+"""Where something is, what was received and expected, and what puts it right."""
 
 
-def check_workload(job: Workload, services: Services) -> Iterator[Finding]:
-    """Yield what keeps the pods of a job from being one job of tfdist."""
-    for part in job.parts:
-        for container in part.containers:
-            yield from _variables(job, part, container)
-            yield from _ports(job, part, container)
-        if job.kind in ("Job", "JobSet"):
-            yield from _indexed(job, part)
-            yield from _exit_codes(job, part)
-    if job.kind != "TFJob" and job.count > 1:
-        yield from _names(job)
-        yield from _service(job, services)
-
-
-def check_grace(
-    job: Workload, part: PodGroup, *, launcher_grace_s: float | None = None
-) -> Iterator[Finding]:
-    """Yield a grace period in which the tasks, or the launcher in the pod, cannot end."""
-    grace_s = part.spec.number("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
-    if grace_s < _DEFAULT_GRACE_S:
-        expected = f"{_DEFAULT_GRACE_S} s or more, and longer than a save takes"
-    elif launcher_grace_s is not None and grace_s <= launcher_grace_s:
-        expected = f"more than --grace_s {launcher_grace_s:g} of the launcher in the pod"
-    else:
-        return
-    path = f"{part.path}.template.spec.terminationGracePeriodSeconds"
-    yield job.finding("K8S026", part.spec, path, f"{grace_s} s", expected, "raise it")
+def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
+    """Yield what is wrong with texts with file names; they are taken together."""
+    jobs, services, found = _read(texts)
+    yield from found
+    for job in jobs:
+        if not job.is_ours:
+            continue
+        for code, of_group in _OF_GROUPS:
+            for group in job.groups:
+                yield from (Finding(code, *wrong) for wrong in of_group(job, group))
+        if job.kind != "TFJob" and job.hosts is not None:
+            container, names = job.hosts
+            yield from check_size(len(names), container.values, container.place)
+        if job.kind != "TFJob" and job.count > 1:
+            yield from _names(job)
+            yield from _service(job, services)
+        for container in job.containers:
+            yield from check_variables(container.values, container.place)
+            yield from check_command(container.words, container.place())
 
 
 class _Loader(yaml.SafeLoader):
@@ -192,6 +190,22 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_map)
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
+def _read(texts: Sequence[tuple[str, str]]) -> tuple[list[Workload], Services, list[Finding]]:
+    """Return the workloads and Services of texts with file names, and which are not YAML."""
+    jobs: list[Workload] = []
+    services: Services = {}
+    found: list[Finding] = []
+    for text, file in texts:
+        try:
+            for document in yaml.load_all(text, Loader=_Loader):
+                is_list = isinstance(document, Map) and "items" in document
+                for each in document.maps("items") if is_list else [document]:
+                    _take(each, file, jobs, services)
+        except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
+            found.append(_not_yaml(error, file))
+    return jobs, services, found
+
+
 def _not_yaml(error: Exception, file: str) -> Finding:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
@@ -208,66 +222,44 @@ def _take(document: object, file: str, jobs: list[Workload], services: Services)
     spec = document.map("spec")
     if kind == "Service":
         services[name] = spec, file
-    elif kind in _READERS:
-        parts = tuple(
-            PodGroup(
-                count=count,
-                pods=pods,
-                owner=owner,
-                path=path,
-                containers=tuple(
-                    _container(each, file, f"{kind}/{name} {path}.template.spec")
-                    for each in owner.map("template").map("spec").maps("containers")
-                ),
-            )
-            for owner, path, count, pods in _READERS[kind](name, spec)
-        )
-        jobs.append(Workload(kind=kind, name=name, file=file, spec=spec, parts=parts))
+    elif kind in ("Job", "JobSet", "StatefulSet", "TFJob"):
+        groups = []
+        for group in _groups(kind, name, spec):
+            path = f"{kind}/{name} {group.path}.template.spec"
+            made = (_container(each, file, path) for each in group.spec.maps("containers"))
+            groups.append(replace(group, containers=tuple(made)))
+        jobs.append(Workload(kind=kind, name=name, file=file, spec=spec, groups=tuple(groups)))
 
 
-_Templates = Iterator[tuple[Map, str, int, tuple[str, ...]]]
-"""Of each template: what holds it, the path of that, how many pods it makes, their names."""
+def _groups(kind: str, name: str, spec: Map) -> Iterator[PodGroup]:
+    """Yield the pods of each template of a workload, without their containers."""
+    if kind == "TFJob":
+        replicas = spec.map("tfReplicaSpecs")
+        for type_ in map(str, replicas):
+            owner, path = replicas.map(type_), f"spec.tfReplicaSpecs.{type_}"
+            yield PodGroup(owner=owner, path=path, count=owner.number("replicas", 1))
+    elif kind == "JobSet":
+        for position, job in enumerate(spec.maps("replicatedJobs")):
+            owner, jobs = job.map("template").map("spec"), job.number("replicas", 1)
+            count, prefix = _tasks(owner), f"{name}-{job.get('name')}"
+            each = (_numbered(f"{prefix}-{i}", count) for i in range(min(jobs, _MAX_PODS)))
+            names = tuple(itertools.islice(itertools.chain.from_iterable(each), _MAX_PODS))
+            path = f"spec.replicatedJobs[{position}].template.spec"
+            yield PodGroup(owner=owner, path=path, count=jobs * count, names=names)
+    elif kind == "StatefulSet":
+        count, first = spec.number("replicas", 1), spec.map("ordinals").number("start", 0)
+        yield PodGroup(owner=spec, path="spec", count=count, names=_numbered(name, count, first))
+    else:
+        count = _tasks(spec)
+        yield PodGroup(owner=spec, path="spec", count=count, names=_numbered(name, count))
 
 
-def _of_job(name: str, spec: Map) -> _Templates:
-    count = spec.number("completions", spec.number("parallelism", 1))
-    yield spec, "spec", count, _numbered(name, count)
-
-
-def _of_stateful_set(name: str, spec: Map) -> _Templates:
-    count, first = spec.number("replicas", 1), spec.map("ordinals").number("start", 0)
-    yield spec, "spec", count, _numbered(name, count, first)
-
-
-def _of_job_set(name: str, spec: Map) -> _Templates:
-    for position, job in enumerate(spec.maps("replicatedJobs")):
-        owner, jobs = job.map("template").map("spec"), job.number("replicas", 1)
-        count = owner.number("completions", owner.number("parallelism", 1))
-        names = (
-            _numbered(f"{name}-{job.get('name')}-{i}", count) for i in range(min(jobs, _MAX_PODS))
-        )
-        path = f"spec.replicatedJobs[{position}].template.spec"
-        pods = itertools.islice(itertools.chain.from_iterable(names), _MAX_PODS)
-        yield owner, path, jobs * count, tuple(pods)
-
-
-def _of_tf_job(name: str, spec: Map) -> _Templates:
-    replicas = spec.map("tfReplicaSpecs")
-    for type_ in map(str, replicas):
-        owner = replicas.map(type_)
-        yield owner, f"spec.tfReplicaSpecs.{type_}", owner.number("replicas", 1), ()
+def _tasks(owner: Map) -> int:
+    return owner.number("completions", owner.number("parallelism", 1))
 
 
 def _numbered(prefix: str, count: int, first: int = 0) -> tuple[str, ...]:
     return tuple(f"{prefix}-{first + i}" for i in range(min(count, _MAX_PODS)))
-
-
-_READERS = {
-    "Job": _of_job,
-    "JobSet": _of_job_set,
-    "StatefulSet": _of_stateful_set,
-    "TFJob": _of_tf_job,
-}
 
 
 def _container(spec: Map, file: str, path: str) -> Container:
@@ -283,78 +275,64 @@ def _container(spec: Map, file: str, path: str) -> Container:
     )
 
 
-def _variables(job: Workload, part: PodGroup, container: Container) -> Iterator[Finding]:
-    """Yield variables that say for all pods which one each is, or that somebody else sets."""
-    for name in _OF_OPERATOR if job.kind == "TFJob" else ():
-        if name in container.lines:
-            expected = f"only what the operator does not say: it sets {VARIABLE}"
-            place, fix = container.place(name), f"take {name} out"
-            yield Finding("K8S034", place, f"{name} in env", expected, fix)
-    for name in _OF_ONE_POD if job.kind != "TFJob" and part.count > 1 else ():
-        if name in container.values:
-            received = f"one {name} for {part.count} pods"
-            place, expected = container.place(name), "what is the same for all pods"
-            fix = f"set {settings.HOSTS} in its place: each pod finds itself there"
-            yield Finding("K8S035", place, received, expected, fix)
+# The rules about the pods of one template.
 
 
-def _ports(job: Workload, part: PodGroup, container: Container) -> Iterator[Finding]:
-    """Yield ports of a container at which a task of TFDIST_HOSTS does not listen."""
-    named = [each.number("containerPort", 0) for each in container.spec.maps("ports")]
-    if not named or settings.HOSTS not in container.values:
-        return
-    try:
-        port = settings.integer(container.values, settings.PORT) or placement.DEFAULT_PORT
-        text = settings.text(container.values, settings.PORTS)
-        listens = parse_ports(text, where=settings.PORTS) if text else range(port, port + 1)
-    except UsageError:
-        return  # the check of the variables says it
-    if not any(port in listens for port in named):
-        path = f"{part.path}.template.spec.containers.ports"
-        received, fix = ", ".join(map(str, named)), f"correct it, or set {settings.PORT}"
-        yield job.finding("K8S045", container.spec, path, received, text or str(port), fix)
+def _not_indexed(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    mode = str(group.owner.get("completionMode", "no completionMode"))
+    if job.kind == "Job" and group.count > 1 and mode != "Indexed":
+        place = job.place(group.owner, f"{group.path}.completionMode")
+        yield place, mode, "Indexed", "write completionMode: Indexed"
 
 
-def _indexed(job: Workload, part: PodGroup) -> Iterator[Finding]:
-    owner, mode = part.owner, str(part.owner.get("completionMode", "no completionMode"))
-    if job.kind == "Job" and part.count > 1 and mode != "Indexed":
-        path, fix = f"{part.path}.completionMode", "write completionMode: Indexed"
-        yield job.finding("K8S010", owner, path, mode, "Indexed", fix)
+def _few_at_a_time(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    owner = group.owner
     tasks, together = owner.number("completions", 1), owner.number("parallelism", 1)
-    if together < tasks:
-        path, fix = f"{part.path}.parallelism", f"write parallelism: {tasks}"
+    if job.kind in ("Job", "JobSet") and together < tasks:
+        place = job.place(owner, f"{group.path}.parallelism")
         received = f"parallelism of {together} for {tasks} completions"
-        yield job.finding("K8S011", owner, path, received, "all pods at once", fix)
+        yield place, received, "all pods at once", f"write parallelism: {tasks}"
 
 
-def _exit_codes(job: Workload, part: PodGroup) -> Iterator[Finding]:
-    """Yield pod failure policies that try a usage error again, or give up for another code."""
-    rules = part.owner.map("podFailurePolicy").maps("rules")
-    ends = any(_fails(rule, EXIT_USAGE) for rule in rules)
+def _mistake_again(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    """Yield a policy by which a usage error is tried again."""
+    ends = any(_fails(rule, EXIT_USAGE) for rule in _rules(group))
     expected = f"FailJob onExitCodes In [{EXIT_USAGE}]"
-    of_set = job.spec.map("failurePolicy")
-    if of_set.number("maxRestarts", 0):  # a Job that is given up is made again by the JobSet
-        fatal = [rule for rule in of_set.maps("rules") if rule.get("action") == "FailJobSet"]
+    if _made_again(job):
+        fatal = [
+            r
+            for r in job.spec.map("failurePolicy").maps("rules")
+            if r.get("action") == "FailJobSet"
+        ]
         reasons = [rule.get("onJobFailureReasons") or ["PodFailurePolicy"] for rule in fatal]
         ends &= any("PodFailurePolicy" in each for each in reasons)
         expected += ", and FailJobSet onJobFailureReasons [PodFailurePolicy]"
-        rules = []
     else:
-        ends |= 0 in (part.owner.get("backoffLimit"), part.owner.get("backoffLimitPerIndex"))
+        ends |= 0 in (group.owner.get("backoffLimit"), group.owner.get("backoffLimitPerIndex"))
         expected += ", or backoffLimit: 0"
-    path = f"{part.path}.podFailurePolicy"
-    if not ends:
-        received = f"no rule for exit code {EXIT_USAGE}"
+    if job.kind in ("Job", "JobSet") and not ends:
+        place = job.place(group.owner, f"{group.path}.podFailurePolicy")
         fix = "add the rule: a mistake of the user's is the same at every try"
-        yield job.finding("K8S024", part.owner, path, received, expected, fix)
-    for rule in rules:
-        again = (EXIT_PEER_MISSING, EXIT_INTERRUPTED, EXIT_STOPPED)
-        code = next((code for code in again if _fails(rule, code)), None)
+        yield place, f"no rule for exit code {EXIT_USAGE}", expected, fix
+
+
+def _given_up(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    """Yield rules that give a job up for a code that means: again."""
+    for rule in () if _made_again(job) or job.kind not in ("Job", "JobSet") else _rules(group):
+        code = next((code for code in _AGAIN if _fails(rule, code)), None)
         if code is not None:
+            place = job.place(rule, f"{group.path}.podFailurePolicy.rules.onExitCodes")
             received, fix = f"{rule['action']} at exit code {code}", f"take {code} out of the rule"
-            expected = "another try: the run goes on from its checkpoint"
-            at = f"{path}.rules.onExitCodes"
-            yield job.finding("K8S025", rule, at, received, expected, fix)
+            yield place, received, "another try: the run goes on from its checkpoint", fix
+
+
+def _rules(group: PodGroup) -> list[Map]:
+    return group.owner.map("podFailurePolicy").maps("rules")
+
+
+def _made_again(job: Workload) -> bool:
+    """Return whether a Job that is given up is made again by its JobSet."""
+    return bool(job.spec.map("failurePolicy").number("maxRestarts", 0))
 
 
 def _fails(rule: Map, code: int) -> bool:
@@ -365,6 +343,70 @@ def _fails(rule: Map, code: int) -> bool:
     return (code in values) == (on.get("operator") == "In")
 
 
+def _short_grace(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    """Yield a grace period in which the tasks, or the launcher in the pod, cannot end."""
+    allowed_s = group.spec.number("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
+    graces = [grace_s(container.words) for container in group.containers]
+    launcher_s = max((grace for grace in graces if grace is not None), default=None)
+    if allowed_s < _DEFAULT_GRACE_S:
+        expected = f"{_DEFAULT_GRACE_S} s or more, and longer than a save takes"
+    elif launcher_s is not None and allowed_s <= launcher_s:
+        expected = f"more than --grace_s {launcher_s:g} of the launcher in the pod"
+    else:
+        return
+    path = f"{group.path}.template.spec.terminationGracePeriodSeconds"
+    yield job.place(group.spec, path), f"{allowed_s} s", expected, "raise it"
+
+
+def _set_by_operator(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    for container in group.containers if job.kind == "TFJob" else ():
+        for name in (name for name in _OF_OPERATOR if name in container.lines):
+            expected = f"only what the operator does not say: it sets {VARIABLE}"
+            yield container.place(name), f"{name} in env", expected, f"take {name} out"
+
+
+def _one_for_all(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    """Yield variables that say for all pods which one each is."""
+    for container in group.containers if job.kind != "TFJob" and group.count > 1 else ():
+        for name in (name for name in _OF_ONE_POD if name in container.values):
+            received = f"one {name} for {group.count} pods"
+            fix = f"set {settings.HOSTS} in its place: each pod finds itself there"
+            yield container.place(name), received, "what is the same for all pods", fix
+
+
+def _other_ports(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+    """Yield ports of a container at which a task of TFDIST_HOSTS does not listen."""
+    for container in group.containers:
+        named = [each.number("containerPort", 0) for each in container.spec.maps("ports")]
+        if not named or settings.HOSTS not in container.values:
+            continue
+        try:
+            port = settings.integer(container.values, settings.PORT) or placement.DEFAULT_PORT
+            text = settings.text(container.values, settings.PORTS)
+            listens = parse_ports(text, where=settings.PORTS) if text else range(port, port + 1)
+        except UsageError:
+            continue  # the check of the variables says it
+        if not any(port in listens for port in named):
+            place = job.place(container.spec, f"{group.path}.template.spec.containers.ports")
+            received, fix = ", ".join(map(str, named)), f"correct it, or set {settings.PORT}"
+            yield place, received, text or str(port), fix
+
+
+_OF_GROUPS: tuple[tuple[str, Callable[[Workload, PodGroup], Iterator[Wrong]]], ...] = (
+    ("K8S010", _not_indexed),
+    ("K8S011", _few_at_a_time),
+    ("K8S024", _mistake_again),
+    ("K8S025", _given_up),
+    ("K8S026", _short_grace),
+    ("K8S034", _set_by_operator),
+    ("K8S035", _one_for_all),
+    ("K8S045", _other_ports),
+)
+
+
+# The rules about the names of all pods.
+
+
 def _names(job: Workload) -> Iterator[Finding]:
     """Yield why the pods of a job do not find each other, or themselves, by TFDIST_HOSTS."""
     containers = job.containers
@@ -372,11 +414,11 @@ def _names(job: Workload) -> Iterator[Finding]:
         return
     if job.hosts is None:
         if containers and not any({settings.HOSTS, VARIABLE} & set(c.lines) for c in containers):
-            path = f"{job.parts[0].path}.template.spec.containers.env"
+            path = f"{job.groups[0].path}.template.spec.containers.env"
             received = f"{job.count} pods without {settings.HOSTS}"
             expected = f"{settings.HOSTS} with the names of all pods"
             fix = f"add it to env, or {settings.CLUSTER}=none for programs by themselves"
-            yield job.finding("K8S016", containers[0].spec, path, received, expected, fix)
+            yield Finding("K8S016", job.place(containers[0].spec, path), received, expected, fix)
         return
     container, names = job.hosts
     wrong = _mismatch(job, names)
@@ -391,43 +433,32 @@ def _mismatch(job: Workload, names: Sequence[str]) -> tuple[str, str, str] | Non
     if len(names) != job.count:
         received = f"{len(names)} hosts, and {job.count} pods of the {job.kind}"
         return "K8S014", received, "a host for each pod"
-    pods = dict.fromkeys(pod for part in job.parts for pod in part.pods)
+    pods = dict.fromkeys(name for group in job.groups for name in group.names)
     other = next((name for name in names if name.partition(".")[0] not in pods), None)
     if other and job.name:
         received = f"{other!r}, which is no pod of the {job.kind}"
         return "K8S015", received, f"names like {next(iter(pods), job.name)}"
-    domain = _domain(job)
+    _, _, domain = job.domain
     other = next((name for name in names if name.split(".")[1:2] != [domain]), None)
     if domain and other:
         return "K8S013", f"{other!r}, and pods below {domain!r}", f"names ending in .{domain}"
     return None
 
 
-def _domain(job: Workload) -> str:
-    """Return the name in DNS that the pods are below, which is that of their Service."""
-    if job.kind == "StatefulSet":
-        return str(job.spec.get("serviceName") or "")
-    if job.kind == "JobSet":
-        return str(job.spec.map("network").get("subdomain") or job.name)
-    return str(job.parts[0].spec.get("subdomain") or "")
-
-
 def _service(job: Workload, services: Services) -> Iterator[Finding]:
     """Yield a Service that is missing or not headless; a JobSet makes its own."""
     if job.kind == "JobSet" or job.hosts is None or settings.NODE_RANK in job.hosts[0].lines:
         return
-    owner, path = job.parts[0].spec, "spec.template.spec.subdomain"
-    if job.kind == "StatefulSet":
-        owner, path = job.spec, "spec.serviceName"
-    domain, field = _domain(job), path.rpartition(".")[2]
+    owner, path, domain = job.domain
+    place, field = job.place(owner, path), path.rpartition(".")[2]
     if not domain:
         expected, fix = "the name of a headless Service", f"write {field}, as in {settings.HOSTS}"
-        yield job.finding("K8S012", owner, path, f"no {field}", expected, fix)
+        yield Finding("K8S012", place, f"no {field}", expected, fix)
     elif domain not in services:
         received = f"no Service {domain!r} in the files"
         expected = "a Service of this name with clusterIP: None"
         fix = "add it, or check the file that has it together with this one"
-        yield job.finding("K8S018", owner, path, received, expected, fix)
+        yield Finding("K8S018", place, received, expected, fix)
     elif services[domain][0].get("clusterIP") != "None":
         spec, file = services[domain]
         at = f"Service/{domain} spec.clusterIP"

@@ -19,12 +19,12 @@ from typing import Any
 
 from tfdist.configs import FIELDS
 from tfdist.errors import UsageError
-from tfdist.ops.lint.findings import Finding, Location, of_error
+from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 
 LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 
 _TIMEOUT_S = 60.0
-_CHILD = "from tfdist.ops.lint.programs import tell_configuration; tell_configuration()"
+_CHILD = "from tfdist.ops.lint.programs import print_configuration; print_configuration()"
 _HEAVY = ("tensorflow", "keras")
 _OF_SEVERAL_FIELDS = ("CFG009", "CFG010", "CFG013")
 _WITHOUT_PS = ("single", "mirrored", "multiworker")
@@ -48,7 +48,7 @@ def check_command(
         try:
             options = parse(arguments)
         except UsageError as error:
-            yield of_error(error.code or "LCH002", _at(place, error.where), error)
+            yield of_error(_rule(error.code), _at(place, error.where), error)
             return
         if options is None or options.program.target != TRAIN:
             return
@@ -57,7 +57,7 @@ def check_command(
             strategy = "multiworker" if options.ps is None else "ps"
         replicas = options.workers if options.hosts is None and strategy != "ps" else None
     arguments, is_whole = _with_files_of_here(arguments)
-    answer = _ask(arguments)
+    answer = _configuration_of(arguments)
     for finding in _findings(answer, place, replicas=replicas, strategy=strategy):
         if is_whole or (finding.code not in _OF_SEVERAL_FIELDS and "error" in answer):
             yield finding
@@ -84,7 +84,7 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
         if not path.is_file():  # standard input
             path = Path(directory) / "config.py"
             path.write_text(text)
-        answer = _ask([f"--config={path}"])
+        answer = _configuration_of([f"--config={path}"])
     for finding in _findings(answer, Location(file=file), replicas=replicas, strategy="auto"):
         _, is_field, name = finding.place.path.partition("--config.")
         pattern = rf"\b{re.escape(name.rpartition('.')[2])}\b['\"\]]*\s*=(?!=)"
@@ -94,8 +94,8 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
         yield replace(finding, place=Location(file=file, line=line, path=name))
 
 
-def tell_configuration() -> None:
-    """Print, as JSON, what `tfdist.train` makes of the arguments; the child of `_ask`."""
+def print_configuration() -> None:
+    """Print, as JSON, what `tfdist.train` makes of the arguments, in a process of its own."""
     from tfdist.configs.command_line import failed_line, parse
     from tfdist.configs.fields import flat
 
@@ -142,8 +142,8 @@ def _with_files_of_here(arguments: Sequence[str]) -> tuple[list[str], bool]:
     return kept, is_whole
 
 
-def _ask(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what `tell_configuration` says in a process of its own."""
+def _configuration_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what `print_configuration` prints in a process of its own."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, *arguments],
@@ -177,7 +177,7 @@ def _findings(
         )
     if "error" in answer:
         error = dict(answer["error"])
-        at, code = _at(place, error.pop("where")), error.pop("code") or "LCH002"
+        at, code = _at(place, error.pop("where")), _rule(error.pop("code"))
         yield Finding(code=code, place=at, **error)
         return
     values = answer["values"]
@@ -186,6 +186,11 @@ def _findings(
     for code, field, received, expected, fix in _together(values, replicas):
         at = _at(place, f"config.{field}")
         yield Finding(code, at, received, expected, fix)
+
+
+def _rule(code: str) -> str:
+    """Return the rule of an error: its code where that is one's, else that of a refused flag."""
+    return code if code in RULES else "LCH002"
 
 
 def _at(place: Location, where: str) -> Location:

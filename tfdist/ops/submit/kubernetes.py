@@ -18,7 +18,14 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster.settings import RESTARTS, UNCOUNTED_RESTARTS
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
+from tfdist.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PEER_MISSING,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    require_one_of,
+)
+from tfdist.ops.submit.command import Command, wrong
 from tfdist.ops.submit.pods import (
     SERVER_CODES,
     Manifest,
@@ -26,11 +33,13 @@ from tfdist.ops.submit.pods import (
     Role,
     admission,
     all_labels,
+    given,
     labels,
     metadata,
+    pod_options,
     template,
 )
-from tfdist.ops.submit.request import JobRequest
+from tfdist.ops.submit.request import JobRequest, request_of
 
 # An indexed Job with its headless Service, and what all Jobs have in common:
 #
@@ -48,18 +57,17 @@ _JOB_RESTARTS = {
 
 def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
     """Return the Job of all tasks, and the Service by which they find each other."""
-    is_ps = request.strategy == "ps"
+    is_ps = request.is_ps
     if is_ps and request.resources.gpus:
-        fix = "use --kind jobset or tfjob"
-        expected = "no --gpus: all pods of a Job are alike, the ps and the chief too"
         received = f"{request.resources.gpus} in a ps job"
-        raise UsageError("--gpus", received=received, expected=expected, fix=fix)
+        expected = "no --gpus: all pods of a Job are alike, the ps and the chief too"
+        raise wrong("gpus", received, expected, "use --kind jobset or tfjob")
     variables, subdomain = {}, None
     if request.has_several_tasks:
         subdomain = request.name
         variables["TFDIST_HOSTS"] = f"{request.name}-{host_range(request.num_tasks)}.{subdomain}"
     if is_ps:
-        variables["TFDIST_PS"] = f"{request.ps}"
+        variables["TFDIST_PS"] = f"{request.num_ps}"
     role = Role(
         gpus=request.resources.gpus,
         variables=variables,
@@ -71,7 +79,7 @@ def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
     spec = indexed(request, request.num_tasks)
     # Each task has so many restarts: a count of the whole job would be used up at once by what all
     # of them run into. Pods are told how often they were started only where it is counted so.
-    spec |= {"backoffLimitPerIndex": request.max_restarts, "maxFailedIndexes": 0}
+    spec |= {"backoffLimitPerIndex": request.launch.max_restarts, "maxFailedIndexes": 0}
     if is_ps:
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     spec["podFailurePolicy"] = pod_failure_policy(role.container, again="Ignore")
@@ -87,10 +95,8 @@ def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
 
 def indexed(request: JobRequest, count: int) -> Manifest:
     """Return the beginning of the spec of a Job with so many tasks."""
-    made: Manifest = {"completionMode": "Indexed", "completions": count, "parallelism": count}
-    if request.time_s:
-        made["activeDeadlineSeconds"] = request.time_s
-    return made
+    tasks = {"completionMode": "Indexed", "completions": count, "parallelism": count}
+    return given({**tasks, "activeDeadlineSeconds": request.time_s})
 
 
 def pod_failure_policy(container: str, *, again: str) -> Manifest:
@@ -137,12 +143,12 @@ _JOBSET_RESTARTS = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
 
 def jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
     """Return a set with a Job for each role."""
-    name, is_ps = request.name, request.strategy == "ps"
-    roles = {"worker": request.workers}
+    name, is_ps = request.name, request.is_ps
+    roles = {"worker": request.launch.workers}
     if is_ps:
-        roles = {"chief": 1, **roles, "ps": request.ps}
+        roles = {"chief": 1, **roles, "ps": request.num_ps}
     done = [next(iter(roles))]
-    if request.evaluator:
+    if request.launch.evaluator:
         roles["evaluator"] = 1
         done.append("evaluator")
     variables = {}
@@ -150,7 +156,7 @@ def jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
         hosts = [f"{name}-{role}-0-{host_range(count)}.{name}" for role, count in roles.items()]
         variables["TFDIST_HOSTS"] = ",".join(hosts)
     if is_ps:
-        variables["TFDIST_PS"] = f"{request.ps}"
+        variables["TFDIST_PS"] = f"{request.num_ps}"
     spec: Manifest = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": done},
@@ -176,7 +182,7 @@ def _jobset_failure_policy(request: JobRequest) -> Manifest:
     """
     message = f"failed with exit code {EXIT_USAGE} matching"
     return {
-        "maxRestarts": request.max_restarts,
+        "maxRestarts": request.launch.max_restarts,
         "rules": [
             {
                 "name": "mistake",
@@ -226,10 +232,10 @@ _TFJOB_AGAIN = 138
 
 def tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
     """Return a TFJob with a type of replica for each role."""
-    is_ps = request.strategy == "ps"
-    roles = {"Worker": request.workers}
+    is_ps = request.is_ps
+    roles = {"Worker": request.launch.workers}
     if is_ps:
-        roles = {"Chief": 1, **roles, "PS": request.ps}
+        roles = {"Chief": 1, **roles, "PS": request.num_ps}
     replicas = {}
     for name, count in roles.items():
         codes = {EXIT_PEER_MISSING: _TFJOB_AGAIN}
@@ -241,9 +247,7 @@ def tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
         made = template(request, options, role)
         del made["spec"]["restartPolicy"]  # the operator's own
         replicas[name] = {"replicas": count, "restartPolicy": "ExitCode", "template": made}
-    policy: Manifest = {"cleanPodPolicy": "Running"}
-    if request.time_s:
-        policy["activeDeadlineSeconds"] = request.time_s
+    policy = given({"cleanPodPolicy": "Running", "activeDeadlineSeconds": request.time_s})
     spec = {"runPolicy": policy, "tfReplicaSpecs": replicas}
     kind = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob"}
     return [{**kind, "metadata": metadata(request, options), "spec": spec}]
@@ -251,8 +255,7 @@ def tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
 
 # The job, whatever its kind.
 
-SECRET_FORM = "secret/key"
-SECRET_PATTERN = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"
+_SECRET_PATTERN = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"
 
 KINDS: Mapping[str, Callable[[JobRequest, PodOptions], list[Manifest]]] = {
     "job": indexed_job,
@@ -268,24 +271,56 @@ _MAX_LABEL = 63
 _LABEL = re.compile("[a-z]([a-z0-9-]*[a-z0-9])?")
 
 
-def render(request: JobRequest, options: PodOptions, *, kind: str) -> list[Manifest]:
-    """Return the job's objects in the order in which they are to be created.
+def read(command: Command) -> tuple[JobRequest, PodOptions]:
+    """Return the job of a command line, and what only pods have."""
+    options = pod_options(command)
+    writable = [volume.mount for volume in options.volumes if not volume.read_only]
+    request = request_of(
+        command,
+        runs=writable[0].rstrip("/") if writable else "runs",
+        secret_form="secret/key",
+        secret_pattern=_SECRET_PATTERN,
+    )
+    return request, options
+
+
+def kind_of(command: Command) -> str:
+    """Return which kind of object the job is to be."""
+    return require_one_of("--kind", command.one("kind") or "job", KINDS)
+
+
+def notes(request: JobRequest, options: PodOptions) -> tuple[str, ...]:
+    """Return what a user should know of the job, besides what it is."""
+    is_kept = any(
+        f"{request.run_dir}/".startswith(f"{volume.mount.rstrip('/')}/")
+        for volume in options.volumes
+        if not volume.read_only
+    )
+    if is_kept:
+        return ()
+    return (
+        f"note: the run directory {request.run_dir} is on no --volume: what the job writes is lost "
+        "with its pods, and it cannot go on after a restart",
+    )
+
+
+def render(request: JobRequest, options: PodOptions, *, kind: str) -> str:
+    """Return the manifests of the job's objects, in the order in which they are to be created.
 
     Raises:
         UsageError: a job that this kind cannot be.
     """
     _check_name(request, kind=kind)
-    if request.evaluator and kind in _WITHOUT_EVALUATOR:
-        raise UsageError(
-            "--evaluator",
-            received=f"it with --kind {kind}: {_WITHOUT_EVALUATOR[kind]}",
-            expected="--kind jobset, which waits for the last checkpoint and starts all together",
-            fix="use --kind jobset, or leave --evaluator out",
-        )
-    return [admission(request, options), *KINDS[kind](request, options)]
+    if request.launch.evaluator and kind in _WITHOUT_EVALUATOR:
+        received = f"it with --kind {kind}: {_WITHOUT_EVALUATOR[kind]}"
+        expected = "--kind jobset, which waits for the last checkpoint and starts all together"
+        fix = "use --kind jobset, or leave --evaluator out"
+        raise wrong("evaluator", received, expected, fix)
+    made = [admission(request, options), *KINDS[kind](request, options)]
+    return text_of(made, comments=_comments(request, options, kind=kind))
 
 
-def comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str]:
+def _comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str]:
     """Return the lines that stand above the manifests."""
     namespace = f" --namespace {options.namespace}" if options.namespace else ""
     kinds = "networkpolicy,service,job" if kind == "job" else f"networkpolicy,{kind}"
@@ -297,7 +332,7 @@ def comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str
 
 def _check_name(request: JobRequest, *, kind: str) -> None:
     """Refuse a name with which a pod's own would be no label in DNS."""
-    roles = ["worker", *(["evaluator"] if request.evaluator else [])]
+    roles = ["worker", *(["evaluator"] if request.launch.evaluator else [])]
     count = request.num_tasks
     ends = {
         "job": [f"-{count}"],
@@ -308,7 +343,7 @@ def _check_name(request: JobRequest, *, kind: str) -> None:
     if not _LABEL.fullmatch(request.name) or len(request.name) > longest:
         expected = f"at most {longest} small letters, digits and '-', the first a letter"
         fix = "write --name mnist, for example"
-        raise UsageError("--name", received=repr(request.name), expected=expected, fix=fix)
+        raise wrong("name", repr(request.name), expected, fix)
 
 
 # YAML writer for manifests that every parser reads the same way.

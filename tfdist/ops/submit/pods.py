@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfdist.cluster.placement import DEFAULT_PORT
-from tfdist.errors import EXIT_PEER_MISSING, UsageError, near
-from tfdist.ops.submit.flags import Given
-from tfdist.ops.submit.request import JobRequest, Volume
+from tfdist.errors import EXIT_PEER_MISSING
+from tfdist.ops.submit.command import LABEL, Command, wrong
+from tfdist.ops.submit.request import JobRequest
 
 Manifest = dict[str, Any]
 
@@ -32,25 +32,17 @@ a pod that is done it would not be there then. The job ends with its chief."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class User:
-    """Whom tasks run as; claims are given the group, where there is one."""
+class Volume:
+    """A claim, or a directory of the node where `source` begins with a slash, seen at `mount`."""
 
-    uid: int
-    gid: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Toleration:
-    """A taint that keeps other pods from a node; None is any value, and any effect."""
-
-    key: str
-    value: str | None = None
-    effect: str | None = None
+    source: str
+    mount: str
+    read_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PodOptions:
-    """What only pods have. `user` is None for the image's own, who must not be root then."""
+    """What only pods have."""
 
     image: str
     namespace: str | None = None
@@ -58,16 +50,19 @@ class PodOptions:
     volumes: tuple[Volume, ...] = ()
     service_account: str | None = None
     image_pull_secret: str | None = None
-    tolerations: tuple[Toleration, ...] = ()
+    tolerations: tuple[Manifest, ...] = ()
     priority_class: str | None = None
-    user: User | None = None
+    uid: int | None = None
+    """Whom tasks run as; None for the image's own user, who must not be root then."""
+    gid: int | None = None
+    """The group of the tasks, which is given the claims too."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Of all objects and pods, besides those by which they are found."""
 
     @property
     def is_root(self) -> bool:
         """Return whether tasks run as root, which has to be asked for."""
-        return self.user is not None and self.user.uid == 0
+        return self.uid == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,18 +92,24 @@ def all_labels(request: JobRequest, options: PodOptions) -> dict[str, str]:
     return {**labels(request), **options.labels}
 
 
+def given(manifest: Manifest) -> Manifest:
+    """Return a manifest without the fields that nobody has set."""
+    return {name: value for name, value in manifest.items() if value not in (None, [], {})}
+
+
 def metadata(request: JobRequest, options: PodOptions) -> Manifest:
     """Return the metadata of an object of the job."""
-    namespace = {"namespace": options.namespace} if options.namespace else {}
-    return {"name": request.name, **namespace, "labels": all_labels(request, options)}
+    labels_ = all_labels(request, options)
+    return given({"name": request.name, "namespace": options.namespace, "labels": labels_})
 
 
 def admission(request: JobRequest, options: PodOptions) -> Manifest:
     """Return the NetworkPolicy by which the job's pods hear each other, and nobody else."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
     ingress: Manifest = {"from": [{"podSelector": selector}]}
-    if request.ports is not None and not request.resources.gpus:  # NCCL has ports of its own choice
-        first, last = request.ports[0], request.ports[-1]
+    ports = request.launch.port_range
+    if ports is not None and not request.resources.gpus:  # NCCL has ports of its own choice
+        first, last = ports[0], ports[-1]
         ingress["ports"] = [{"protocol": "TCP", "port": first, "endPort": last}]
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -124,142 +125,111 @@ def admission(request: JobRequest, options: PodOptions) -> Manifest:
 
 def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
     """Return the template of the pods of a role."""
-    spec: Manifest = {"restartPolicy": "Never"}
-    if role.subdomain:
-        spec["subdomain"] = role.subdomain
-    spec |= {
+    secret = options.image_pull_secret
+    storage = _storage(options, role)
+    spec = {
+        "restartPolicy": "Never",
+        "subdomain": role.subdomain,
         "terminationGracePeriodSeconds": request.grace_s,
         "automountServiceAccountToken": options.service_account is not None,
         "enableServiceLinks": False,
         "securityContext": _security_of_pod(options),
-        **_scheduling(options),
+        "priorityClassName": options.priority_class,
+        "nodeSelector": dict(options.node_selector),
+        "tolerations": list(options.tolerations),
+        "serviceAccountName": options.service_account,
+        "imagePullSecrets": [{"name": secret}] if secret else [],
+        "containers": [_container(request, options, role)],
+        "volumes": [volume for volume, _ in storage],
     }
-    if options.service_account:
-        spec["serviceAccountName"] = options.service_account
-    if options.image_pull_secret:
-        spec["imagePullSecrets"] = [{"name": options.image_pull_secret}]
-    spec["containers"] = [_container(request, options, role)]
-    volumes = [_volume(i, volume) for i, volume in enumerate(options.volumes)]
-    if _needs_shm(options, role):
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-    if volumes:
-        spec["volumes"] = volumes
-    return {"metadata": {"labels": all_labels(request, options)}, "spec": spec}
+    return {"metadata": {"labels": all_labels(request, options)}, "spec": given(spec)}
 
 
 def _security_of_pod(options: PodOptions) -> Manifest:
     """Return what the "restricted" profile of Pod Security asks for, unless it is to be root."""
-    made: Manifest = {} if options.is_root else {"runAsNonRoot": True}
-    if options.user is not None:
-        made["runAsUser"] = options.user.uid
-        if options.user.gid is not None:
+    has_group = options.gid is not None
+    return given(
+        {
+            "runAsNonRoot": None if options.is_root else True,
+            "runAsUser": options.uid,
+            "runAsGroup": options.gid,
+            "fsGroup": options.gid,
             # A claim with this group already is not gone through again at each start.
-            group = {"fsGroup": options.user.gid, "fsGroupChangePolicy": "OnRootMismatch"}
-            made |= {"runAsGroup": options.user.gid, **group}
-    return {**made, "seccompProfile": {"type": "RuntimeDefault"}}
-
-
-def _scheduling(options: PodOptions) -> Manifest:
-    """Return on which nodes a pod may be, and before whom."""
-    made: Manifest = {}
-    if options.priority_class:
-        made["priorityClassName"] = options.priority_class
-    if options.node_selector:
-        made["nodeSelector"] = dict(options.node_selector)
-    if options.tolerations:
-        made["tolerations"] = [_toleration(toleration) for toleration in options.tolerations]
-    return made
-
-
-def _toleration(toleration: Toleration) -> Manifest:
-    made = {"key": toleration.key, "operator": "Exists"}
-    if toleration.value is not None:
-        made |= {"operator": "Equal", "value": toleration.value}
-    return made | ({"effect": toleration.effect} if toleration.effect else {})
+            "fsGroupChangePolicy": "OnRootMismatch" if has_group else None,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    )
 
 
 def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
-    text = script(
-        image=options.image,
-        python=request.python,
-        codes=role.codes,
-        from_index=role.codes_from_index,
-    )
-    made: Manifest = {
-        "name": role.container,
-        "image": options.image,
-        "command": ["/bin/sh", "-c", literal(text), "tfdist"],
-        "args": [literal(word) for word in (request.python, *request.program)],
-        "env": [
-            *(
-                {"name": name, "value": literal(value)}
-                for name, value in {**request.variables(), **role.variables}.items()
-            ),
-            *(
-                _annotation(name, key)
-                for name, key in role.annotations.items()
-                if name not in request.env
-            ),
-            *(_secret(name, where) for name, where in request.secrets.items()),
-        ],
-    }
-    if request.has_several_tasks:
-        port = request.ports[0] if request.ports is not None else DEFAULT_PORT
-        made["ports"] = [{"name": role.port, "containerPort": port}]
-    if amounts := _amounts(request, role):
-        made["resources"] = {"requests": amounts, "limits": amounts}
-    made["securityContext"] = {"allowPrivilegeEscalation": False}
-    if not options.is_root:  # who without them does not get at other people's files
-        made["securityContext"]["capabilities"] = {"drop": ["ALL"]}
-    mounts: list[Manifest] = [
+    ports = request.launch.port_range
+    port = {"name": role.port, "containerPort": DEFAULT_PORT if ports is None else ports[0]}
+    amounts = _amounts(request, role)
+    # Who has none of the capabilities does not get at other people's files.
+    capabilities = {} if options.is_root else {"drop": ["ALL"]}
+    return given(
         {
-            "name": f"volume-{i}",
-            "mountPath": volume.mount,
-            **({"readOnly": True} if volume.read_only else {}),
+            "name": role.container,
+            "image": options.image,
+            "command": ["/bin/sh", "-c", literal(_script(request, options, role)), "tfdist"],
+            "args": [literal(word) for word in (request.python, *request.program)],
+            "env": _env(request, role),
+            "ports": [port] if request.has_several_tasks else [],
+            "resources": {"requests": amounts, "limits": amounts} if amounts else {},
+            "securityContext": given(
+                {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+            ),
+            "volumeMounts": [mount for _, mount in _storage(options, role)],
         }
-        for i, volume in enumerate(options.volumes)
+    )
+
+
+def _env(request: JobRequest, role: Role) -> list[Manifest]:
+    """Return the variables of a container; of an annotation that a pod has not, an empty one."""
+    made: list[Manifest] = [
+        {"name": name, "value": literal(value)}
+        for name, value in {**request.variables(), **role.variables}.items()
     ]
-    if _needs_shm(options, role):
-        mounts.append({"name": "shm", "mountPath": _SHM})
-    if mounts:
-        made["volumeMounts"] = mounts
+    for name, key in role.annotations.items():
+        if name not in request.env:
+            path = {"fieldPath": f"metadata.annotations['{key}']"}
+            made.append({"name": name, "valueFrom": {"fieldRef": path}})
+    for name, where in request.secrets.items():
+        secret, _, key = where.partition("/")
+        made.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
     return made
 
 
-def _needs_shm(options: PodOptions, role: Role) -> bool:
-    """Return whether a pod is given shared memory: NCCL wants more than a container's 64 MB."""
-    return bool(role.gpus) and all(v.mount.rstrip("/") != _SHM for v in options.volumes)
-
-
-def _annotation(name: str, key: str) -> Manifest:
-    """Return a variable that is empty where the pod has no such annotation."""
-    path = {"fieldPath": f"metadata.annotations['{key}']"}
-    return {"name": name, "valueFrom": {"fieldRef": path}}
-
-
-def _secret(name: str, where: str) -> Manifest:
-    secret, _, key = where.partition("/")
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-
-
-def _amounts(request: JobRequest, role: Role) -> dict[str, str]:
+def _amounts(request: JobRequest, role: Role) -> Manifest:
     has = request.resources
-    made = {}
-    if has.cpus:
-        made["cpu"] = f"{has.cpus}"
-    if has.memory_mib:
-        whole = has.memory_mib % 1024 == 0
-        made["memory"] = f"{has.memory_mib // 1024}Gi" if whole else f"{has.memory_mib}Mi"
-    if role.gpus:
-        made[GPU] = f"{role.gpus}"
+    mib = has.memory_mib or 0
+    return given(
+        {
+            "cpu": f"{has.cpus}" if has.cpus else None,
+            "memory": (f"{mib}Mi" if mib % 1024 else f"{mib // 1024}Gi") if mib else None,
+            GPU: f"{role.gpus}" if role.gpus else None,
+        }
+    )
+
+
+def _storage(options: PodOptions, role: Role) -> list[tuple[Manifest, Manifest]]:
+    """Return the volumes of a pod, each with its mount.
+
+    A pod with GPUs has shared memory: NCCL wants more than a container's 64 MB.
+    """
+    made: list[tuple[Manifest, Manifest]] = []
+    for number, volume in enumerate(options.volumes):
+        name, read_only = {"name": f"volume-{number}"}, volume.read_only or None
+        source: Manifest = {"hostPath": {"path": volume.source}}
+        if not volume.source.startswith("/"):
+            claim = given({"claimName": volume.source, "readOnly": read_only})
+            source = {"persistentVolumeClaim": claim}
+        mount = given({"mountPath": volume.mount, "readOnly": read_only})
+        made.append(({**name, **source}, {**name, **mount}))
+    if role.gpus and all(volume.mount.rstrip("/") != _SHM for volume in options.volumes):
+        memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+        made.append((memory, {"name": "shm", "mountPath": _SHM}))
     return made
-
-
-def _volume(number: int, volume: Volume) -> Manifest:
-    if volume.source.startswith("/"):
-        return {"name": f"volume-{number}", "hostPath": {"path": volume.source}}
-    claim = {"claimName": volume.source, **({"readOnly": True} if volume.read_only else {})}
-    return {"name": f"volume-{number}", "persistentVolumeClaim": claim}
 
 
 # What the shell of a pod runs around a task.
@@ -292,18 +262,15 @@ done
 """
 
 
-def script(*, image: str, python: str, codes: Mapping[int, int], from_index: int | None) -> str:
-    """Return what the pod's shell runs, with the program and its arguments as ``$@``.
-
-    A task that ends with a code in `codes` ends its pod with the other one; `from_index` as in
-    `Role.codes_from_index`.
-    """
+def _script(request: JobRequest, options: PodOptions, role: Role) -> str:
+    """Return what the pod's shell runs, with the program and its arguments as ``$@``."""
     message = shlex.quote(
-        f"image {image}: received no tfdist for {python}; expected it installed. "
+        f"image {options.image}: received no tfdist for {request.python}; expected it installed. "
         "Fix: build it into the image, or name the Python that has it with --python"
     )
-    when = f'[ "$JOB_COMPLETION_INDEX" -ge {from_index} ] && ' if from_index is not None else ""
-    changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in codes.items()]
+    first = role.codes_from_index
+    when = "" if first is None else f'[ "$JOB_COMPLETION_INDEX" -ge {first} ] && '
+    changes = [f'{when}[ "$code" = {old} ] && code={new}\n' for old, new in role.codes.items()]
     return "".join([_TFDIST.format(message=message), _TASK, *changes, 'exit "$code"\n'])
 
 
@@ -314,102 +281,69 @@ def literal(text: str) -> str:
 
 # The flags that only pods have: from their texts to `PodOptions`.
 
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _MAX_ID = 2**31 - 1
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
-_SOURCE = re.compile(r"/[^\0:]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_KEY = r"[A-Za-z0-9](?:[A-Za-z0-9_./-]*[A-Za-z0-9])?"
-_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_TAINT = re.compile(rf"({_KEY})(?:=({_VALUE})?)?(?::(\w+))?")
-_USER = re.compile("([0-9]{1,10})(?::([0-9]{1,10}))?")
 
 
-def pod_options(given: Given) -> PodOptions:
+def pod_options(command: Command) -> PodOptions:
     """Return what the flags of pods say.
 
     Raises:
         UsageError: there is no image, or a value that Kubernetes would not take.
     """
+    image = command.one("image")
+    if image is None:
+        expected = "the image of the pods, with tfdist in it"
+        raise wrong("image", "nothing", expected, "write --image registry/name:tag", "no-value")
+    uid, gid = _read_user(command.one("run_as_user"))
     return PodOptions(
-        image=_read_image(given.one("image")),
-        namespace=_read_name(given, "namespace"),
-        node_selector=_read_labels(given, "node_selector", example="disk=ssd"),
-        volumes=volumes(given),
-        service_account=_read_name(given, "service_account"),
-        image_pull_secret=_read_name(given, "image_pull_secret"),
-        tolerations=tuple(_read_toleration(text) for text in given.all("toleration")),
-        priority_class=_read_name(given, "priority_class"),
-        user=_read_user(given.one("run_as_user")),
-        labels=_read_labels(given, "label", example="team=vision", without=OWN_LABELS),
+        image=image,
+        namespace=command.one("namespace"),
+        node_selector=_read_labels(command, "node_selector", example="disk=ssd"),
+        volumes=tuple(_read_volume(text) for text in command.all("volume")),
+        service_account=command.one("service_account"),
+        image_pull_secret=command.one("image_pull_secret"),
+        tolerations=tuple(_read_toleration(text) for text in command.all("toleration")),
+        priority_class=command.one("priority_class"),
+        uid=uid,
+        gid=gid,
+        labels=_read_labels(command, "label", example="team=vision", without=OWN_LABELS),
     )
 
 
-def volumes(given: Given) -> tuple[Volume, ...]:
-    """Return every --volume."""
-    return tuple(_read_volume(text) for text in given.all("volume"))
-
-
-def _read_image(image: str | None) -> str:
-    if not image or not _IMAGE.fullmatch(image):
-        fix = "write --image registry/name:tag"
-        expected = "the image of the pods, with tfdist in it"
-        received = repr(image) if image else "nothing"
-        raise UsageError("--image", received=received, expected=expected, fix=fix)
-    return image
-
-
-def _read_name(given: Given, flag: str) -> str | None:
-    name = given.one(flag)
-    if name is not None and not _NAME.fullmatch(name):
-        fix, expected = "correct it", "the name of an object of Kubernetes"
-        raise UsageError(f"--{flag}", received=repr(name), expected=expected, fix=fix)
-    return name
-
-
 def _read_labels(
-    given: Given, flag: str, *, example: str, without: tuple[str, ...] = ()
+    command: Command, flag: str, *, example: str, without: tuple[str, ...] = ()
 ) -> Mapping[str, str]:
-    labels = given.pairs(flag)
+    labels = command.pairs(flag)
     for key, value in labels.items():
-        if re.fullmatch(_KEY, key) and re.fullmatch(f"({_VALUE})?", value) and key not in without:
-            continue
-        others = f", none of {', '.join(without)}" if without else ""
-        fix, expected = f"write --{flag} {example}", f"a label and its value{others}"
-        raise UsageError(f"--{flag}", received=repr(f"{key}={value}"), expected=expected, fix=fix)
+        text = f"{key}={value}"
+        if not re.fullmatch(LABEL, text) or key in without:
+            others = f", none of {', '.join(without)}" if without else ""
+            expected = f"a label and its value{others}"
+            raise wrong(flag, repr(text), expected, f"write --{flag} {example}")
     return labels
 
 
-def _read_toleration(text: str) -> Toleration:
+def _read_toleration(text: str) -> Manifest:
     """Return the taint that ``kubectl taint`` writes so, or its key alone."""
-    taint = _TAINT.fullmatch(text)
-    if taint is None or taint[3] not in (None, *_EFFECTS):
-        effect = text.rpartition(":")[2]
-        fix = f"write --toleration gpu=yes:NoSchedule{near(effect, _EFFECTS)}"
-        expected = f"KEY, KEY:EFFECT or KEY=VALUE:EFFECT, EFFECT being {' or '.join(_EFFECTS)}"
-        raise UsageError("--toleration", received=repr(text), expected=expected, fix=fix)
-    value = (taint[2] or "") if "=" in text else None
-    return Toleration(key=taint[1], value=value, effect=taint[3])
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    made = {"key": key, "operator": "Exists"}
+    if equals:
+        made |= {"operator": "Equal", "value": value}
+    return made | ({"effect": effect} if effect else {})
 
 
-def _read_user(text: str | None) -> User | None:
+def _read_user(text: str | None) -> tuple[int | None, int | None]:
     if text is None:
-        return None
-    ids = _USER.fullmatch(text)
-    uid, gid = (int(ids[1]), int(ids[2] or 0)) if ids else (-1, -1)
-    if not (0 <= uid <= _MAX_ID and 0 <= gid <= _MAX_ID):
+        return None, None
+    uid, colon, gid = text.partition(":")
+    if int(uid) > _MAX_ID or int(gid or 0) > _MAX_ID:
         fix = "write --run_as_user 1000, or 1000:1000"
-        expected = f"the number of a user, or of a user and a group, up to {_MAX_ID}"
-        raise UsageError("--run_as_user", received=repr(text), expected=expected, fix=fix)
-    return User(uid=uid, gid=gid if ":" in text else None)
+        raise wrong("run_as_user", repr(text), f"numbers up to {_MAX_ID}", fix)
+    return int(uid), int(gid) if colon else None
 
 
 def _read_volume(text: str) -> Volume:
     source, _, rest = text.partition("=")
     mount, _, mode = rest.partition(":")
-    is_right = _SOURCE.fullmatch(source) and re.fullmatch("/[^:]+", mount)
-    if not is_right or mode not in ("", "ro"):
-        fix = "write --volume data=/data, or --volume data=/data:ro"
-        expected = "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only"
-        raise UsageError("--volume", received=repr(text), expected=expected, fix=fix)
     return Volume(source=source, mount=mount, read_only=mode == "ro")

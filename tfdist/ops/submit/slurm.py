@@ -10,15 +10,12 @@ https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html; seen
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from dataclasses import dataclass
 
-from tfdist.errors import UsageError
-from tfdist.ops.submit.flags import clock_text
-from tfdist.ops.submit.request import JobRequest
-
-SECRET_FORM, SECRET_PATTERN = "/path/of/a/file", r"/[^\0\n]+"
+from tfdist.ops.submit.command import Command, wrong
+from tfdist.ops.submit.request import JobRequest, request_of
 
 _MAX_SIGNAL_S = 65_535
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -72,28 +69,23 @@ exit "$code"
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOptions:
-    """What only Slurm has; None leaves it to the cluster's configuration."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    nodes: int | None = None
-    features: tuple[str, ...] = ()
+def read(command: Command) -> JobRequest:
+    """Return the job of a command line."""
+    form, pattern = "/path/of/a/file", r"/[^\0\n]+"
+    return request_of(command, runs="runs", secret_form=form, secret_pattern=pattern)
 
 
-def render(request: JobRequest, options: SlurmOptions) -> str:
-    """Return the batch script.
+def render(request: JobRequest, command: Command) -> str:
+    """Return the batch script; `command` has what only Slurm has.
 
     Raises:
         UsageError: a job that Slurm cannot be asked for in this way.
     """
-    _check(request, options)
+    _check(request, command)
     components = _components(request)
     blocks = []
     for number, (_, tasks, gpus) in enumerate(components):
-        lines = _component(request, options, tasks=tasks, gpus=gpus)
+        lines = _component(request, command, tasks=tasks, gpus=gpus)
         if not number:
             lines = _whole_job(request) + lines
         blocks.append("\n".join(f"#SBATCH {line}" for line in lines))
@@ -107,7 +99,7 @@ def render(request: JobRequest, options: SlurmOptions) -> str:
                 *_environment(request, groups=[group for group, _, _ in components]),
                 "",
                 f"failures={shlex.quote(request.name)}-$SLURM_JOB_ID.failures",
-                f"max_restarts={request.max_restarts}",
+                f"max_restarts={request.launch.max_restarts}",
                 f"python={shlex.quote(request.python)}",
                 'if ! "$python" -c "import tfdist" 2>/dev/null; then',
                 '    echo "tfdist: $python on $(hostname): received no tfdist; '
@@ -122,54 +114,48 @@ def render(request: JobRequest, options: SlurmOptions) -> str:
     )
 
 
-def _check(request: JobRequest, options: SlurmOptions) -> None:
+def _check(request: JobRequest, command: Command) -> None:
     if not _NAME.fullmatch(request.name):
         expected = "letters, digits, '.', '_' and '-'"
         fix = "write --name mnist, for example"
-        raise UsageError("--name", received=repr(request.name), expected=expected, fix=fix)
-    if request.strategy == "multiworker" and request.workers == 1:
+        raise wrong("name", repr(request.name), expected, fix)
+    if request.strategy == "multiworker" and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
         received = "1 with --strategy multiworker"
         expected = "2 or more: to Slurm a step of one task is a process by itself"
-        raise UsageError("--workers", received=received, expected=expected, fix=fix)
-    if options.nodes is not None and options.nodes > request.num_tasks:
+        raise wrong("workers", received, expected, fix)
+    nodes = command.count("nodes")
+    if nodes is not None and nodes > request.num_tasks:
         fix = f"use --nodes {request.num_tasks} or fewer"
-        received, expected = f"{options.nodes}", f"at most {request.num_tasks}, the tasks"
-        raise UsageError("--nodes", received=received, expected=expected, fix=fix)
-    if options.nodes is not None and len(_components(request)) > 1:
+        received, expected = f"{nodes}", f"at most {request.num_tasks}, the tasks"
+        raise wrong("nodes", received, expected, fix)
+    if nodes is not None and len(_components(request)) > 1:
         fix = "leave --nodes out: the ps are on nodes of their own"
         received = "it in a ps job with --gpus"
-        raise UsageError("--nodes", received=received, expected="no --nodes", fix=fix)
+        raise wrong("nodes", received, "no --nodes", fix)
     _check_times(request)
-    for name in ("partition", "account", "qos"):
-        _check_word(name, getattr(options, name))
-    for feature in options.features:
-        _check_word("node_selector", feature)
+    for feature in command.all("node_selector"):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", feature):
+            raise wrong("node_selector", repr(feature), "a name as Slurm has it", "correct it")
 
 
 def _check_times(request: JobRequest) -> None:
     if request.grace_s > _MAX_SIGNAL_S:
         fix, expected = "use --grace_s 120, for example", f"at most {_MAX_SIGNAL_S}"
-        raise UsageError("--grace_s", received=f"{request.grace_s}", expected=expected, fix=fix)
+        raise wrong("grace_s", f"{request.grace_s}", expected, fix)
     if request.time_s is not None and request.time_s <= request.grace_s:
         fix = "use a longer --time, or a shorter --grace_s"
         received = f"{request.time_s} s with --grace_s {request.grace_s}"
         expected = "more: the tasks would be told to stop at their start, in every run"
-        raise UsageError("--time", received=received, expected=expected, fix=fix)
-
-
-def _check_word(flag: str, value: str | None) -> None:
-    if value is not None and not re.fullmatch(r"[A-Za-z0-9][\w.,:=@+-]*", value, re.ASCII):
-        expected, fix = "a name as Slurm has it", "correct it"
-        raise UsageError(f"--{flag}", received=repr(value), expected=expected, fix=fix)
+        raise wrong("time", received, expected, fix)
 
 
 def _components(request: JobRequest) -> list[tuple[str, int, int]]:
     """Return type, tasks and GPUs of each component: one, unless ps would hold GPUs in vain."""
     gpus = request.resources.gpus
-    if request.strategy == "ps" and gpus:  # the first task of the workers is the chief
-        beside = [("evaluator", 1, 0)] * request.evaluator
-        return [("worker", 1 + request.workers, gpus), ("ps", request.ps, 0), *beside]
+    if request.is_ps and gpus:  # the first task of the workers is the chief
+        beside = [("evaluator", 1, 0)] * request.launch.evaluator
+        return [("worker", 1 + request.launch.workers, gpus), ("ps", request.num_ps, 0), *beside]
     return [("", request.num_tasks, gpus)]
 
 
@@ -183,11 +169,11 @@ def _whole_job(request: JobRequest) -> list[str]:
     ]
 
 
-def _component(request: JobRequest, options: SlurmOptions, *, tasks: int, gpus: int) -> list[str]:
+def _component(request: JobRequest, command: Command, *, tasks: int, gpus: int) -> list[str]:
     lines = [f"--ntasks={tasks}"]
     cpus, memory_mib = request.resources.cpus, request.resources.memory_mib
-    if options.nodes:
-        lines += [f"--nodes={options.nodes}", f"--ntasks-per-node={-(-tasks // options.nodes)}"]
+    if nodes := command.count("nodes"):
+        lines += [f"--nodes={nodes}", f"--ntasks-per-node={-(-tasks // nodes)}"]
     if cpus:
         lines.append(f"--cpus-per-task={cpus}")
     if memory_mib:  # of each task: Slurm counts it by node, by CPU or by GPU
@@ -195,21 +181,27 @@ def _component(request: JobRequest, options: SlurmOptions, *, tasks: int, gpus: 
     if gpus:
         lines.append(f"--gpus-per-task={gpus}")
     if request.time_s:
-        lines.append(f"--time={clock_text(request.time_s)}")
+        lines.append(f"--time={_clock(request.time_s)}")
     for name in ("partition", "account", "qos"):
-        if value := getattr(options, name):
+        if value := command.one(name):
             lines.append(f"--{name}={value}")
-    if options.features:
-        lines.append(f"--constraint={'&'.join(options.features)}")
+    if features := command.all("node_selector"):
+        lines.append(f"--constraint={'&'.join(features)}")
     return lines
+
+
+def _clock(total_s: int) -> str:
+    """Return ``D-HH:MM:SS``, which Slurm cannot misread, as it does a number alone."""
+    days, rest = divmod(total_s, 86_400)
+    return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
 
 
 def _environment(request: JobRequest, *, groups: list[str]) -> list[str]:
     made = request.variables()
     if len(groups) > 1:
         made["TFDIST_HET_GROUPS"] = ",".join(groups)
-    elif request.strategy == "ps":
-        made["TFDIST_PS"] = f"{request.ps}"
+    elif request.is_ps:
+        made["TFDIST_PS"] = f"{request.num_ps}"
     lines = [f"export {name}={shlex.quote(value)}" for name, value in made.items()]
     for name, path in request.secrets.items():
         lines += [f"{name}=$(cat {shlex.quote(path)}) || exit 2", f"export {name}"]
@@ -222,7 +214,8 @@ def _step(request: JobRequest, components: list[tuple[str, int, int]]) -> str:
     A task that ends does not end the others, which may be saving; those of a multiworker job that
     still run `hang_timeout_s` later are ended by Slurm.
     """
-    wait_s = request.hang_timeout_s if request.strategy == "multiworker" else 0
+    hang_timeout_s = math.ceil(request.launch.hang_timeout_s)
+    wait_s = hang_timeout_s if request.strategy == "multiworker" else 0
     flags = ["--kill-on-bad-exit=0", f"--wait={wait_s}"]
     if request.resources.cpus:  # srun does not take it from the script's own since 22.05
         flags.append(f"--cpus-per-task={request.resources.cpus}")

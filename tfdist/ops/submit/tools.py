@@ -8,25 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.ops.submit.command import wrong
 
 _DEADLINE_S = 60.0
 _MAX_PODS_OF_LOGS = 10_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommandResult:
-    """What a command said and how it ended."""
-
-    exit_code: int
-    output: str
-    errors: str
-
-
-Ask = Callable[[Sequence[str], str], CommandResult]
+Result = subprocess.CompletedProcess[str]
+Run = Callable[[Sequence[str], str], Result]
 """Runs a command with a text as its input."""
 
 
-def ask(argv: Sequence[str], text: str = "") -> CommandResult:
+def run(argv: Sequence[str], text: str = "") -> Result:
     """Run a command and return its answer.
 
     Raises:
@@ -34,16 +27,15 @@ def ask(argv: Sequence[str], text: str = "") -> CommandResult:
         TfdistError: it did not answer within a minute.
     """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
         )
     except (FileNotFoundError, PermissionError):
         fix = f"run it where {argv[0]} is, or see what would be submitted with --dry_run"
         expected = f"the command {argv[0]} on PATH"
-        raise UsageError("--to", received=f"no {argv[0]}", expected=expected, fix=fix) from None
+        raise wrong("to", f"no {argv[0]}", expected, fix, "no-command") from None
     except subprocess.TimeoutExpired:
         raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
-    return CommandResult(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,42 +46,42 @@ class Submitted:
     warnings: tuple[str, ...] = ()
 
 
-def sbatch(script: str, *, name: str, ask: Ask = ask) -> Submitted:
+def sbatch(script: str, *, name: str, run: Run = run) -> Submitted:
     """Submit a batch script; return a line for the user."""
-    answer = ask(["sbatch", "--parsable"], script)
-    job = _told(answer, "sbatch").strip().partition(";")[0]
+    answer = run(["sbatch", "--parsable"], script)
+    job = _output_of(answer, "sbatch").strip().partition(";")[0]
     text = f"job {job} ({name}); output: {name}-{job}.out"
-    return Submitted(text=text, warnings=_lines(answer.errors))
+    return Submitted(text=text, warnings=_lines(answer.stderr))
 
 
-def squeue(name: str, *, ask: Ask = ask) -> str:
+def squeue(name: str, *, run: Run = run) -> str:
     """Return the state of the user's jobs of this name, those that ended lately too."""
     columns = "%.12i %.20j %.10T %.12M %.6D %R"
-    shown = _told(
-        ask(["squeue", "--me", f"--name={name}", "--states=all", f"--format={columns}"], ""),
+    shown = _output_of(
+        run(["squeue", "--me", f"--name={name}", "--states=all", f"--format={columns}"], ""),
         "squeue",
     )
     if len(shown.splitlines()) < 2:
-        raise _nothing("--status", name, "squeue")
+        raise _nothing("status", name, "squeue")
     return shown
 
 
-def slurm_output(name: str, *, ask: Ask = ask) -> str:
+def slurm_output(name: str, *, run: Run = run) -> str:
     """Return the path of the output of the latest job of this name."""
     listed = ["squeue", "--me", f"--name={name}", "--states=all", "--noheader", "--format=%i"]
     # 7+1 is a component of job 7, which alone has an output.
-    jobs = re.findall(r"^\s*(\d+)", _told(ask(listed, ""), "squeue"), re.MULTILINE)
+    jobs = re.findall(r"^\s*(\d+)", _output_of(run(listed, ""), "squeue"), re.MULTILINE)
     if not jobs:
-        raise _nothing("--logs", name, "squeue")
-    shown = _told(ask(["scontrol", "show", "job", max(jobs, key=int)], ""), "scontrol")
+        raise _nothing("logs", name, "squeue")
+    shown = _output_of(run(["scontrol", "show", "job", max(jobs, key=int)], ""), "scontrol")
     output = re.search(r"^\s*StdOut=(.*\S)", shown, re.MULTILINE)
     if output is None:
-        raise _nothing("--logs", name, "squeue")
+        raise _nothing("logs", name, "squeue")
     return output[1]
 
 
 def apply(
-    manifests: str, *, name: str, kind: str, namespace: str | None, ask: Ask = ask
+    manifests: str, *, name: str, kind: str, namespace: str | None, run: Run = run
 ) -> Submitted:
     """Create the objects of a job, all or none; return what kubectl says.
 
@@ -100,34 +92,34 @@ def apply(
     """
     kubectl = _kubectl(namespace)
     is_there = [*kubectl, "get", f"{kind}/{name}", "--ignore-not-found", "--output=name"]
-    if found := _told(ask(is_there, ""), "kubectl").strip():
+    if found := _output_of(run(is_there, ""), "kubectl").strip():
         fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found}"
-        expected = "a name that no job has"
-        raise UsageError("--name", received=f"{name}: {found} is there", expected=expected, fix=fix)
-    _told(ask([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests), "kubectl")
-    answer = ask([*kubectl, "apply", "--filename=-"], manifests)
+        received = f"{name}: {found} is there"
+        raise wrong("name", received, "a name that no job has", fix, "exists")
+    _output_of(run([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests), "kubectl")
+    answer = run([*kubectl, "apply", "--filename=-"], manifests)
     # Of pods that the namespace will not admit the server warns, and takes the job all the same.
-    return Submitted(text=_told(answer, "kubectl"), warnings=_lines(answer.errors))
+    return Submitted(text=_output_of(answer, "kubectl"), warnings=_lines(answer.stderr))
 
 
-def pods(name: str, *, kind: str, namespace: str | None, label: str, ask: Ask = ask) -> str:
+def pods(name: str, *, kind: str, namespace: str | None, label: str, run: Run = run) -> str:
     """Return the state of a job and of its pods."""
     kubectl = _kubectl(namespace)
-    job = _told(ask([*kubectl, "get", f"{kind}/{name}"], ""), "kubectl")
+    job = _output_of(run([*kubectl, "get", f"{kind}/{name}"], ""), "kubectl")
     selector = f"--selector={label}={name}"
-    made = _told(ask([*kubectl, "get", "pods", selector], ""), "kubectl")
+    made = _output_of(run([*kubectl, "get", "pods", selector], ""), "kubectl")
     why = f"no pods; why: {' '.join(kubectl)} describe {kind}/{name}\n"
     return f"{job}\n{made or why}"
 
 
-def pod_logs(name: str, *, namespace: str | None, label: str, ask: Ask = ask) -> str:
+def pod_logs(name: str, *, namespace: str | None, label: str, run: Run = run) -> str:
     """Return what the pods of a job have printed, each line with its pod's name."""
     selector = f"--selector={label}={name}"
     many = f"--max-log-requests={_MAX_PODS_OF_LOGS}"
     argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
-    shown = _told(ask(argv, ""), "kubectl")
+    shown = _output_of(run(argv, ""), "kubectl")
     if not shown:
-        raise _nothing("--logs", name, "kubectl")
+        raise _nothing("logs", name, "kubectl")
     return shown
 
 
@@ -135,21 +127,22 @@ def _kubectl(namespace: str | None) -> list[str]:
     return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
 
 
-def _told(answer: CommandResult, command: str) -> str:
+def _output_of(answer: Result, command: str) -> str:
     """Return what a command printed; raise its own words, in one line, if it failed."""
-    if not answer.exit_code:
-        return answer.output
-    said = _said(answer)
+    if not answer.returncode:
+        return answer.stdout
+    line = _main_line(answer)
     fix = "correct what it names"
-    if re.search('namespaces "[^"]*" not found', said):
+    if re.search('namespaces "[^"]*" not found', line):
         fix = "correct --namespace, or make it with kubectl create namespace"
-    received = f"exit code {answer.exit_code}: {said}"
-    raise UsageError(command, received=received, expected="it to do as asked", fix=fix)
+    received = f"exit code {answer.returncode}: {line}"
+    expected = "it to do as asked"
+    raise UsageError(command, received=received, expected=expected, fix=fix, code="refused")
 
 
-def _said(answer: CommandResult) -> str:
+def _main_line(answer: Result) -> str:
     """Return the line that says most: the first with an error, past the lines of a log."""
-    lines = _lines(answer.errors or answer.output)
+    lines = _lines(answer.stderr or answer.stdout)
     return next((line for line in lines if "error" in line.lower()), (lines or ("nothing",))[-1])
 
 
@@ -162,4 +155,4 @@ def _lines(text: str) -> tuple[str, ...]:
 def _nothing(flag: str, name: str, command: str) -> UsageError:
     expected = f"the name of a job that {command} still knows"
     fix = "correct the name" + (", or give its --namespace" if command == "kubectl" else "")
-    return UsageError(flag, received=repr(name), expected=expected, fix=fix)
+    return wrong(flag, repr(name), expected, fix, "unknown-job")

@@ -13,15 +13,11 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     gradients     the gradient hook: gradients are reduced where they enter the optimizer
     reduction     the sum over replicas itself, in few messages, which keeps no graph
     on_servers    what of it is in `tfdist.ps`, for a ps job
-    updates       after the gradient hook: each replica updates its own copy of a variable
-    at_once       SGD with momentum updates a variable in one operation
+    updates       after the gradient hook: each replica updates its own copy, in one operation
     losses        a replica's loss counts by its fraction of the global batch; masks, sums, add_loss
-    metrics       means count examples
-    moments       synchronized statistics leave out who pads an empty batch fraction
+    metrics       means count examples, and statistics none that pads an empty batch fraction
     variables     statistics travel with the gradients; additions in one operation; local values
     randomness    draws come from (seed, step, replica)
-    functions     `tf.function` without its warning of tracing often
-    installing    puts all of it in place
 
 The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
 they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
@@ -30,13 +26,31 @@ what one device would see, and every replica does the same update on its own cop
 
 from __future__ import annotations
 
-from tfdist.training.keras_compat.functions import compiled
-from tfdist.training.keras_compat.installing import REPLACEMENTS, install, tracing
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.training.keras_compat import (
+    gradients,
+    losses,
+    metrics,
+    randomness,
+    updates,
+    variables,
+)
 from tfdist.training.keras_compat.losses import logs_by_fraction
+from tfdist.training.keras_compat.on_servers import reading_once, replacements
 from tfdist.training.keras_compat.randomness import random_key
-from tfdist.training.keras_compat.reduction import all_reduce, sum_over_replicas
+from tfdist.training.keras_compat.reduction import (
+    all_reduce,
+    reduce_statistics,
+    sum_over_replicas,
+)
 from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace
+from tfdist.training.keras_compat.trace import StepTrace, following
 
 __all__ = [
     "REPLACEMENTS",
@@ -50,3 +64,45 @@ __all__ = [
     "sum_over_replicas",
     "tracing",
 ]
+
+REPLACEMENTS = (
+    *randomness.REPLACEMENTS,
+    *losses.REPLACEMENTS,
+    *metrics.REPLACEMENTS,
+    *gradients.REPLACEMENTS,
+    *variables.REPLACEMENTS,
+    *updates.REPLACEMENTS,
+)
+
+
+def install() -> None:
+    """Put the replacements in place, each once a process; those of a ps job in one alone."""
+    for replacement in (*REPLACEMENTS, *replacements()):
+        _put_in_place(replacement)
+
+
+@functools.cache
+def _put_in_place(replacement: Replacement) -> None:
+    replacement.put_in_place()
+
+
+@contextlib.contextmanager
+def tracing(trace: StepTrace) -> Iterator[StepTrace]:
+    """Make Keras follow `trace` in this thread; used inside the replica function of a step."""
+    install()
+    with following(trace), reading_once():
+        yield trace
+        if trace.training:
+            reduce_statistics(trace)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """`tf.function` for what is traced once for each program, and so often in a process.
+
+    TensorFlow takes that for a mistake and warns, by the name of the Python function
+    (https://github.com/tensorflow/tensorflow/issues/34025); it has no public switch for one
+    function. Ended by: no release, TensorFlow 2.21 included.
+    """
+    made = tf.function(function, autograph=False)
+    made._omit_frequent_tracing_warning = True
+    return made

@@ -21,11 +21,10 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.losses import comes_of_scaled
 from tfdist.training.keras_compat.on_servers import require_by_rows, sent_together
 from tfdist.training.keras_compat.reduction import reduced, summed_rows, times
 from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import StepTrace, comes_of_scaled, current
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 
@@ -59,7 +58,7 @@ def _gradient_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_group() -> bool:
-    """Whether Keras would sum over replicas: a group of one asks it to where it may not either."""
+    """Return whether Keras would sum over replicas, as it does for a group of one, too."""
     group = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
     return isinstance(tf.distribute.get_strategy(), group) or _on_ps()
 
@@ -72,6 +71,7 @@ def _require_built(optimizer: Any) -> None:
             received=f"{type(optimizer).__name__} {optimizer.name!r} in a step, and not built",
             expected="one that has its variables before the first step",
             fix="call its build(variables) inside `with strategy.scope():`",
+            code="not-built",
         )
 
 
@@ -95,7 +95,7 @@ def _cross_replica_on_ps() -> Iterator[None]:
 
 
 def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Weights by the batch fraction where the step's loss was never scaled: a loss made by hand."""
+    """Weight by the batch fraction where the step's loss was never scaled: a loss made by hand."""
     if trace.loss_scaled:
         return grads
     return [g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads]
@@ -114,7 +114,7 @@ def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scaling_as_it_will_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The scale of the gradients is the one that the loss had; another worker may change it."""
+    """Let the scale of the gradients be the one that the loss had; another worker may change it."""
 
     def scale_loss(self: Any, loss: Any) -> Any:
         trace = current()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,14 @@ from keras.src.trainers.trainer import Trainer
 from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.reduction import sum_over_replicas
 from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import (
+    StepTrace,
+    comes_of_scaled,
+    current,
+    ops_behind,
+    scaled,
+    unscaled,
+)
 
 _LOG = logging.getLogger(__name__)
 _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
@@ -33,42 +40,8 @@ _SOURCE = f"{_KERAS}/losses/loss.py"
 _TAPE = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/backprop.py"
 
 
-def unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
-    """Return a scaled loss as one device has it: divided by the batch fraction."""
-    # An empty batch fraction counts nothing, so that any finite number does.
-    whole = tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
-    trace.unscaled.add(whole.op.name)
-    return whole
-
-
-def _scaled(value: tf.Tensor, *, by: tf.Tensor | float, trace: StepTrace) -> tf.Tensor:
-    """A replica's part of the loss of the step: the sum over the replicas is that of one device."""
-    part = value * tf.cast(by, value.dtype)
-    trace.scaled.add(part.op.name)
-    return part
-
-
-def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
-    """Return True when `value` was computed from a loss that is scaled by the batch fraction."""
-    if not trace.scaled:
-        return False
-    return any(op.name in trace.scaled for op in _behind([value], but=trace.unscaled))
-
-
-def _behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[tf.Operation]:
-    """Yield the operations that tensors were computed by, without those named or behind them."""
-    seen = set(but)
-    waiting = [value.op for value in values]
-    while waiting:
-        operation = waiting.pop()
-        if operation.name not in seen:
-            seen.add(operation.name)
-            waiting += [tensor.op for tensor in operation.inputs]
-            yield operation
-
-
 def logs_by_fraction(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
-    """What a step returned on one replica, such that the sum over replicas is that of one device.
+    """Return one replica's logs such that the sum over replicas is that of one device.
 
     Exact for means over examples and for losses; a loss that is scaled has its share already.
     """
@@ -90,7 +63,7 @@ def _scale_by_fraction(original: Callable[..., Any]) -> Callable[..., Any]:
         # A layer may add a loss that Keras has scaled where it was computed.
         if trace.num_replicas == 1 or comes_of_scaled(value, trace):
             return value
-        return _scaled(value, by=trace.share, trace=trace)
+        return scaled(value, by=trace.share, trace=trace)
 
     return scale
 
@@ -136,10 +109,10 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
         if by_weights and tuple(values.shape) != () and _sums_in_step(trace, "a weighted loss"):
             whole = _over_replicas(tf.reduce_sum(sample_weight), trace)
             by = tf.math.divide_no_nan(tf.sign(tf.cast(trace.share, whole.dtype)), whole)
-            return _scaled(original(values, sample_weight, "sum"), by=by, trace=trace)
+            return scaled(original(values, sample_weight, "sum"), by=by, trace=trace)
         reduced = original(values, sample_weight, reduction)
         if reduction == "sum" and trace.num_replicas > 1:
-            return _scaled(reduced, by=tf.sign(trace.share), trace=trace)
+            return scaled(reduced, by=tf.sign(trace.share), trace=trace)
         if reduction == "sum" or tuple(values.shape) != ():
             return reduced
         return keras_loss.scale_loss_for_distribution(reduced)
@@ -221,7 +194,7 @@ def _summing_what_is_added(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, loss)
         trace.loss_scaled = True
         whole = Trainer._aggregate_additional_loss(self, loss)
-        return _scaled(whole, by=tf.sign(trace.share), trace=trace)
+        return scaled(whole, by=tf.sign(trace.share), trace=trace)
 
     return aggregate
 
@@ -258,7 +231,7 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] |
     return [
         None
         if done
-        else _scaled(
+        else scaled(
             tf.ones_like(target), by=tf.sign(trace.share) if is_sum else trace.share, trace=trace
         )
         for target, done, is_sum in zip(targets, whole, of_examples, strict=True)
@@ -269,11 +242,11 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
     """Warn where a loss goes by products of the batch with itself, as contrastive losses do."""
     batch = {part.op.name for part in trace.parts()}
     sizes = {None, trace.rows()}
-    for operation in _behind([target for target in targets if isinstance(target, tf.Tensor)]):
+    for operation in ops_behind([target for target in targets if isinstance(target, tf.Tensor)]):
         if operation.type not in _PRODUCTS or operation.outputs[0].shape.rank != 2:
             continue
         among_examples = sizes.issuperset(operation.outputs[0].shape) and all(
-            any(op.name in batch for op in _behind([factor])) for factor in operation.inputs
+            any(op.name in batch for op in ops_behind([factor])) for factor in operation.inputs
         )
         if among_examples:
             _warn(
@@ -289,7 +262,7 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
 
 
 class _LayerOfTheStep:
-    """A layer, with lists of losses that belong to the step."""
+    """Layer with lists of losses that belong to the step."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer

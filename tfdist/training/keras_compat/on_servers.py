@@ -22,7 +22,7 @@ def _may_be() -> bool:
 
 
 def replacements() -> tuple[Replacement, ...]:
-    """Those of a ps job."""
+    """Return the replacements of a ps job; none in any other."""
     if not _may_be():
         return ()
     from tfdist.ps.keras_compat import REPLACEMENTS
@@ -66,7 +66,7 @@ def sent_together(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def taken(variable: Any, trace: StepTrace) -> tf.Tensor | None:
-    """What an update takes of a sum of gradients on a server; None of any other variable."""
+    """Return what an update takes of a sum of gradients on a server; None of any other variable."""
     if id(variable) not in trace.taken:
         return None
     from tfdist.ps import keras_compat

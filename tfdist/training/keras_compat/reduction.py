@@ -1,4 +1,4 @@
-"""The sum over replicas: gradients and statistics together, in few messages."""
+"""Sum over replicas: gradients and statistics together, in few messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.trace import StepTrace, current
-from tfdist.training.keras_compat.updates import own_copy
 
 _PACK_BYTES = 2**20
 _BUCKET_BYTES = 25 * 2**20
@@ -40,6 +40,12 @@ def reduce_statistics(trace: StepTrace) -> None:
     """Reduce what was written after the last gradient hook, at the end of the step."""
     if trace.statistics:
         reduced([], trace)
+
+
+def own_copy(variable: Variable) -> tf.Variable:
+    """Return the copy of a variable that this replica holds."""
+    value = variable.value
+    return value._get_on_device_or_primary() if hasattr(value, "_values") else value
 
 
 def times(gradient: Any, factor: tf.Tensor | float) -> Any:
@@ -87,7 +93,7 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 @functools.cache
 def _turn() -> Any:
-    """A variable that each sum reads before and writes after, so that all workers sum in one order.
+    """Return a variable that each sum reads and then writes, so that workers sum in one order.
 
     TensorFlow keeps the order of calls of Python within one function only; that of what reads and
     writes a variable holds in a `tf.cond` and a `tf.function` within the step, too. It is of no
@@ -110,7 +116,7 @@ def _place() -> str:
 
 
 def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Groups of tensors that are summed by one call, in the order in which they are ready.
+    """Return groups of tensors that are summed by one call, in the order in which they are ready.
 
     Gradients of the last layers come first: their sum is made while others are computed.
     """
@@ -157,7 +163,7 @@ def all_reduce(values: Any) -> Any:
 
 
 def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Groups of tensors that travel together: of one type, of no more than `_PACK_BYTES`."""
+    """Return groups of tensors that travel together: of one type, of no more than `_PACK_BYTES`."""
     packs: list[list[int]] = []
     open_packs: dict[Any, tuple[list[int] | None, int]] = {}
     for i, tensor in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""One name of Keras or TensorFlow that does something else while a tfdist step is traced."""
+"""Replacement of a name of Keras or TensorFlow while a tfdist step is traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """A workaround: what it replaces, by what, and why.
+    """Workaround: what it replaces, by what, and why.
 
     Attributes:
       owner: the class or module that has the name.
@@ -30,7 +30,7 @@ class Replacement:
 
     @property
     def target(self) -> str:
-        """What is replaced, such as ``SeedGenerator.next``."""
+        """Return what is replaced, such as ``SeedGenerator.next``."""
         return f"{self.owner.__name__}.{self.name}"
 
     def put_in_place(self) -> None:

@@ -1,11 +1,11 @@
-"""What the replacements know about the step that a thread is tracing."""
+"""State of the step that a thread is tracing, for the replacements."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class StepTrace:
-    """What the replacements know about the step that this thread is tracing.
+    """State of the step that this thread is tracing, for the replacements.
 
     Attributes:
       num_replicas: replicas whose gradients are summed; 1 needs no reduction.
@@ -27,13 +27,12 @@ class StepTrace:
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       training: False leaves the statistics of layers to each replica.
       local: values of variables, by `id`, that live in the step and not in the variable.
-      at_door: called with the gradients where they enter an optimizer.
+      at_hook: called with the gradients where they enter an optimizer.
       held: values of variables, by `id`, that the step has read once and goes on with.
       taken: what an update takes of sums of gradients, part by part, by the `id` of the sum.
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       layers: what holds the losses that layers have added, by the `id` of the layer.
       graph: the step's own.
-      holder: the graph that `local` is of: the step's own, or of a condition in it.
     """
 
     num_replicas: int
@@ -57,7 +56,6 @@ class StepTrace:
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
-    holder: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
     def is_in_step(self) -> bool:
         """Return whether what is traced now is of the step itself, and not of a condition in it."""
@@ -90,3 +88,40 @@ def following(trace: StepTrace) -> Iterator[None]:
         yield
     finally:
         _thread.trace = None
+
+
+# Losses that count by the batch fraction already, and what is computed from them.
+
+
+def unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
+    """Return a scaled loss as one device has it: divided by the batch fraction."""
+    # An empty batch fraction counts nothing, so that any finite number does.
+    whole = tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
+    trace.unscaled.add(whole.op.name)
+    return whole
+
+
+def scaled(value: tf.Tensor, *, by: tf.Tensor | float, trace: StepTrace) -> tf.Tensor:
+    """Return a replica's part of a loss: the sum over the replicas is that of one device."""
+    part = value * tf.cast(by, value.dtype)
+    trace.scaled.add(part.op.name)
+    return part
+
+
+def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
+    """Return True when `value` was computed from a loss that is scaled by the batch fraction."""
+    if not trace.scaled:
+        return False
+    return any(op.name in trace.scaled for op in ops_behind([value], but=trace.unscaled))
+
+
+def ops_behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[tf.Operation]:
+    """Yield the operations that tensors were computed by, without those named or behind them."""
+    seen = set(but)
+    waiting = [value.op for value in values]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name not in seen:
+            seen.add(operation.name)
+            waiting += [tensor.op for tensor in operation.inputs]
+            yield operation

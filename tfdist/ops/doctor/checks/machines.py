@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfdist.ops.doctor.facts import HostFacts, JobFacts
 from tfdist.ops.doctor.findings import HostFinding, Topic
@@ -155,13 +155,13 @@ def _memory(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
             expected=f"{_size(tasks * _PER_TASK)} or more",
             fix="end what else runs there, ask for more memory, or start fewer tasks",
         )
-    others = [a for h in facts.present if h is not host and (a := available(h)) is not None]
-    if others and has < _FEW * statistics.median(others):
+    usual = _usual(facts, host, available)
+    if usual is not None and has < _FEW * usual:
         yield HostFinding(
             code="D602",
             hosts=(here,),
             received=f"{_size(has)} free{of}",
-            expected=f"about {_size(statistics.median(others))}, as on the others",
+            expected=f"about {_size(usual)}, as on the others",
             fix="give all hosts the same limit, and see what else runs there",
         )
 
@@ -189,27 +189,33 @@ def _limits(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
 
 
 def _speed(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
-    here, others = facts.name(host.index), [h for h in facts.present if h is not host]
-    cpus = [h.machine.cpus for h in others]
-    if cpus and host.machine.cpus < _FEW * statistics.median(cpus):
+    here = facts.name(host.index)
+    cpus = _usual(facts, host, lambda other: other.machine.cpus)
+    if cpus is not None and host.machine.cpus < _FEW * cpus:
         yield HostFinding(
             code="D606",
             hosts=(here,),
             received=f"{host.machine.cpus} CPUs",
-            expected=f"about {statistics.median(cpus):.0f}, as the others have",
+            expected=f"about {cpus:.0f}, as the others have",
             fix="ask for the same number on each host (--cpus-per-task, resources.limits.cpu)",
         )
-    if host.work_s is None:
-        return
-    times = [h.work_s for h in others if h.work_s is not None]
-    if times and host.work_s > _SLOW_HOST * statistics.median(times):
+    work_s = _usual(facts, host, lambda other: other.work_s)
+    if work_s is not None and host.work_s is not None and host.work_s > _SLOW_HOST * work_s:
         yield HostFinding(
             code="D605",
             hosts=(here,),
             received=f"{host.work_s * 1e3:.0f} ms for a piece of work on each of its CPUs",
-            expected=f"about {statistics.median(times) * 1e3:.0f} ms, as on the others",
+            expected=f"about {work_s * 1e3:.0f} ms, as on the others",
             fix="see what else runs there (top), its limit of CPUs, its clock and temperature",
         )
+
+
+def _usual(
+    facts: JobFacts, host: HostFacts, value: Callable[[HostFacts], float | None]
+) -> float | None:
+    """Return the median of a value over the other hosts that have one, None for none."""
+    found = [v for other in facts.present if other is not host and (v := value(other)) is not None]
+    return statistics.median(found) if found else None
 
 
 def _size(size_bytes: float) -> str:
@@ -235,7 +241,7 @@ MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines, 
 # Checks that hosts have the same software and equivalent processors.
 
 NEEDED = ("tensorflow", "keras", "numpy", "tfdist")
-"""What a host must have at all."""
+"""Packages that a host must have at all."""
 
 _CODES = {
     "python": "D502",
@@ -341,7 +347,7 @@ def _differing(
 ) -> HostFinding:
     """Return the finding that names those who differ from most, the first hosts in doubt."""
     most = max(groups.values(), key=len)
-    told = [f"{what}{value} on {_named(facts, hosts)}" for value, hosts in groups.items()]
+    groups_named = [f"{what}{value} on {_named(facts, hosts)}" for value, hosts in groups.items()]
     others = [index for hosts in groups.values() if hosts is not most for index in hosts]
     fix = "install the same on all, from one list of versions or one image"
     if code == "D508":
@@ -349,7 +355,7 @@ def _differing(
     return HostFinding(
         code=code,
         hosts=tuple(facts.name(index) for index in others),
-        received="; ".join(told),
+        received="; ".join(groups_named),
         expected="the same on all hosts",
         fix=fix,
     )

@@ -430,7 +430,7 @@ def _check_proxies(facts: JobFacts) -> Iterator[HostFinding]:
 
 
 def excepted(host: str, exceptions: Sequence[str]) -> bool:
-    """Returns whether gRPC goes to a host without the proxy: an entry ends it, or has it inside.
+    """Return whether gRPC goes to a host without the proxy: an entry ends it, or has it inside.
 
     See ``HttpProxyMapper`` in gRPC: entries are endings of the name or, for a number, networks.
     """

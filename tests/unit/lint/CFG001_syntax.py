@@ -1,7 +1,0 @@
-from tfdist.configs import base
-
-
-def get_config():
-    config = base()
-    config.dataset = "mnist
-    return config

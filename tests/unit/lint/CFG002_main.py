@@ -1,5 +1,0 @@
-from tfdist.configs import base
-
-
-def config():
-    return base()

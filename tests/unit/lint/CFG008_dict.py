@@ -1,2 +1,0 @@
-def get_config():
-    return {"dataset": "mnist"}

@@ -1,0 +1,298 @@
+"""Host 0 without a network: who it begins with, and what counts of what the others tell it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist.cluster import Task
+from tfdist.errors import EXIT_PEER_MISSING, UsageError
+from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
+from tfdist.launch.multihost.hosts import decided_group
+from tfdist.launch.multihost.hub import Differs, Lost, MessageReceived, News, PeerJoined
+from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.options import Program, parse
+from tfdist.launch.plan import ProcessSpec
+
+W0, W1, W2 = (Task("worker", index) for index in range(3))
+NOW_S = 100.0
+
+
+class World:
+    """A hub, the processes of host 0, a screen and a team at once. W1 and W2 are on host 1."""
+
+    def __init__(self) -> None:
+        self.host_of = {W0: 0, W1: 1, W2: 1}
+        self.present = frozenset({1, 2})
+        self.next_s = NOW_S + 0.5
+        self.hub = self
+        self.news: list[Any] = []
+        self.sent: list[tuple[int, Any]] = []
+        self.here: list[Any] = []
+        self.signals_here: list[tuple[Task, int]] = []
+        self.lines: dict[Task, tuple[str, ...]] = {}
+        self.ready_ranks: list[int] = []
+        self.waited_s: list[float] = []
+        self.processes = TeamProcesses(self, self, screen=self, clock=lambda: NOW_S)  # type: ignore[arg-type]
+
+    def starts(self, task: Task) -> None:
+        spec = ProcessSpec(
+            task=task, program=Program(), argv=(), env={}, added=(), title="",
+            log_path=Path(f"{task}.log"),
+        )  # fmt: skip
+        self.processes.start(spec)
+
+    def hears(self, message: Any, *, rank: int = 1) -> list[Any]:
+        self.news.append(MessageReceived(rank=rank, message=message))
+        return list(self.processes.wait(None))
+
+    # the hub and the team
+
+    def fileno(self) -> int:
+        return 0
+
+    def turn(self) -> None: ...
+
+    def take_news(self) -> list[Any]:
+        news, self.news = self.news, []
+        return news
+
+    def send(self, rank: int, message: Any) -> None:
+        self.sent.append((rank, message))
+
+    def name(self, rank: int) -> str:
+        return f"host{rank}"
+
+    def lost(self, rank: int) -> None: ...
+
+    def ready(self, rank: int, message: Any) -> None:
+        self.ready_ranks.append(rank)
+
+    # the processes of host 0
+
+    def watch(self, fd: int) -> None: ...
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        self.waited_s.append(timeout_s)
+        here, self.here = self.here, []
+        return here
+
+    def signal(self, task: Task, signum: int) -> None:
+        self.signals_here.append((task, signum))
+
+    def state_of(self, task: Task) -> str:
+        return "R"
+
+    # the screen
+
+    def told(self, task: Task, lines: tuple[str, ...]) -> None:
+        self.lines[task] = lines
+
+    def say(self, text: str) -> None: ...
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    made.starts(W1)
+    return made
+
+
+def ended(task: Task = W1, **more: Any) -> dict[str, Any]:
+    known = {"event": "ended", "task": str(task), "at_s": 2.0, "status": 3, "cause": ""}
+    return {**known, "lines": ["last"], **more}
+
+
+def test_a_task_is_started_signalled_and_ended_where_it_is(world: World) -> None:
+    assert world.sent == [(1, {"start": "worker-1", "log": "worker-1.log"})]
+    world.processes.signal(W1, signal.SIGTERM)
+    world.processes.signal(W0, signal.SIGTERM)
+    assert world.sent[1:] == [(1, {"signal": "worker-1", "number": 15})]
+    assert world.signals_here == [(W0, 15)]
+    assert world.hears(ended()) == [Ended(task=W1, status=3, at_s=NOW_S - 2)]
+    assert world.lines[W1] == ("last",)
+    world.processes.signal(W1, signal.SIGTERM)  # it is over: its number may be another's
+    assert len(world.sent) == 2
+
+
+def test_what_a_host_says_of_the_tasks_of_others_is_left_out(world: World) -> None:
+    assert world.hears(ended(), rank=2) == []
+    assert world.hears(ended(W0), rank=2) == []
+    assert world.hears(ended(W2)) == []  # not started
+    assert world.hears({"states": {"worker-1": "T"}, "mute": []}, rank=2) == []
+    assert world.processes.state_of(W1) == "S"
+
+
+def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world: World) -> None:
+    world.news.append(Lost(rank=1, cause="no word for 5 s"))
+    gone = Ended(
+        task=W1, status=EXIT_PEER_MISSING, at_s=NOW_S,
+        cause="host host1 is gone: no word for 5 s",
+    )  # fmt: skip
+    assert world.processes.wait(None) == [gone]
+    assert not world.processes.can_start(W1)
+    assert world.processes.can_start(W0)
+    world.starts(W2)  # while it has come back, to be ready for the next attempt
+    (end,) = world.processes.wait(None)
+    assert (end.task, end.status) == (W2, EXIT_PEER_MISSING)
+
+
+def test_requests_to_stop_that_come_together_count_once(world: World) -> None:
+    world.here = [StopRequest(signum=15)]
+    world.news.append(MessageReceived(rank=1, message={"stop_request": 15}))
+    assert world.processes.wait(None) == [StopRequest(signum=15)]
+    assert world.hears({"stop_request": 15}, rank=2) == []
+    assert world.hears({"stop_request": 15}, rank=2) == [StopRequest(signum=15)]  # it means it
+
+
+def test_it_wakes_in_time_for_the_beats_of_the_hosts(world: World) -> None:
+    world.processes.wait(None)
+    world.processes.wait(0.2)
+    world.processes.wait(100)
+    assert world.waited_s == [0.5, 0.2, 0.5]
+
+
+def test_a_host_that_is_ready_is_taken_down(world: World) -> None:
+    world.hears({"ready": [1]}, rank=2)
+    assert world.ready_ranks == [2]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=5,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["event", "stop_request", "states", "mute", "lines", "task", "at_s", "status"]
+        ),
+        JSON | st.sampled_from(["ended", "started", "beat", "raised", "worker-1", 15]),
+    )
+)
+def test_what_makes_no_sense_changes_nothing(message: dict[str, Any]) -> None:
+    world = World()
+    world.starts(W1)
+    for event in world.hears(message):
+        assert isinstance(event, Started | Beat | Raised | Ended | StopRequest)
+
+
+# While the other hosts come: who is not like host 0 is told so once, and in one line.
+
+WITH_TOKEN = {"TFDIST_RENDEZVOUS_TOKEN": "a secret that nobody must see"}
+OLD_NUMPY = (
+    "numpy 1.0 there, 2.4 here",
+    "argument 1 --a there, --b here",
+    "--grace_s 1 there, 2 here",
+)
+RESTARTS = ("--max_restarts 2 there, 1 here",)
+
+
+class Arrivals:
+    """A hub that has news in parts, the signals, the screen and the clock of host 0 at once."""
+
+    turned_away = ()
+    next_s = 0.0
+
+    def __init__(self, fd: int, *parts: list[News]) -> None:
+        self.fd = fd
+        self.parts = list(parts)
+        self.present: frozenset[int] = frozenset()
+        self.now_s = 0.0
+        self.said: list[str] = []
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def turn(self) -> None:
+        self.now_s += 1.0
+
+    def take_news(self) -> list[News]:
+        news = self.parts.pop(0) if self.parts else []
+        self.present |= {event.rank for event in news if isinstance(event, PeerJoined)}
+        return news
+
+    def read(self) -> list[int]:
+        return []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def flush(self) -> None: ...
+
+
+Gather = Callable[..., Arrivals]
+
+
+@pytest.fixture
+def gather() -> Iterator[Gather]:
+    """Gathers the hosts a to e while these news come in."""
+    readable, other_end = os.pipe()
+    os.close(other_end)  # what is watched is ready at once
+
+    def run(*parts: list[News]) -> Arrivals:
+        options, group = decided_group(
+            parse(["--hosts", "a,b,c,d,e", "--node_rank", "0", "x.py"]), WITH_TOKEN
+        )
+        world = Arrivals(readable, *parts)
+        team = Team(
+            group, world, options=options, strategy="multiworker", screen=world,  # type: ignore[arg-type]
+            signals=world, clock=lambda: world.now_s,  # type: ignore[arg-type]
+        )  # fmt: skip
+        team.gather()
+        return world
+
+    yield run
+    os.close(readable)
+
+
+def told(gather: Gather, *parts: list[News]) -> str:
+    with pytest.raises(UsageError) as error:
+        gather(*parts)
+    return str(error.value)
+
+
+def ready(*ranks: int) -> list[News]:
+    return [MessageReceived(rank=rank, message={"ready": [1]}) for rank in ranks]
+
+
+def test_all_hosts_that_are_there_may_begin(gather: Gather) -> None:
+    assert gather(ready(2), ready(1, 3), ready(4)).now_s == 3.0
+
+
+def test_every_host_that_differs_is_named_with_what_it_differs_in(gather: Gather) -> None:
+    unlike = [Differs(rank=3, what=OLD_NUMPY)], [Differs(rank=1, what=RESTARTS)]
+    more = [Differs(rank=4, what=OLD_NUMPY)]
+    assert told(gather, *unlike, [*more, PeerJoined(rank=2)]).startswith(
+        "hosts b (rank 1), d (rank 3), e (rank 4): received b: "
+        "--max_restarts 2 there, 1 here; d, e: numpy 1.0 there, 2.4 here; "
+        "argument 1 --a there, --b here; and 1 more; expected the same as on a (rank 0). Fix: "
+    )
+
+
+def test_where_all_differ_in_the_same_it_is_said_once(gather: Gather) -> None:
+    every = [Differs(rank=rank, what=RESTARTS) for rank in (4, 3, 2, 1)]
+    assert told(gather, every).startswith(
+        "hosts b (rank 1), c (rank 2), d (rank 3), e (rank 4): received "
+        "--max_restarts 2 there, 1 here; expected "
+    )
+
+
+def test_a_rank_that_no_host_has_is_named_as_one(gather: Gather) -> None:
+    strange = Differs(rank=7, what=("rank 7 there, 0 to 4 here",))
+    alike: list[News] = [PeerJoined(rank=rank) for rank in (1, 2, 3, 4)]
+    assert told(gather, [strange, *alike]).startswith("rank 7: received rank 7 there, 0 to 4 here;")
+
+
+def test_who_is_late_is_not_waited_for_where_another_differs(gather: Gather) -> None:
+    said = told(gather, [Differs(rank=1, what=RESTARTS)], [], [PeerJoined(rank=2)])
+    assert said.startswith("host b (rank 1): received --max_restarts 2 there, 1 here; expected ")

@@ -1,0 +1,295 @@
+"""Recorded histories of whole attempts, given to `decide` again: no process, clock or screen."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdist.cluster import Task
+from tfdist.launch.events import Awakening, Beat, Begin, Ended, Raised, Started, StopRequest
+from tfdist.launch.options import Program
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.state import (
+    EVALUATOR,
+    RESTART_GRACE_S,
+    AskForStacks,
+    JobRules,
+    JobState,
+    KillOne,
+    Say,
+    ShowFailure,
+    Signal,
+    Start,
+)
+from tfdist.launch.supervisor import STACKS_S, decide
+from tfdist.launch.watchdog import Watchdog
+
+CHIEF, PS = Task("chief", 0), Task("ps", 0)
+W0, W1, W2 = (Task("worker", index) for index in range(3))
+PS_JOB = (CHIEF, W0, W1, PS)
+MULTIWORKER_JOB = (W0, W1, W2)
+GRACE_S, HANG_S = 10.0, 5.0
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+
+def spec(task, *, restart=0):
+    suffix = f".restart-{restart}" if restart else ""
+    return ProcessSpec(
+        task=task,
+        program=Program(),
+        argv=(),
+        env={},
+        added=(),
+        log_path=Path(f"{task}{suffix}.log"),
+        title=str(task),
+    )
+
+
+def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_workers=None):
+    """Returns the state of an attempt; `states` are the letters of processes in /proc."""
+    rules = JobRules(chief=tasks[0], is_ps=CHIEF in tasks, grace_s=GRACE_S, min_workers=min_workers)
+    watchdog = Watchdog(
+        hang_timeout_s=hang_timeout_s,
+        startup_timeout_s=60.0,
+        is_ps=rules.is_ps,
+        chief=tasks[0],
+        state_of=(states or {}).get,
+    )
+    policy = RestartPolicy(max_restarts=max_restarts, window_s=3600.0)
+    specs = map(spec, tasks)
+    return JobState.of(specs, rules, policy=policy, watchdog=watchdog, now_s=0.0)
+
+
+def begun(tasks):
+    """Returns the history of a start: each task is started, and has a process soon."""
+    starts = [Awakening(at_s=0.0, events=(Begin(task=task),)) for task in tasks]
+    came = tuple(Started(task=task, pid=7, at_s=0.25) for task in tasks)
+    return [*starts, Awakening(at_s=0.25, events=came)]
+
+
+def beat(task, at_s, *, step, phase="step", since_s=None):
+    return Beat(
+        task=task,
+        phase=phase,
+        step=step,
+        since_s=at_s if since_s is None else since_s,
+        first_step_s=2.0,
+        at_s=at_s,
+    )
+
+
+def ended(task, at_s, status):
+    return Ended(task=task, status=status, at_s=at_s)
+
+
+def replay(state, *history):
+    """Returns what was decided at each moment, but nothing of the moments without a decision."""
+    decided = [(one.at_s, decide(state, one)) for one in history]
+    return [(at_s, actions) for at_s, actions in decided if actions]
+
+
+STARTS = [(0.0, [Start(spec(task))]) for task in PS_JOB]
+
+
+def test_a_worker_of_a_ps_job_that_is_killed_is_started_again_alone():
+    state = job(PS_JOB, max_restarts=1)
+    decided = replay(
+        state,
+        *begun(PS_JOB),
+        Awakening(at_s=3.0, events=(beat(CHIEF, 3.0, step=40),)),
+        Awakening(at_s=4.0, events=(ended(W1, 4.0, -KILL),)),
+        Awakening(at_s=4.5, events=(Started(task=W1, pid=8, at_s=4.5),)),
+        Awakening(at_s=9.0, events=(ended(CHIEF, 9.0, 0),)),
+        Awakening(at_s=9.5, events=tuple(ended(t, 9.5, -TERM) for t in (W0, W1, PS))),
+    )
+    assert decided[:4] == STARTS
+    said = (
+        "worker-1 failed: killed by SIGKILL, not by the launcher; started again alone, "
+        "restart 1 of 1 within 3600 s: worker-1.restart-1.log"
+    )
+    assert decided[4:] == [
+        (4.0, [KillOne(W1), Say(said), Start(spec(W1, restart=1))]),
+        (9.0, [Signal(W0, TERM), Signal(W1, TERM), Signal(PS, TERM)]),
+    ]
+    assert state.is_over
+    assert state.exit_code == 0
+    (failure,) = state.restarts
+    assert (failure.task, failure.step, failure.at_s) == (W1, 40, 4.0)
+    records = state.tasks[W1].records
+    assert [(r.pid, r.status, r.stopped) for r in records] == [(7, -KILL, False), (8, -TERM, True)]
+
+
+def test_a_restart_budget_that_is_used_up_ends_the_job_by_the_last_failure():
+    state = job(PS_JOB, max_restarts=1)
+    decided = replay(
+        state,
+        *begun(PS_JOB),
+        Awakening(at_s=1.0, events=(ended(W1, 1.0, -KILL),)),
+        Awakening(at_s=1.5, events=(Started(task=W1, pid=8, at_s=1.5),)),
+        Awakening(at_s=3.0, events=(ended(W0, 3.0, 4),)),
+        Awakening(at_s=3.5, events=tuple(ended(t, 3.5, -TERM) for t in (W1, PS, CHIEF))),
+    )
+    at_s, actions = decided[-1]
+    assert at_s == 3.0
+    assert actions == [
+        ShowFailure(W0, "exit code 4"),
+        Say("not started again: the one restart within 3600 s used up"),
+        *(Signal(task, TERM) for task in (CHIEF, W1, PS)),
+    ]
+    assert (state.is_over, state.exit_code, state.verdict.restart) == (True, 4, False)
+
+
+def test_the_first_failure_is_told_from_those_of_its_victims():
+    lost = "UnavailableError: Collective ops is aborted by: Connection reset by peer"
+    state = job(MULTIWORKER_JOB, max_restarts=1)
+    decided = replay(
+        state,
+        *begun(MULTIWORKER_JOB),
+        Awakening(at_s=2.0, events=(beat(W0, 2.0, step=10),)),
+        Awakening(at_s=3.0, events=(Raised(task=W0, exit_code=1, cause=lost, at_s=3.0),)),
+        Awakening(at_s=3.25, events=(ended(W0, 3.25, 1),)),  # of which nobody is named yet
+        Awakening(at_s=3.5, events=(ended(W1, 3.5, -signal.SIGSEGV),)),
+        Awakening(at_s=3.5 + RESTART_GRACE_S),
+        Awakening(at_s=5.0, events=(ended(W2, 5.0, -KILL),)),
+    )
+    assert decided[3:] == [
+        (3.5, [ShowFailure(W1, "killed by SIGSEGV"), Signal(W2, TERM)]),
+        (3.5 + RESTART_GRACE_S, [Signal(W2, KILL)]),
+    ]
+    assert state.failure.step == 10
+    assert (state.is_over, state.exit_code, state.verdict.restart) == (True, 139, True)
+
+
+def test_a_worker_that_hangs_has_its_stacks_printed_and_ends_the_job():
+    state = job(MULTIWORKER_JOB, hang_timeout_s=HANG_S, states=dict.fromkeys(MULTIWORKER_JOB, "S"))
+    beats = [
+        Awakening(
+            at_s=at_s,
+            events=tuple(beat(task, at_s, step=30, since_s=1.0) for task in (W0, W2))
+            + ((beat(W1, at_s, step=29, phase="callback", since_s=1.0),) if at_s < 3 else ()),
+        )
+        for at_s in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    ]
+    decided = replay(
+        state,
+        *begun(MULTIWORKER_JOB),
+        *beats,
+        Awakening(at_s=7.0 + STACKS_S),
+        Awakening(at_s=8.0, events=tuple(ended(t, 8.0, -TERM) for t in MULTIWORKER_JOB)),
+    )
+    cause = (
+        "hangs: does not answer: silent for 4 s (its process sleeps), last heard in a callback "
+        "after 29 steps; worker-0, worker-2 wait for it"
+    )
+    at_s, actions = decided[3]
+    assert at_s == 6.0
+    assert actions[0] == Say(f"worker-1: {cause}; the stacks of worker-1, worker-0, worker-2:")
+    assert actions[1:] == [AskForStacks(task) for task in (W1, W0, W2)]
+    assert decided[4] == (
+        7.0,
+        [
+            ShowFailure(W1, cause, stacks=(W1, W0, W2)),
+            *(Signal(task, TERM) for task in MULTIWORKER_JOB),
+        ],
+    )
+    assert (state.failure.at_s, state.failure.step, state.exit_code) == (2.0, 30, 1)
+
+
+def test_sigterm_lets_the_chief_save_before_its_servers_end():
+    state = job(PS_JOB, max_restarts=3)
+    decided = replay(
+        state,
+        *begun(PS_JOB),
+        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
+        Awakening(at_s=6.0, events=(ended(W1, 6.0, 1),)),  # no failure any more
+        Awakening(at_s=8.0, events=(ended(CHIEF, 8.0, 143),)),
+        Awakening(at_s=8.5, events=(ended(W0, 8.5, -TERM), ended(PS, 8.5, -TERM))),
+    )
+    said = "SIGTERM: ending 4 tasks within 10 s (a second signal kills at once)"
+    assert decided[4:] == [
+        (5.0, [Say(said), Signal(CHIEF, TERM)]),
+        (8.0, [Signal(W0, TERM), Signal(PS, TERM)]),
+    ]
+    assert (state.is_over, state.exit_code, state.failure) == (True, 143, None)
+
+
+def test_a_task_that_is_deaf_is_killed_when_its_grace_is_over():
+    state = job(MULTIWORKER_JOB)
+    decided = replay(
+        state,
+        *begun(MULTIWORKER_JOB),
+        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
+        Awakening(at_s=5.5, events=(ended(W0, 5.5, 143), ended(W1, 5.5, 143))),
+        Awakening(at_s=15.0),
+        Awakening(at_s=15.1, events=(ended(W2, 15.1, -KILL),)),
+    )
+    assert decided[-1] == (15.0, [Say("killed, as still running: worker-2"), Signal(W2, KILL)])
+    assert (state.is_over, state.exit_code) == (True, 143)
+
+
+class Answers:
+    """Gives a job its events, and has its tasks do what was decided at the next moment."""
+
+    def __init__(self, state):
+        self.state, self.now_s, self.coming, self.starts = state, 0.0, [], 0
+
+    def give(self, *events):
+        self.now_s += 0.1
+        was_ending = self.state.is_ending
+        events, self.coming = (*self.coming, *events), []
+        for action in decide(self.state, Awakening(at_s=self.now_s, events=events)):
+            match action:
+                case Start(spec=spec):
+                    assert not was_ending
+                    self.starts += 1
+                    self.coming.append(Started(task=spec.task, pid=7, at_s=self.now_s))
+                case Signal(task=task, signum=signum):
+                    self.coming.append(ended(task, self.now_s, -signum))
+                case KillOne(task=task) if self.state.is_running(task):
+                    self.coming.append(ended(task, self.now_s, -KILL))
+
+    def wait(self):
+        if not self.coming:
+            self.now_s = max(self.now_s, min(self.state.next_s, self.now_s + 1000.0))
+        self.give()
+
+
+WHAT = st.sampled_from([0, 1, 2, 75, -KILL, -signal.SIGABRT, "raised", "step", "wait"])
+
+
+@settings(deadline=None)
+@given(
+    is_ps=st.booleans(),
+    what=st.lists(st.tuples(st.integers(0, 4), WHAT), max_size=12),
+    max_restarts=st.integers(0, 2),
+    min_workers=st.sampled_from([None, 1]),
+)
+def test_whatever_happens_every_process_ends_and_is_reported(
+    is_ps, what, max_restarts, min_workers
+):
+    tasks = (*(PS_JOB if is_ps else MULTIWORKER_JOB), EVALUATOR)
+    state = job(tasks, max_restarts=max_restarts, hang_timeout_s=math.inf, min_workers=min_workers)
+    job_ = Answers(state)
+    for task in tasks:
+        job_.give(Begin(task=task))
+    for index, event in what:
+        task = tasks[index % len(tasks)]
+        if event == "wait":
+            job_.wait()
+        elif event == "step":
+            job_.give(beat(task, job_.now_s, step=index))
+        elif event == "raised":
+            job_.give(Raised(task=task, exit_code=1, cause="ValueError", at_s=job_.now_s))
+        else:
+            job_.give(ended(task, job_.now_s, event))
+    while not state.is_over:
+        job_.give(*([] if state.stop_signal else [StopRequest(signum=TERM)]))
+        job_.wait()
+    assert job_.starts <= len(tasks) + max_restarts
+    assert all(record.status is not None for task in tasks for record in state.tasks[task].records)
+    assert state.exit_code or not state.failure

@@ -1,0 +1,316 @@
+"""Launcher of a host other than 0: starts and ends tasks as told, reports events.
+
+It runs its own program with its own environment and nothing else, whoever tells it: what comes from
+host 0 are the addresses of the job and the names of tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tfdist.cluster import HeldPort, Task, hold_ports
+from tfdist.cluster.ports import replace_taken
+from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
+from tfdist.launch.events import Beat, Ended, Event, Started, StopRequest, task_of
+from tfdist.launch.multihost.connection import Message
+from tfdist.launch.multihost.hosts import Group
+from tfdist.launch.multihost.member import Joining, Member
+from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode, encode_event
+from tfdist.launch.plan import JobDescription, ProcessSpec
+from tfdist.launch.processes import JobProcesses, TaskFactory
+from tfdist.launch.report import signal_name
+from tfdist.launch.screen import JobScreen
+from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.state import RESTART_GRACE_S
+
+LOOK_EVERY_S = 0.5
+
+_STATES_EVERY_S = 1.0
+_SILENT_S = 3.0
+_STACKS_S = 0.2  # until stacks are in a task's output; host 0 waits for them `STACKS_S`
+_GIVE_UP_S = 10.0
+_LOG = re.compile(r"[\w.-]+\.log")
+
+
+class NodeTasks:
+    """This host's tasks of an attempt, started and ended as host 0 says.
+
+    `cause` says why none of them can be started, where that is so; `fd` wakes `wait` up.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        processes: JobProcesses,
+        *,
+        screen: JobScreen,
+        cause: str,
+        fd: int,
+    ) -> None:
+        self._specs = {spec.task: spec for spec in specs}
+        self.processes = processes
+        self._screen = screen
+        self._cause = cause
+        self._fd = fd
+        self._clock = time.monotonic
+        self._running: dict[Task, float] = {}  # and when it last spoke
+        self._states_sent_s = -math.inf
+        self._stacks: dict[Task, float] = {}
+
+    def start(self, task: Task, *, log: str) -> Sequence[Event]:
+        """Start a task; return its end where that cannot be."""
+        now_s = self._clock()
+        if self._cause:
+            return [Ended(task=task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)]
+        if task not in self._specs or not _LOG.fullmatch(log):
+            return []
+        spec = self._specs[task]
+        self._running[task] = now_s
+        try:
+            self.processes.start(dataclasses.replace(spec, log_path=spec.log_path.with_name(log)))
+        except OSError as error:
+            self._running.pop(task)
+            cause = f"cannot be started: {error.strerror or error}"
+            return [Ended(task=task, status=1, at_s=now_s, cause=cause)]
+        return []
+
+    def wait(self) -> Sequence[Event]:
+        """Return what has happened, in time for what is to be told."""
+        due_s = min(self._stacks.values(), default=math.inf) - self._clock()
+        return self.processes.wait(max(0.0, min(LOOK_EVERY_S, due_s)))
+
+    def note(self, event: Event) -> None:
+        """Record what has happened to a task."""
+        match event:
+            case Ended(task=task):
+                self._running.pop(task, None)
+            case Started(task=task) | Beat(task=task):
+                self._running[task] = self._clock()
+            case _:
+                pass
+
+    def execute(self, message: Message) -> None:
+        """Do something with a task that runs."""
+        match message:
+            case {"signal": name, "number": int(number)}:
+                self.processes.signal(task_of(name), signal.Signals(number))
+            case {"stacks": name}:
+                self.processes.ask_for_stacks(task_of(name))
+                self._stacks[task_of(name)] = self._clock() + _STACKS_S
+            case {"kill_alone": name}:
+                self.processes.kill_one(task_of(name))
+            case _:
+                pass
+
+    def report_to(self, member: Member) -> None:
+        """Tell once a second in which state the tasks are, and the stacks that were asked for."""
+        now_s = self._clock()
+        for task in [task for task, due_s in self._stacks.items() if now_s >= due_s]:
+            del self._stacks[task]
+            member.send({"lines": list(self._screen.last_lines(task)), "task": str(task)})
+        if now_s - self._states_sent_s < _STATES_EVERY_S or not self._running:
+            return
+        self._states_sent_s = now_s
+        silent = [task for task, at_s in self._running.items() if now_s - at_s > _SILENT_S]
+        mute = [str(task) for task in silent if not self.processes.can_speak(task)]
+        states = {str(task): self.processes.state_of(task) for task in self._running}
+        member.send({"states": states, "mute": mute})
+
+    def end(self, *, grace_s: float) -> None:
+        """End what still runs: host 0 is lost, or done with it."""
+        self.processes.unwatch(self._fd)
+        for signum, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _GIVE_UP_S)):
+            for task in self._running:
+                self.processes.signal(task, signum)
+            deadline_s = self._clock() + within_s
+            while self._running and (left_s := deadline_s - self._clock()) > 0:
+                for event in self.processes.wait(left_s):
+                    self.note(event)
+        self.processes.finish()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """This host's part of a job, as decided before host 0 is spoken to."""
+
+    job: JobDescription
+    group: Group
+    joining: Joining
+    task_factory: TaskFactory
+    screen: JobScreen
+    signals: SignalPipe
+
+    @property
+    def grace_s(self) -> float:
+        """Return how long tasks have to end by themselves where host 0 is lost."""
+        options = self.job.options
+        return min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+
+
+class Node:
+    """This host's part of a job; `run` returns the exit code of the whole.
+
+    Args:
+      ports: held for its tasks; those that replace one are released with `stack`.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        *,
+        ports: Sequence[HeldPort],
+        stack: contextlib.ExitStack,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._screen = settings.screen
+        self._ports = list(ports)
+        self._hold = partial(hold_ports, host=ports[0].host, among=settings.job.ports)
+        self._stack = stack
+        self._clock = clock
+        self._stop_signal: int | None = None
+        self._here: NodeTasks | None = None
+
+    def run(self) -> int:
+        """Come to host 0, as often as it is lost and the job may be started again."""
+        options = self._settings.job.options
+        while True:
+            member = self._settings.joining.join(
+                within_s=options.startup_timeout_s,
+                wake_fds=[self._settings.signals.fd],
+                is_over=self._is_stop_requested,
+            )
+            if member is None:
+                return exit_code_for(self._stop_signal or signal.SIGTERM)
+            try:
+                code = self._serve(member)
+            finally:
+                member.close()
+                self._end_attempt()
+            if code is not None:
+                return code
+            self._screen.say(
+                f"the launcher of {self._settings.group.hosts[0]} is gone: {member.lost}"
+            )
+            self._screen.flush()
+            if self._stop_signal is not None:
+                return exit_code_for(self._stop_signal)
+            if not options.max_restarts:
+                return EXIT_PEER_MISSING
+
+    def _is_stop_requested(self) -> bool:
+        came = [signum for signum in self._settings.signals.read() if signum in STOP_SIGNALS]
+        if came and self._stop_signal is None:
+            self._stop_signal = came[0]
+        return self._stop_signal is not None
+
+    def _serve(self, member: Member) -> int | None:
+        """Do what host 0 says; return the job's exit code, None if host 0 is lost."""
+        self._say_ready(member)
+        while not member.lost:
+            for event in self._wait(member):
+                self._tell(member, event)
+            member.turn()
+            for message in member.take_messages():
+                if "end" in message:
+                    return self._ended(message)
+                with contextlib.suppress(*NO_SENSE):
+                    self._execute(member, message)
+            if self._here is not None:
+                self._here.report_to(member)
+        return None
+
+    def _ended(self, message: Message) -> int:
+        if why := str(message.get("why", "")):
+            self._screen.say(why)
+        code = message["end"]
+        return code if isinstance(code, int) and 0 <= code < 256 else EXIT_FAILED
+
+    def _wait(self, member: Member) -> Sequence[Event]:
+        """Return what has happened here, after a moment at the latest."""
+        if self._here is not None:
+            return self._here.wait()
+        self._screen.flush()
+        poll = select.poll()
+        for fd in (member.fileno(), self._settings.signals.fd):
+            poll.register(fd, select.POLLIN)
+        poll.poll(LOOK_EVERY_S * 1000)
+        return [StopRequest(signum=s) for s in self._settings.signals.read() if s in STOP_SIGNALS]
+
+    def _tell(self, member: Member, event: Event) -> None:
+        if isinstance(event, StopRequest):
+            self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
+            self._screen.say(f"{_name(event.signum)}: {self._settings.group.hosts[0]} ends the job")
+            member.send({"stop_request": int(event.signum)})
+        elif self._here is not None:
+            self._here.note(event)
+            lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
+            member.send({**encode_event(event, now_s=self._clock()), "lines": lines})
+
+    def _execute(self, member: Member, message: Message) -> None:
+        match message:
+            case {"attempt": attempt}:
+                self._end_attempt()
+                self._begin(member, decode(Attempt, attempt))
+            case {"start": name, "log": str(log)}:
+                if self._here is not None:
+                    for event in self._here.start(task_of(name), log=log):
+                        self._tell(member, event)
+            case {"finish": _}:
+                self._end_attempt()
+                self._say_ready(member)
+            case {"failed": name, "cause": str(cause)}:
+                self._screen.show_failure(task_of(name), cause)
+            case _:
+                if self._here is not None:
+                    self._here.execute(message)
+
+    def _begin(self, member: Member, attempt: Attempt) -> None:
+        """Plan this host's tasks of an attempt, as the whole cluster is known now."""
+        job = dataclasses.replace(self._settings.job, run_dir=Path(attempt.run_dir))
+        number, cluster, tasks = attempt.number, attempt.cluster, attempt.tasks
+        self._screen.forget()
+        self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
+        logs = job.run_dir / "logs" / f"attempt-{number}"
+        specs: Sequence[ProcessSpec] = ()
+        cause = ""
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            specs = job.specs_here(cluster, tasks, attempt=number)
+        except OSError as error:
+            cause = f"{logs}: {error.strerror}"
+        except UsageError as error:
+            cause = str(error)
+        fork_log = logs / f"fork-server-{self._settings.group.rank}.log"
+        self._settings.task_factory.check()
+        processes = self._settings.task_factory.processes(
+            specs, chief=cluster.chief_task, fork_log=fork_log
+        )
+        processes.watch(member.fileno())
+        self._here = NodeTasks(
+            specs, processes, screen=self._screen, cause=cause, fd=member.fileno()
+        )
+        self._screen.announce(f"attempt {number}: {', '.join(map(str, tasks))} in {job.run_dir}")
+
+    def _say_ready(self, member: Member) -> None:
+        self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
+        member.send({"ready": [port.port for port in self._ports]})
+
+    def _end_attempt(self) -> None:
+        here, self._here = self._here, None
+        if here is not None:
+            here.end(grace_s=self._settings.grace_s)
+
+
+def _name(signum: int) -> str:
+    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)

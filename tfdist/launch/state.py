@@ -1,0 +1,278 @@
+"""State of one attempt of a job, and the actions that can be decided on.
+
+The state is its tasks, what was seen of them, and what was decided. Only `decide` in
+`supervisor.py` changes it; it holds no process, screen or clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster import Task
+from tfdist.errors import EXIT_USAGE
+from tfdist.launch.diagnosis import RootCause
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.report import Failure, TaskRecord
+from tfdist.launch.restart_policy import RestartDecision, RestartPolicy
+from tfdist.launch.rundir import restart_log
+from tfdist.launch.signals import exit_code_for
+from tfdist.launch.watchdog import Watchdog
+
+EVALUATOR = Task("evaluator", 0)
+
+RESTART_GRACE_S = 1.0
+"""How long the others may take before a restart: without a peer they wait, deaf, in TensorFlow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
+
+    spec: ProcessSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to a task's whole process group: the job is about to end."""
+
+    task: Task
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillOne:
+    """End one task, and what it has left behind, while the job goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class AskForStacks:
+    """Have a task print its Python stacks; it goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Show lines of the launcher's own."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowFailure:
+    """Show what failed first and its last lines; from now on nothing of other tasks."""
+
+    task: Task
+    cause: str
+    stacks: tuple[Task, ...] = ()
+    """Tasks that have just printed their stacks: their last lines are kept for the report."""
+
+
+Action = Start | Signal | KillOne | AskForStacks | Say | ShowFailure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRules:
+    """What the options of a job say about its supervision.
+
+    Attributes:
+        chief: The task whose end ends a ps job.
+        is_ps: Whether workers and ps serve the chief; a worker may then fail alone.
+        grace_s: How long a task may take to end before it is killed.
+        min_workers: How many workers a ps job needs before its first step; None: all of them.
+    """
+
+    chief: Task
+    is_ps: bool
+    grace_s: float
+    min_workers: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskState:
+    """One task, and the record of each of its processes."""
+
+    spec: ProcessSpec
+    """Of its present process, or the next one."""
+    first_log: Path
+    records: list[TaskRecord]
+    is_running: bool = False
+    """Whether it has a process, or is about to get one."""
+    failed_alone: Failure | None = None
+    """What it is being ended for while the others go on."""
+
+    @classmethod
+    def of(cls, spec: ProcessSpec) -> TaskState:
+        """Return the state of a task that has not been started."""
+        return cls(spec=spec, first_log=spec.log_path, records=[TaskRecord(task=spec.task)])
+
+    def record(self, **changes: Any) -> None:
+        """Change the record of its present process."""
+        self.records[-1] = replace(self.records[-1], **changes)
+
+    def next_process(self) -> Path:
+        """Begin the record of its next process; return where that writes."""
+        task, restart = self.spec.task, len(self.records)
+        self.records.append(TaskRecord(task=task, restart=restart))
+        self.spec = replace(self.spec, log_path=restart_log(self.first_log, restart))
+        return self.spec.log_path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingHang:
+    """A hang that was found, and whose stacks are being printed."""
+
+    failure: Failure
+    stuck: tuple[Task, ...]
+    due_s: float
+    """When they are taken as printed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class JobState:
+    """All that is known of an attempt. Moments are those of the supervisor's clock."""
+
+    rules: JobRules
+    tasks: dict[Task, TaskState]
+    policy: RestartPolicy
+    """Of the job: it counts the restarts of earlier attempts too."""
+    watchdog: Watchdog
+    root_cause: RootCause
+    started_s: float
+    now_s: float
+    """When the supervisor was last awake."""
+
+    step: int | None = None
+    """The last step that any task has reported; None before the training."""
+    first_step_s: float | None = None
+    """When the first step of this attempt was done."""
+    hang: PendingHang | None = None
+    restarts: list[Failure] = field(default_factory=list)
+    """Failures after which a task was started again alone."""
+    lost: list[Failure] = field(default_factory=list)
+    """Failures after which the others went on without the task."""
+
+    is_done: bool = False
+    """Whether the chief has ended as it should."""
+    are_servers_told: bool = False
+    """Whether those that served it were told to end."""
+    straggler_deadline_s: float = math.inf
+
+    failure: Failure | None = None
+    """The root cause of the attempt's failure."""
+    verdict: RestartDecision = field(default_factory=RestartDecision)
+    stop_signal: int | None = None
+    """By which the launcher was asked to stop."""
+
+    is_ending: bool = False
+    """Whether the tasks were told to end."""
+    is_killed: bool = False
+    deadline_s: float = math.inf
+    """When the grace period ends; once killed, when a process that lives on is given up."""
+
+    @classmethod
+    def of(
+        cls,
+        specs: Iterable[ProcessSpec],
+        rules: JobRules,
+        *,
+        policy: RestartPolicy,
+        watchdog: Watchdog,
+        now_s: float,
+    ) -> JobState:
+        """Return the state of an attempt of which no task has been started."""
+        return cls(
+            rules=rules,
+            tasks={spec.task: TaskState.of(spec) for spec in specs},
+            policy=policy,
+            watchdog=watchdog,
+            root_cause=RootCause(patience_s=rules.grace_s),
+            started_s=now_s,
+            now_s=now_s,
+        )
+
+    @property
+    def running(self) -> list[Task]:
+        """Return the tasks that have not ended."""
+        return [task for task, state in self.tasks.items() if state.is_running]
+
+    @property
+    def has_running(self) -> bool:
+        """Return whether any task has not ended."""
+        return any(state.is_running for state in self.tasks.values())
+
+    def is_running(self, task: Task) -> bool:
+        """Return whether a task has been started and has not ended."""
+        known = self.tasks.get(task)
+        return known is not None and known.is_running
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all tasks have ended, or not even SIGKILL ends them."""
+        is_given_up = self.is_killed and self.now_s >= self.deadline_s
+        return is_given_up or not self.has_running
+
+    @property
+    def exit_code(self) -> int:
+        """Return what the attempt ends with."""
+        if self.stop_signal is not None:
+            return exit_code_for(self.stop_signal)
+        return self.failure.exit_code if self.failure else 0
+
+    @property
+    def next_s(self) -> float:
+        """Return when there is something to decide without another event."""
+        if self.is_ending:
+            return self.deadline_s
+        if self.hang is not None:
+            return self.hang.due_s
+        checks_s = (self.root_cause.next_s(), self.watchdog.next_check_s())
+        return min(self.straggler_deadline_s, *checks_s)
+
+    def reached(self, step: int | None) -> None:
+        """Record a step that a task has reached."""
+        if step is not None:
+            self.step = step if self.step is None else max(self.step, step)
+
+    def is_expendable(self, task: Task) -> bool:
+        """Return whether the others can go on without a task, or while it is started again."""
+        return task == EVALUATOR or self.is_ps_worker(task)
+
+    def is_ps_worker(self, task: Task) -> bool:
+        """Return whether a task is a worker of a ps job."""
+        return self.rules.is_ps and task.type == "worker"
+
+    def serves_nobody(self, task: Task) -> bool:
+        """Return whether a task is a worker or ps whose chief has ended as it should."""
+        return self.rules.is_ps and self.is_done and task != EVALUATOR
+
+    def other_workers(self, failed: Container[Task]) -> list[Task]:
+        """Return the workers of a ps job that go on."""
+        return [
+            task
+            for task in self.running
+            if self.is_ps_worker(task)
+            and task not in failed
+            and self.tasks[task].failed_alone is None
+        ]
+
+    def has_enough_without(self, failure: Failure, *, failed: Container[Task]) -> bool:
+        """Return whether enough workers are left.
+
+        A mistake in the program would be made by all, and before the first step any error may be
+        one.
+        """
+        if failure.exit_code == EXIT_USAGE:
+            return False
+        has_begun = self.step is not None
+        if failure.task == EVALUATOR:
+            return has_begun
+        workers = sum(task.type == "worker" for task in self.tasks)
+        needed = 1 if has_begun else self.rules.min_workers or workers
+        return len(self.other_workers(failed)) >= needed

@@ -1,0 +1,279 @@
+"""Blocks of steps: what the training loop and an evaluation share.
+
+A block is what an engine runs in one call. `decide` makes all tasks run the same one, `BlockRunner`
+runs it and reads the model's metrics after it, and `BlockLengthPolicy` says how long the next one
+may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import phases
+from tfdist.checkpoint.preemption import SIGNALS, StopRequests, signal_of
+from tfdist.errors import UsageError
+from tfdist.strategy import Job
+from tfdist.strategy.group import sum_over_tasks
+from tfdist.training.keras_compat import compiled
+from tfdist.training.program import Engine, StepProgram, flat_logs
+
+_BLOCK_S = 1.0
+_GROWTH = 8
+_LENGTH = re.compile(r"expected to contain (\d+) elements? but contained (?:only |at least )?(\d+)")
+_BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
+
+
+class BlockLengthPolicy:
+    """Length of the next step block, by how long the last one took: each takes about a second.
+
+    The first block is one step: nothing is known of its speed, and it traces the program. From
+    there on blocks grow step by step.
+    """
+
+    def __init__(self) -> None:
+        self._longest = 1
+        self._rate: float | None = None
+        self._steps, self._elapsed_s = 0, 0.0
+
+    def steps(self) -> int:
+        """Return how many steps the next block may have."""
+        if self._rate is None:
+            return self._longest
+        return min(max(1, int(self._rate * _BLOCK_S)), self._longest)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether blocks are as long as they are by their speed, and do not grow any more."""
+        return self._rate is not None and self._rate * _BLOCK_S < self._longest
+
+    def note(self, steps: int, *, elapsed_s: float, is_whole: bool = True) -> None:
+        """Take in how many steps were done in so much time.
+
+        What is not a whole block, as steps of another were done too or some were not, tells
+        little of the speed: it counts together with what follows.
+        """
+        if steps >= self._longest:
+            self._longest = steps * _GROWTH
+        self._steps += steps
+        self._elapsed_s += elapsed_s
+        if self._steps and (is_whole or self._elapsed_s >= _BLOCK_S / 2):
+            self._rate = self._steps / max(self._elapsed_s, 1e-6)
+            self._steps, self._elapsed_s = 0, 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Decision before the next block, the same in every task.
+
+    Attributes:
+      last: the block ends before this step, by the chief's clock.
+      stop: a callback of some task has asked to end.
+      signum: the signal by which some task has been asked to stop, None where none has.
+      save: a backup that goes by the clock is due after the block; the chief's.
+      learning_rate: the chief's; NaN where it cannot be set.
+    """
+
+    last: int
+    stop: bool
+    signum: int | None = None
+    save: bool = False
+    learning_rate: float = math.nan
+
+
+def decide(
+    job: Job, mine: Decision, *, requests: StopRequests | None, of: str = "the next block of steps"
+) -> Decision:
+    """Return what is done next, by what each task would do. A collective."""
+    message = np.zeros(4 + len(SIGNALS))
+    if job.is_chief:
+        message[:3] = mine.last, mine.save, mine.learning_rate
+    message[3] = mine.stop
+    if requests is not None:
+        message[4:] = requests.slots()
+    last, save, rate, stop, *slots = sum_over_tasks(job, message, of=of)
+    return Decision(
+        last=int(last),
+        stop=stop > 0,
+        signum=signal_of(slots),
+        save=save > 0,
+        learning_rate=float(rate),
+    )
+
+
+class BlockRunner:
+    """Runs a program of a model block by block, and reads the metrics in between.
+
+    Every training task makes one for each program, and calls it alike.
+
+    Attributes:
+      length: how long the next block may be.
+      logs: what the last step returned, where the program keeps it.
+    """
+
+    def __init__(
+        self, model: keras.Model, job: Job, engine: Engine, program: StepProgram, *, phase: str
+    ) -> None:
+        self.model = model
+        self.job = job
+        self.engine = engine
+        self.program = program
+        self.length = BlockLengthPolicy()
+        self.logs: dict[str, float] = {}
+        self._phase = phase
+        self._has_run = False
+        self._read_metrics: Any = None
+        self._read_updated: Any = None
+
+    def run(self, first: int, last: int, *, looked_at: bool) -> int:
+        """Run the steps ``[first, last)``; return how many of the last ones are still under way.
+
+        None are where somebody looks at the end of the block. Wrong labels and data that end are
+        told in one line.
+        """
+        engine, counts = self.engine, self.program.training
+        # Work that takes long moves on with each block; what hangs does not.
+        phases.enter(self._phase if self._has_run else "trace", step=first if counts else None)
+        start, before = time.perf_counter(), engine.steps_under_way
+        goes_on = self.length.is_known and not looked_at
+        with naming_bad_data():
+            self.logs = engine.run(self.program, first, last, goes_on=goes_on)
+        self._has_run = True
+        elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
+        done = last - first + before - left
+        self.length.note(done, elapsed_s=elapsed_s, is_whole=not before and not left)
+        phases.enter(self._phase, step=last if counts else None)
+        return left
+
+    def finish(self) -> None:
+        """Wait for the steps that are under way; what the last of them says is what counts."""
+        if self.engine.steps_under_way:
+            with naming_bad_data():
+                self.logs = self.engine.finish(self.program)
+
+    def metrics(self, logs: Mapping[str, float]) -> dict[str, Any]:
+        """Return the model's metrics over all replicas. A collective: every task calls it alike.
+
+        As in Keras, `logs` of a step of the user's own win where their names are not those of
+        the model's metrics.
+        """
+        result = self._metrics_result()
+        if not logs or set(logs) == set(result):
+            return result
+        # What a step says of a metric is what its replica, or one worker's last block, has seen.
+        metrics = logs.keys() & result.keys()
+        seen = self._updated() if metrics else set()
+        return {**logs, **{name: result[name] for name in metrics if name in seen}}
+
+    def reset_metrics(self) -> None:
+        """Set every metric to zero, on every replica."""
+        self.model.reset_metrics()
+        self.engine.reset_metrics()
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's learning rate where it can be set, else NaN (a schedule, or none)."""
+        rate = getattr(self.model.optimizer, "_learning_rate", None)
+        inner = getattr(self.model.optimizer, "inner_optimizer", None)
+        rate = getattr(inner, "_learning_rate", rate)
+        return float(rate.numpy()) if isinstance(rate, keras.Variable) else math.nan
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if not math.isnan(value) and np.float32(value) != np.float32(self.learning_rate):
+            self.model.optimizer.learning_rate = value
+
+    def _metrics_result(self) -> dict[str, Any]:
+        self.engine.publish_metrics(self.program)
+        if self._read_metrics is None:
+            with self.job.strategy.scope():
+                self._read_metrics = compiled(self._result_in_graph)
+        result = self._read_metrics()
+        return {name: _python(value) for name, value in result.items()}
+
+    def _updated(self) -> set[str]:
+        """Return the names under which metrics that a step has updated give their results."""
+        if self._read_updated is None:
+            with self.job.strategy.scope():
+                self._read_updated = compiled(self._updated_in_graph)
+        return {name for name, moved in self._read_updated().items() if moved.numpy()}
+
+    def _updated_in_graph(self) -> dict[str, tf.Tensor]:
+        found: dict[str, tf.Tensor] = {}
+        for metric in self.model.metrics:
+            result = metric.result()
+            moved = tf.constant(False)
+            for variable in metric.variables:
+                moved |= keras.ops.any(keras.ops.not_equal(variable, 0))
+            names = flat_logs(result) if isinstance(result, dict) else [metric.name]
+            found |= dict.fromkeys(names, moved)
+        return found
+
+    def _result_in_graph(self) -> dict[str, Any]:
+        results = flat_logs(self.model.get_metrics_result())
+        return {name: tf.convert_to_tensor(result) for name, result in results.items()}
+
+
+@contextlib.contextmanager
+def naming_bad_data() -> Iterator[None]:
+    """Raise UsageError for data that end too soon and for a wrong label, in one line."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        named = _bad_data(error)
+        if named is None:
+            raise
+        raise named from None
+
+
+def _bad_data(error: tf.errors.OpError) -> UsageError | None:
+    """Return what is wrong with the data, None where the error comes from something else."""
+    text = str(error)
+    if isinstance(error, tf.errors.OutOfRangeError):
+        return UsageError(
+            "data",
+            received="a dataset that ended before the step it was asked for",
+            expected="one that gives as many batches each time that it is read",
+            fix="let from_generator make a new iterator each time, as a function does",
+            code="data-ended",
+        )
+    if isinstance(error, tf.errors.FailedPreconditionError) and (found := _LENGTH.search(text)):
+        return UsageError(
+            "data",
+            received=f"a pass over a dataset with {found[2]} batches",
+            expected=f"{found[1]}, its cardinality",
+            fix="delete the files of its cache or snapshot, which a program that stopped early may "
+            "have cut short, or mend tf.data.experimental.assert_cardinality",
+            code="wrong-cardinality",
+        )
+    if isinstance(error, tf.errors.AlreadyExistsError) and "lockfile" in text:
+        return UsageError(
+            "data",
+            received="a file cache that another process writes, or that one left half written",
+            expected="files of its own for each process that reads",
+            fix="give Dataset.cache a name with the task's index in it, or delete its .lockfile",
+            code="shared-cache",
+        )
+    if isinstance(error, tf.errors.InvalidArgumentError) and (found := _BAD_LABEL.search(text)):
+        return UsageError(
+            "labels",
+            received=f"a label of {found[1]}",
+            expected=f"labels in the range {found[2]}",
+            fix="number the classes from 0, or make the last layer as wide as there are",
+            code="label-range",
+        )
+    return None
+
+
+def _python(value: tf.Tensor) -> Any:
+    array = value.numpy()
+    return float(array) if array.ndim == 0 else array

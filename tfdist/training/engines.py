@@ -1,0 +1,315 @@
+"""Engines: what runs blocks of steps under each strategy.
+
+`SynchronousEngine` serves single, mirrored and multiworker; `tfdist.ps` has the engine of a ps job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import (
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+)
+from tensorflow.python.distribute import values_util
+
+from tfdist.data.python_indexed import PythonSource
+from tfdist.data.source import GraphSource
+from tfdist.errors import PeerLost
+from tfdist.strategy import Job, current_job
+from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
+from tfdist.training.agreement import require_same_batches
+from tfdist.training.feed import Part
+from tfdist.training.keras_compat import all_reduce, compiled
+from tfdist.training.program import Engine, StepProgram, run_replica
+from tfdist.training.resume import require_deterministic
+
+_GATHER = "CollectiveGatherV2"
+
+
+def engine_for(job: Job) -> Engine:
+    """Return the engine of the job's strategy."""
+    if job.kind == "ps":
+        from tfdist.ps.engine import ParameterServerEngine
+
+        return ParameterServerEngine(job)
+    return SynchronousEngine(job)
+
+
+class SynchronousEngine:
+    """Runs a block of steps in one compiled call, on all replicas of the group together."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._blocks: dict[StepProgram, Any] = {}
+        self._gathering: dict[StepProgram, bool] = {}
+        self._steps: dict[StepProgram, Callable[..., Any]] = {}
+
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
+        """Run the steps ``[first, last)``. A collective: every task calls it alike."""
+        function = self._blocks.get(program)
+        if function is None:
+            function = self._blocks[program] = self._compile_block(program)
+            if program.exact:
+                traced = function.get_concrete_function(*_arguments(program, first, last))
+                require_deterministic(traced.graph)
+        logs: dict[str, tf.Tensor] = {}
+        for start, end in self._calls(program, first, last):
+            with naming_lost_peer(self._job):
+                logs, rows = function(*_arguments(program, start, end))
+            if not program.feed.direct:
+                program.feed.advanced_to(end)
+                require_same_batches(self._job, program.feed, start, end)
+            if program.recorder is not None:
+                program.recorder.write(start, end, rows)
+        return {name: _scalar(value) for name, value in logs.items()}
+
+    def finish(self, program: StepProgram) -> dict[str, float]:
+        """Do nothing: all are done when `run` returns."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: all are done when `run` returns."""
+
+    @property
+    def steps_under_way(self) -> int:
+        """0, always."""
+        return 0
+
+    def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
+        """Yield each step's outputs, whole on every task. A collective."""
+        function = self._steps.get(program)
+        if function is None:
+            function = self._steps[program] = self._compile_step(program)
+        for step in range(first, last):
+            arguments = [tf.constant(step, tf.int64)]
+            if not program.feed.direct:
+                arguments.append(program.feed.iterator(step))
+            with naming_lost_peer(self._job):
+                locals_ = function(*arguments)
+            if not program.feed.direct:
+                program.feed.advanced_to(step + 1)
+                require_same_batches(self._job, program.feed, step, step + 1)
+            yield self._gathered(locals_)
+
+    def reset_metrics(self) -> None:
+        """Do nothing: the model's own variables hold the metrics."""
+
+    def publish_metrics(self, program: StepProgram) -> None:
+        """Do nothing: the model's own variables hold the metrics."""
+
+    def publish_state(self, program: StepProgram) -> None:
+        """Do nothing: the model's own variables hold all of it."""
+
+    def take_state(self, program: StepProgram) -> None:
+        """Do nothing: the model's own variables hold all of it."""
+
+    def _calls(self, program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Cut a block into calls, in each of which what replicas gather keeps its shape.
+
+        Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
+        mismatch in the collective instance"). Batches by index change at the end of an epoch;
+        those that come ready may change at every step.
+        """
+        if not program.training or not self._gathers(program, first, last):
+            yield first, last
+            return
+        by_index = isinstance(program.feed.source, GraphSource | PythonSource)
+        start = first
+        for step in range(first + 1, last):
+            sizes = {program.feed.plan.span(s).size for s in (step - 1, step)}
+            if len(sizes) > 1 or not by_index:
+                yield start, step
+                start = step
+        yield start, last
+
+    def _gathers(self, program: StepProgram, first: int, last: int) -> bool:
+        """Return True when replicas gather in a step; traces the program."""
+        if program not in self._gathering:
+            found = False
+            if self._job.num_replicas > 1:
+                arguments = _arguments(program, first, last)
+                graph = self._blocks[program].get_concrete_function(*arguments).graph
+                functions = graph.as_graph_def().library.function
+                found = any(n.op == _GATHER for f in functions for n in f.node_def)
+            self._gathering[program] = found
+        return self._gathering[program]
+
+    def _compile_block(self, program: StepProgram) -> Any:
+        @compiled
+        def run_block(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
+            values: list[dict[str, tf.Tensor]] = []
+
+            recorder = program.recorder
+            rows = recorder.rows(last - first) if recorder else []
+
+            def body(step: tf.Tensor, kept: tf.Tensor, *rows: Any) -> tuple[Any, ...]:
+                parts = _parts(program, step, iterator)
+                if recorder:
+                    rows = recorder.noted(rows, step - first, parts)
+                outputs = self._step(program, step, parts)
+                if program.keep_logs:
+                    values[:] = _log_values(outputs)
+                    kept = tf.raw_ops.OptionalFromValue(components=tf.nest.flatten(values))
+                return step + 1, kept, *rows
+
+            # What the step returns is known only once the loop is traced: it travels as a variant.
+            _, kept, *rows = tf.while_loop(
+                lambda step, *_: step < last,
+                body,
+                [first, tf.raw_ops.OptionalNone(), *rows],
+                parallel_iterations=1,
+            )
+            logs = self._reduced_logs(_unpacked(kept, values)) if values else {}
+            return logs, [row.stack() for row in rows]
+
+        return run_block
+
+    def _compile_step(self, program: StepProgram) -> Callable[..., Any]:
+        @compiled
+        def run_step(step: tf.Tensor, iterator: Any = None) -> Any:
+            parts = _parts(program, step, iterator)
+            outputs = self._step(program, step, parts)
+            if not program.feed.may_be_empty:
+                return outputs
+            return [
+                keras.tree.map_structure(partial(without_substitute, count=part.count), output)
+                for output, part in zip(outputs, parts, strict=True)
+            ]
+
+        return run_step
+
+    def _step(self, program: StepProgram, step: tf.Tensor, parts: list[Part]) -> list[Any]:
+        """Run one step on this task's replicas; return each one's outputs."""
+        strategy, outputs = self._job.strategy, {}
+
+        def in_replica() -> None:
+            local = values_util.get_current_replica_id_as_int() or 0
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            outputs[local] = run_replica(
+                program,
+                parts[local],
+                step=step,
+                replica=replica,
+                num_replicas=self._job.num_replicas,
+            )
+
+        strategy.run(in_replica)
+        return [outputs[local] for local in sorted(outputs)]
+
+    def _reduced_logs(self, values: list[dict[str, tf.Tensor]]) -> Any:
+        """Add the last step's logs up over all replicas, so that every task sees the same."""
+        replicas, strategy = self._job.num_replicas, self._job.strategy
+
+        def in_replica() -> Any:
+            local = values_util.get_current_replica_id_as_int() or 0
+            # A copy on the replica's device: a collective goes by where its value is.
+            mine = {n: tf.identity(tf.cast(v, tf.float32)) for n, v in values[local].items()}
+            if replicas == 1:
+                return mine
+            return all_reduce(mine)
+
+        reduced = strategy.run(in_replica)
+        return {n: strategy.experimental_local_results(v)[0] for n, v in reduced.items()}
+
+    def _gathered(self, parts: list[Any]) -> Any:
+        """Join the replicas' outputs of one step, in the order of the examples."""
+        flat = [list(map(convert_to_np_if_not_ragged, keras.tree.flatten(part))) for part in parts]
+        whole = [self._across_tasks(joined(columns)) for columns in zip(*flat, strict=True)]
+        return keras.tree.pack_sequence_as(parts[0], whole)
+
+    def _across_tasks(self, rows: np.ndarray) -> np.ndarray:
+        if self._job.kind != "multiworker":
+            return rows
+        ids, replicas = self._job.replica_ids, self._job.num_replicas
+        counts = np.zeros(replicas, np.int32)
+        counts[ids[0]] = len(rows)
+        counts = sum_over_tasks(self._job, counts, of="the sizes of a step's outputs")
+        whole = np.zeros((int(counts.sum()), *rows.shape[1:]), rows.dtype)
+        start = int(counts[: ids[0]].sum())
+        whole[start : start + len(rows)] = rows
+        return sum_bytes(self._job, whole, of="a step's outputs")
+
+
+def _arguments(program: StepProgram, first: int, last: int) -> list[Any]:
+    bounds = [tf.constant(first, tf.int64), tf.constant(last, tf.int64)]
+    return bounds if program.feed.direct else [*bounds, program.feed.iterator(first)]
+
+
+def _parts(program: StepProgram, step: tf.Tensor, iterator: Any) -> list[Part]:
+    if iterator is None:
+        return list(program.feed.at(step))
+    return [Part(*part) for part in iterator.get_next()]
+
+
+def _log_values(outputs: list[Any]) -> list[dict[str, tf.Tensor]]:
+    return [{name: tf.convert_to_tensor(logs[name]) for name in sorted(logs)} for logs in outputs]
+
+
+def _unpacked(kept: tf.Tensor, like: Any) -> Any:
+    """Take the tensors out of an optional that was made of `like`."""
+    flat = tf.nest.flatten(like)
+    tensors = tf.raw_ops.OptionalGetValue(
+        optional=kept,
+        output_types=[t.dtype for t in flat],
+        output_shapes=[t.shape for t in flat],
+    )
+    return tf.nest.pack_sequence_as(like, tensors)
+
+
+def _scalar(value: tf.Tensor) -> Any:
+    array = value.numpy()
+    return float(array) if array.ndim == 0 else array
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the rows of all parts: an array, and as under Keras ragged where their shapes differ.
+
+    Numbers are stacked. Rows that come ragged or sparse stay so.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if any(isinstance(part, tf.RaggedTensor) for part in parts):
+        return tf.concat(parts, axis=0)
+    arrays = all(isinstance(part, np.ndarray) for part in parts)
+    if arrays and len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts)
+    tensors = [part if tf.is_tensor(part) else tf.convert_to_tensor(part) for part in parts]
+    return convert_to_np_if_not_ragged(potentially_ragged_concat(tensors))
+
+
+def without_substitute(rows: Any, *, count: tf.Tensor) -> Any:
+    """Leave out the example that pads an empty batch fraction; in graph."""
+    return rows[: tf.cast(count > 0, tf.int64) * tf.int64.max]
+
+
+@contextlib.contextmanager
+def naming_a_lost_server() -> Iterator[None]:
+    """Raise PeerLost with the name of a ps that is gone, where TensorFlow says what failed.
+
+    So it is when a model is built, a learning rate or a metric is read, and a checkpoint is made.
+    Around a block, or a function as its decorator.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        job = current_job()
+        if job is None or job.kind != "ps":
+            raise
+        from tfdist.ps.members import Members
+        from tfdist.ps.workers import is_of_the_network
+
+        if not is_of_the_network(error):
+            raise
+        gone = Members.of(job.strategy).missing()
+        if not gone:
+            raise
+        raise PeerLost(f"{gone[0]} does not answer any more") from error
