@@ -10,7 +10,6 @@ import numpy as np
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
-from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import building
@@ -19,6 +18,7 @@ from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, program_of
+from tfdist.training.stop_requests import StopRequested, StopRequests
 
 
 @naming_a_lost_server()
