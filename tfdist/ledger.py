@@ -115,8 +115,8 @@ def _report(proof: Proof, run_dir: str) -> list[str]:
         f"seed {header.seed}, ledger {'full' if ledger.is_full else 'hash'}",
         *map(_attempt_line, ledger.attempts),
     ]
-    if ledger.end < ledger.plan.num_steps:
-        lines.append(f"recorded up to step {ledger.end:,} of {ledger.plan.num_steps:,}")
+    if ledger.end < ledger.header.plan.total_steps:
+        lines.append(f"recorded up to step {ledger.end:,} of {ledger.header.plan.total_steps:,}")
     lines += proof.problems
     lines += [_pass_line(part, header.num_examples) for part in proof.passes if not part.proved]
     lines += [

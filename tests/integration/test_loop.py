@@ -15,9 +15,9 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.checkpoint.preemption import SIGNALS, StopRequests
 from tfdist.training import blocks, fitting
 from tfdist.training.engines import SynchronousEngine
+from tfdist.training.stop_requests import SIGNALS, StopRequests
 
 
 class Engine:

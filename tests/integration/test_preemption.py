@@ -22,8 +22,9 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import phases
-from tfdist.checkpoint import CheckpointStore, preemption
+from tfdist.checkpoint import CheckpointStore
 from tfdist.errors import Stopped
+from tfdist.training import stop_requests
 
 DEADLINE_S = 150
 RNG = np.random.RandomState(0)
@@ -50,7 +51,7 @@ def ask(signum: int) -> None:
     signal.raise_signal(signum)
     heard = threading.Event()
     for _ in range(10_000):
-        if preemption._entered[-1].signum is not None:
+        if stop_requests._entered[-1].signum is not None:
             return
         heard.wait(0.001)
     raise AssertionError("not heard")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -17,6 +19,7 @@ from tfdist.strategy import Job
 from tfdist.training import resume
 from tfdist.training.resume import unfit
 
+EARLIER = Path(__file__).parents[1] / "unit" / "data" / "run" / "checkpoints"
 RNG = np.random.RandomState(0)
 X = RNG.randn(90, 4).astype("float32")
 Y = RNG.randint(0, 3, 90)
@@ -115,6 +118,27 @@ def test_a_finished_run_is_not_run_again(strategies, tmp_path, caplog):
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "come to its end at step" in said
     assert str(tmp_path) in said
+
+
+def test_a_run_of_an_earlier_version_goes_on(strategies, tmp_path):
+    """With the state of its callbacks; the files are from before their modules were joined."""
+    shutil.copytree(EARLIER, tmp_path / "run")
+    x = np.arange(48, dtype="float32").reshape(12, 4) / 48
+    y = np.arange(12, dtype="float32")[:, None] / 12
+    with strategies[1].scope():
+        dense = [keras.layers.Dense(2, activation="relu", name="a"), keras.layers.Dropout(0.5)]
+        last = keras.layers.Dense(1, name="b")
+        model = keras.Sequential([keras.Input((4,)), *dense, last])
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    stopping = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
+    backup = tfdist.BackupAndRestore(tmp_path / "run", best="loss")
+    history = tfdist.fit(
+        model, x, y, batch_size=4, epochs=3, seed=7, verbose=0, callbacks=[backup, stopping]
+    )
+    before = CheckpointStore(EARLIER).read().meta["callbacks"]["History-0"]["history"]["loss"]
+    assert history.history["loss"][:2] == before
+    assert len(history.history["loss"]) == 3
+    assert CheckpointStore(tmp_path / "run").steps() == [6, 9]
 
 
 def test_a_finished_run_can_be_made_longer(strategies, tmp_path):

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +188,11 @@ def test_the_same_seed_gives_the_same_bytes_and_overwrite_keeps_the_old(
     assert old["weights_sha256"] == first["weights_sha256"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--config.precision=mixed_bfloat16", "--config.optimizer=adamw", "--config.clip_norm=1"],
-        ["--config.schedule=cosine", "--config.optimizer=sgd", "--config.model=dense"],
-    ],
-)
-def test_config_lines_reach_the_training(tmp_path: Path, arguments: Sequence[str]) -> None:
-    summary = trained(tmp_path / "run", *SHORT, *arguments)
+def test_config_lines_reach_the_training(tmp_path: Path) -> None:
+    lines = {"precision": "mixed_bfloat16", "optimizer": "adamw", "clip_norm": "1"}
+    lines |= {"schedule": "cosine", "model": "dense"}
+    flags = [f"--config.{name}={value}" for name, value in lines.items()]
+    summary = trained(tmp_path / "run", *SHORT, *flags)
     assert summary["status"] == "done"
     assert summary["steps"] == 21
 
@@ -232,7 +227,6 @@ def test_a_loss_that_is_not_a_number_is_one_line(tmp_path: Path) -> None:
     [
         ("--config.dataset=tfdist_digit", "did you mean 'tfdist_digits'"),
         ("--config.strategy=multiworker", "no cluster in TF_CONFIG"),
-        ("--config.augmentation.std=(1,2)", "received 2 numbers; expected 1"),
     ],
 )
 def test_what_only_data_or_cluster_can_tell_is_one_line_too(

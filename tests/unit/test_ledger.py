@@ -26,7 +26,7 @@ from tfdist.audit.files import (
     read_directory,
     scan,
 )
-from tfdist.audit.merge import ConsumptionPlan, pair_hash
+from tfdist.audit.merge import first_examples, pair_hash
 from tfdist.audit.proof import prove, ranges
 from tfdist.errors import TfdistError, UsageError
 
@@ -52,13 +52,13 @@ def header(**changes):
 
 def record_of(head, first, last, *, task=0, change=None, **about):
     """What task number `task` of `head.num_tasks` records of a range."""
-    plan, width = ConsumptionPlan.of(head), -(-head.global_batch_size // head.num_tasks)
+    firsts, width = first_examples(head.plan), -(-head.global_batch_size // head.num_tasks)
     indices = np.full((last - first, 1, width), -1, np.int64)
     passes = indices.copy()
     for row, step in enumerate(range(first, last)):
-        size = plan.sizes[step]
+        size = firsts[step + 1] - firsts[step]
         low, high = (part * size // head.num_tasks for part in (task, task + 1))
-        positions = plan.firsts[step] + np.arange(low, high)
+        positions = firsts[step] + np.arange(low, high)
         indices[row, 0, : high - low] = order(head, positions)
         passes[row, 0, : high - low] = positions // head.num_examples
     if change is not None:
@@ -306,7 +306,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path_factory, low, steps):
 def test_passes_beyond_the_127th_are_proved_by_their_hashes(tmp_path):
     """A record that ends inside the step in which pass 128 begins: 127 is the most of an int8."""
     longer = {"example_starts": (0, 140 * N)}
-    into = int(np.searchsorted(ConsumptionPlan.of(header(**longer)).firsts, 128 * N))
+    into = int(np.searchsorted(first_examples(header(**longer).plan), 128 * N))
     write(tmp_path, [(0, into), (into, -(-140 * N // BATCH))], mode="hash", **longer)
     proof = proof_of(tmp_path)
     assert proof.proved, proof.problems

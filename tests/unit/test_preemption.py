@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tfdist.checkpoint.preemption import SIGNALS, StopRequests, signal_of
 from tfdist.errors import Stopped
+from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 DEADLINE_S = 60.0
 
@@ -118,7 +118,7 @@ def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process() ->
     """As a save that fails on a full disk: SIGTERM's own answer ends a process without a word."""
     program = """
         import signal, time
-        from tfdist.checkpoint.preemption import StopRequests
+        from tfdist.training.stop_requests import StopRequests
         from tfdist.errors import TfdistError
         with StopRequests() as requests:
             signal.raise_signal(signal.SIGTERM)
@@ -195,7 +195,7 @@ def test_in_another_thread_signals_stay_as_they_are() -> None:
 def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python() -> None:
     program = """
         import hashlib, itertools, os, signal, threading
-        from tfdist.checkpoint.preemption import StopRequests
+        from tfdist.training.stop_requests import StopRequests
         moments = itertools.count()
         requests = StopRequests(clock=lambda: next(moments), end=lambda code: os._exit(7))
         def ask_twice():
@@ -215,7 +215,7 @@ def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python() ->
 def test_a_forked_child_answers_signals_as_before_and_does_not_tell_its_parent() -> None:
     program = """
         import os, signal
-        from tfdist.checkpoint.preemption import StopRequests
+        from tfdist.training.stop_requests import StopRequests
         with StopRequests() as requests:
             child = os.fork()
             if child == 0:

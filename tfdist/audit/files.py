@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.training.epochs import EpochPlan
 
 MODES = ("hash", "full")
 _FORMAT = "tfdist ledger 1"
@@ -67,6 +68,12 @@ class Header:
     seed: int
     global_batch_size: int
     example_starts: tuple[int, ...]
+
+    @property
+    def plan(self) -> EpochPlan:
+        """Steps and examples of the virtual epochs of the run."""
+        batch = self.global_batch_size
+        return EpochPlan.from_boundaries(self.example_starts, global_batch_size=batch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

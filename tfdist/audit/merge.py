@@ -15,9 +15,11 @@ import numpy as np
 
 from tfdist.audit.files import Array, Header, LedgerFile, Record, RecordLocation
 from tfdist.errors import TfdistError
+from tfdist.training.epochs import EpochPlan
 
+SALT = 0x6C65646765722E31
+"""First key of the hash of an example, here and in the graph of a recorded step."""
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_SALT = np.uint64(0x6C65646765722E31)
 _SAME = ("num_examples", "shuffle", "seed", "global_batch_size")
 _OWN = ("task", "threads")  # of a file alone: tasks may be on machines of several kinds
 
@@ -31,37 +33,15 @@ def _mix(values: Array) -> Array:
 def pair_hash(indices: Any, passes: Any) -> Array:
     """Return the hash of each example in its pass, uint64, that ledgers of mode ``hash`` sum up."""
     indices, passes = np.atleast_1d(indices), np.atleast_1d(passes)
-    keys = _mix(_SALT + passes.astype(np.int64).astype(np.uint64) * _GAMMA)
+    keys = _mix(np.uint64(SALT) + passes.astype(np.int64).astype(np.uint64) * _GAMMA)
     return _mix(keys + indices.astype(np.int64).astype(np.uint64) * _GAMMA)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ConsumptionPlan:
-    """Which examples each step consumes, counted over the whole run.
-
-    Attributes:
-      epoch_steps: first step of each virtual epoch, and the end of the last.
-      firsts: first example of each step, and the end of the last ``[steps + 1]``.
-      sizes: examples of each step ``[steps]``.
-    """
-
-    epoch_steps: Array
-    firsts: Array
-    sizes: Array
-
-    @classmethod
-    def of(cls, header: Header) -> ConsumptionPlan:
-        """Return the plan of an attempt."""
-        starts, batch = header.example_starts, header.global_batch_size
-        spans = [np.arange(a, b, batch, dtype=np.int64) for a, b in itertools.pairwise(starts)]
-        firsts = np.concatenate([*spans, np.array(starts[-1:], np.int64)])
-        steps = np.cumsum([0, *(len(span) for span in spans)])
-        return cls(epoch_steps=steps, firsts=firsts, sizes=np.diff(firsts))
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        return len(self.sizes)
+def first_examples(plan: EpochPlan) -> Array:
+    """Return the first example of each step, and the end of the last, int64 ``[steps + 1]``."""
+    epochs, batch = itertools.pairwise(plan.example_starts), plan.global_batch_size
+    spans = [np.arange(first, end, batch, dtype=np.int64) for first, end in epochs]
+    return np.concatenate([*spans, np.array(plan.example_starts[-1:], np.int64)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,12 +81,12 @@ class Merged:
 
     Attributes:
       attempts: oldest first.
-      plan: that of the newest attempt.
+      firsts: first example of each step, and the end of the last, by the newest attempt.
       end: the end of what is recorded.
     """
 
     attempts: tuple[LedgerAttempt, ...]
-    plan: ConsumptionPlan
+    firsts: Array
     end: int
 
     @property
@@ -150,13 +130,13 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
         attempt = _attempt(groups[number], limit=limit)
         limit = min(limit, attempt.first)
         attempts.insert(0, attempt)
-    plan = ConsumptionPlan.of(attempts[-1].header)
+    firsts = first_examples(attempts[-1].header.plan)
     for attempt in attempts:
-        _require_same_run(attempt, attempts[-1], plan)
+        _require_same_run(attempt, attempts[-1], firsts)
     end = max(min(a.last, a.limit) for a in attempts)
     if not end:  # what there is was in flight
         raise TfdistError("ledger: no step is recorded")
-    return Merged(attempts=tuple(attempts), plan=plan, end=end)
+    return Merged(attempts=tuple(attempts), firsts=firsts, end=end)
 
 
 def _attempt(files: Sequence[LedgerFile], *, limit: int) -> LedgerAttempt:
@@ -195,15 +175,15 @@ def _require_one_attempt(files: Sequence[LedgerFile]) -> None:
             )
 
 
-def _require_same_run(attempt: LedgerAttempt, newest: LedgerAttempt, plan: ConsumptionPlan) -> None:
+def _require_same_run(attempt: LedgerAttempt, newest: LedgerAttempt, firsts: Array) -> None:
     mine, theirs = attempt.header, newest.header
     different = [name for name in _SAME if getattr(mine, name) != getattr(theirs, name)]
-    own = ConsumptionPlan.of(mine)
-    last = min(attempt.last, attempt.limit, own.num_steps)
-    if attempt.last > own.num_steps or (
+    own, total_steps = first_examples(mine.plan), mine.plan.total_steps
+    last = min(attempt.last, attempt.limit, total_steps)
+    if attempt.last > total_steps or (
         not different
         and attempt.first < last
-        and not np.array_equal(own.firsts[attempt.first : last], plan.firsts[attempt.first : last])
+        and not np.array_equal(own[attempt.first : last], firsts[attempt.first : last])
     ):
         different.append("the examples of its steps")
     if different:

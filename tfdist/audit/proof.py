@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Tally:
         self._ledger = ledger
         self._num_examples = ledger.header.num_examples
         self._full = ledger.is_full
-        self.total = int(ledger.plan.firsts[ledger.end])
+        self.total = int(ledger.firsts[ledger.end])
         self.num_passes = -(-self.total // self._num_examples)
         self.counts = np.zeros(ledger.end, np.int64)
         self.hashes = np.zeros(ledger.end, np.uint64)
@@ -94,9 +94,10 @@ class Tally:
         if self._strays:
             steps = ranges(sorted(set(self._strays)))
             problems.append(f"steps {steps}: examples or passes that the run does not have")
-        wrong = np.flatnonzero(self.counts != self._ledger.plan.sizes[: self._ledger.end])
+        sizes = np.diff(self._ledger.firsts)
+        wrong = np.flatnonzero(self.counts != sizes[: self._ledger.end])
         if len(wrong):
-            found = f"{self.counts[wrong[0]]} instead of {self._ledger.plan.sizes[wrong[0]]}"
+            found = f"{self.counts[wrong[0]]} instead of {sizes[wrong[0]]}"
             steps = ranges(wrong)
             problems.append(f"steps {steps}: not their number of examples (the first: {found})")
         return problems
@@ -203,7 +204,7 @@ class Tally:
         """The first steps with examples in ``[first, last)`` whose sum is not that of the order."""
         ledger = self._ledger
         found: list[int] = []
-        firsts = ledger.plan.firsts
+        firsts = ledger.firsts
         start = int(np.searchsorted(firsts, first, side="right")) - 1
         for step in range(start, ledger.end):
             if firsts[step] >= last or len(found) == SHOWN:
@@ -315,16 +316,16 @@ def _coverage(ledger: Merged) -> list[str]:
 
 
 def _epochs(ledger: Merged, tally: Tally, passes: Sequence[PassProof]) -> tuple[EpochProof, ...]:
-    plan, proofs = ledger.plan, []
-    for number, first in enumerate(plan.epoch_steps[:-1]):
-        last = min(int(plan.epoch_steps[number + 1]), ledger.end)
+    firsts, all_sizes, proofs = ledger.firsts, np.diff(ledger.firsts), []
+    for number, (first, end) in enumerate(itertools.pairwise(ledger.header.plan.step_starts)):
+        last = min(end, ledger.end)
         if first >= last:
             break
-        steps: Any = slice(int(first), last)
-        sizes, counts = plan.sizes[steps], tally.counts[steps]
+        steps = slice(first, last)
+        sizes, counts = all_sizes[steps], tally.counts[steps]
         touched = range(
-            int(plan.firsts[first]) // ledger.header.num_examples,
-            int(plan.firsts[last] - 1) // ledger.header.num_examples + 1,
+            int(firsts[first]) // ledger.header.num_examples,
+            int(firsts[last] - 1) // ledger.header.num_examples + 1,
         )
         sound = not tally.repeats[steps].any()
         if not ledger.is_full:
@@ -332,7 +333,7 @@ def _epochs(ledger: Merged, tally: Tally, passes: Sequence[PassProof]) -> tuple[
         proofs.append(
             EpochProof(
                 number=number,
-                first=int(first),
+                first=first,
                 last=last,
                 expected=int(sizes.sum()),
                 seen=int(counts.sum()),

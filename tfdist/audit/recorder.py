@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.audit.files import MODES, Header, LedgerWriter, Record, next_attempt
+from tfdist.audit.merge import SALT
 from tfdist.data.draws import mix_tensor, stream
 from tfdist.errors import UsageError, require_one_of
 from tfdist.strategy import Job
@@ -25,9 +26,6 @@ from tfdist.strategy.group import sum_over_tasks
 if TYPE_CHECKING:
     from tfdist.training.inputs import Data
     from tfdist.training.program import StepProgram
-
-_SALT = 0x6C65646765722E31
-"""That of `tfdist.audit.merge.pair_hash`."""
 
 
 class Ledger:
@@ -124,7 +122,7 @@ def _writes(job: Job) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recorder:
-    """The part of a recorded program that is in its graph; see `outputs.ledger.Record`.
+    """The part of a recorded program that is in its graph; see `audit.files.Record`.
 
     Attributes:
       mode: ``full`` or ``hash``.
@@ -202,7 +200,7 @@ def _counts(part: Any) -> tf.Tensor:
 
 
 def _pair_hash(indices: tf.Tensor, passes: tf.Tensor) -> tf.Tensor:
-    return stream(stream(_SALT, passes), indices)
+    return stream(stream(SALT, passes), indices)
 
 
 def _content(part: Any) -> tf.Tensor:

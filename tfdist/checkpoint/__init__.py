@@ -1,4 +1,16 @@
-"""Checkpoints: the store, the callbacks that save and resume, and warm starts."""
+"""Checkpoints: the store, the callbacks that save and resume, and warm starts.
+
+    format            the files of one checkpoint
+    store             the directory of checkpoints, readable after a crash at any moment
+    state             a model as arrays and back, and the configuration it belongs to
+    callback_state    the state of callbacks as JSON
+    backup            `BackupAndRestore`, which saves a run and resumes it
+    best              the direction in which a metric gets better, and its best so far
+    model_checkpoint  `ModelCheckpoint`, and a model saved whole
+    warm_start        weights of another run to begin with
+
+Reading a checkpoint needs no TensorFlow; the callbacks load it when they are named.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +31,6 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    """Reading a checkpoint needs no TensorFlow; the callbacks load it when they are named."""
     if name in _LAZY:
         import importlib
 

@@ -11,8 +11,12 @@ import tensorflow as tf
 from tfdist.data.arrays import ArraySource, is_array
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import Nest, Source
-from tfdist.data.stream import InputFunctionSource, StreamSource
-from tfdist.data.stream_graph import python_operation, takes_from_its_process
+from tfdist.data.stream import (
+    InputFunctionSource,
+    StreamSource,
+    python_operation,
+    takes_from_its_process,
+)
 from tfdist.errors import UsageError
 
 _ACCEPTED = (

@@ -31,6 +31,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
 
+from tfdist.data.stream import captured_resources
 from tfdist.errors import UsageError
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ _LARGE_BYTES = 2**16
 _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
-_PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _CACHES = frozenset({"CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2"})
 _PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
 _PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
@@ -119,32 +119,11 @@ def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     Such are the states of `keras.random.SeedGenerator` and `tf.random.Generator`.
     """
     found: dict[int, tf.Tensor] = {}
-    for handle in _captured(dataset):
+    for handle in captured_resources(dataset):
         dtype = _dtype_of_variable(handle)
         if dtype is not None and dtype.is_integer:
             found[id(handle)] = handle
     return list(found.values())
-
-
-def python_operation(dataset: tf.data.Dataset) -> str | None:
-    """Return the name of an operation of this dataset that runs Python code, or None.
-
-    Such an operation runs only in the process that made it. Looks at the dataset and all it was
-    made from; what it cannot look into counts as free of Python.
-    """
-    for function in _functions_of(dataset):
-        if hasattr(function, "graph"):
-            definition = function.graph.as_graph_def()
-            bodies = [definition.node, *(f.node_def for f in definition.library.function)]
-            for node in itertools.chain.from_iterable(bodies):
-                if node.op in _PYTHON_OPERATIONS:
-                    return str(node.op)
-    return None
-
-
-def takes_from_its_process(dataset: tf.data.Dataset) -> bool:
-    """Whether a function of this dataset uses a variable or a table of the process that made it."""
-    return any(True for _ in _captured(dataset))
 
 
 class _StreamGraph:
@@ -522,7 +501,7 @@ def _resources(dataset: tf.data.Dataset, definition: Any) -> dict[str, tf.Tensor
     inputs = [
         reference for node in definition.node for reference in _resource_arguments(node, definition)
     ]
-    handles = list(_captured(dataset))
+    handles = list(captured_resources(dataset))
     if len(inputs) != len(handles):
         raise _NotMatchedError(f"{len(handles)} captured resources, {len(inputs)} in the graph")
     return {
@@ -549,23 +528,6 @@ def _resource_arguments(node: Any, definition: Any) -> Iterator[str]:
         }
         if made:
             yield reference
-
-
-def _captured(dataset: Any) -> Iterator[tf.Tensor]:
-    """The resources that functions of a dataset capture, those of its inputs first."""
-    for function in _functions_of(dataset):
-        for tensor in getattr(function, "captured_inputs", ()):
-            if tensor.dtype == tf.resource:
-                yield tensor
-
-
-def _functions_of(dataset: Any) -> Iterator[Any]:
-    """The functions of all that a dataset was made from, and then its own."""
-    for parent in getattr(dataset, "_inputs", list)():
-        yield from _functions_of(parent)
-    for wrapper in getattr(dataset, "_functions", list)():
-        if getattr(wrapper, "function", None) is not None:
-            yield wrapper.function
 
 
 def _dtype_of_variable(handle: tf.Tensor) -> tf.DType | None:

@@ -20,12 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import phases
-from tfdist.checkpoint.preemption import SIGNALS, StopRequests, signal_of
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import Engine, StepProgram, flat_logs
+from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 _BLOCK_S = 1.0
 _GROWTH = 8

@@ -9,7 +9,6 @@ import keras
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
-from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.strategy import Job, broadcast
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
@@ -17,6 +16,7 @@ from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, program_of
+from tfdist.training.stop_requests import StopRequested, StopRequests
 
 
 @naming_a_lost_server()

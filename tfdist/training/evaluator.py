@@ -18,7 +18,6 @@ from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.checkpoint.best import less_is_better
 from tfdist.checkpoint.model_checkpoint import save_whole
-from tfdist.checkpoint.preemption import StopRequested, StopRequests
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.errors import EXIT_OK, Stopped, UsageError, near, require_int
 from tfdist.outputs.run_directory import Evaluations
@@ -26,6 +25,7 @@ from tfdist.outputs.tensorboard import ScalarWriter
 from tfdist.strategy import Job
 from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
 from tfdist.training.callbacks import callback_list
+from tfdist.training.stop_requests import StopRequested, StopRequests
 
 if TYPE_CHECKING:
     from tfdist.training.evaluation import Evaluation

@@ -12,7 +12,6 @@ import keras
 
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.preemption import StopRequests
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.errors import require, require_int
 from tfdist.strategy import Job, broadcast
@@ -25,6 +24,7 @@ from tfdist.training.evaluator import evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.loop import RunPlan, TrainLoop
 from tfdist.training.program import Engine, program_of
+from tfdist.training.stop_requests import StopRequests
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger

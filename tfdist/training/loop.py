@@ -18,7 +18,6 @@ import numpy as np
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.preemption import StopRequested, StopRequests, signal_of
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
@@ -32,6 +31,7 @@ from tfdist.training.callbacks import (
     steps_between_calls,
     wants_logs,
 )
+from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger

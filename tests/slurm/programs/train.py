@@ -15,8 +15,8 @@ import keras
 
 from tfdist import train
 from tfdist.app import run
-from tfdist.checkpoint import preemption
 from tfdist.strategy import is_chief
+from tfdist.training import stop_requests
 
 HOLD = Path(os.environ.get("HOLD", "/none"))
 LONGEST_S = 600
@@ -33,7 +33,7 @@ class Held(keras.callbacks.Callback):
         if is_chief() and HOLD.is_file():
             print(f"held after epoch {epoch}", flush=True)
             while HOLD.is_file() and time.monotonic() < deadline_s:
-                if any(requests.signum for requests in preemption._entered):
+                if any(requests.signum for requests in stop_requests._entered):
                     break
                 time.sleep(PAUSE_S)
 
