@@ -44,13 +44,13 @@ def fresh_keras():
 
 @functools.cache
 def _strategies():
-    """Made once a process: collectives of a second one on the same devices would have the same keys."""
+    """Made once a process: collectives of a second one on these devices would have their keys."""
     return {1: tf.distribute.OneDeviceStrategy("/CPU:0"), 2: mirrored(2), 3: mirrored(3)}
 
 
 @pytest.fixture(scope="session")
 def strategies():
-    """The strategies of one process, by the number of replicas; tests/field has this fixture too."""
+    """The strategies of one process, by the number of replicas; for tests/field as well."""
     return _strategies()
 
 
