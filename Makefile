@@ -27,12 +27,13 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 	$(CPU_ONLY) $(PY) -m tfdist.launch --strategy ps --workers 4 --ps 1 $(ARGS)
 
-# Two files side by side: jobs that wait, for a grace to pass or a peer to come, leave the machine to
-# others. Tests that hold how long something takes run after them, alone.
+# Two files side by side where a test is a process that computes. Three of jobs: those that wait, for
+# a grace to pass or a peer to come, leave the machine to others. Tests that hold how long something
+# takes run after them, alone.
 test: setup  ## every test; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
-	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile tests/unit tests/integration tests/field
-	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/multiprocess
+	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/integration tests/field
+	$(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" tests/multiprocess
 	$(CPU_ONLY) $(PY) -m pytest -m alone tests/multiprocess
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)

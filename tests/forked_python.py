@@ -1,15 +1,17 @@
-"""Python programs that are forked from one process, which has imported what they all import.
+"""Programs and jobs that are forked from one process, which has imported what they all import.
 
 They do what they do when a Python is started for them (docs/adr/0011), but for the seconds that it
 takes to import TensorFlow. Programs whose start is what is tested, and those that load TensorFlow
 in a way of their own, are started by `subprocess`.
+
+There is one such process for all workers of a run of the tests (tests/conftest.py); who needs it
+first starts it, and it ends with the run.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
+import fcntl
 import gc
 import importlib
 import json
@@ -21,13 +23,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-IMPORTS = ("tensorflow", "keras", "tensorflow_datasets", "matplotlib.pyplot", "tfdist.app.run")
+FOLDER = "TFDIST_TESTS_FOLDER"
+"""The variable that tells all processes of a run where its server is, and whose run it is."""
+IMPORTS = (
+    "tensorflow",
+    "keras",
+    "tensorflow_datasets",
+    "matplotlib.pyplot",
+    "tfdist.app.run",
+    "tfdist.launch.fork_server",
+)
 ENVIRON = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -56,11 +67,10 @@ class Program:
         stderr: int | IO[Any] = subprocess.DEVNULL,
     ) -> None:
         request = {"argv": argv, "env": {**(env or os.environ)}, "cwd": str(cwd or Path.cwd())}
-        self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, open(os.devnull, "r+b") as nothing:
+        with open(os.devnull, "r+b") as nothing:
             files = [nothing if f == subprocess.DEVNULL else f for f in (stdin, stdout, stderr)]
-            fds = [f if isinstance(f, int) else f.fileno() for f in (theirs, *files)]
-            socket.send_fds(_server(), [json.dumps(request).encode()], fds)
+            fds = [f if isinstance(f, int) else f.fileno() for f in files]
+            self._status = _asked(request, fds)
         self.pid = int(self._status.recv(100))
         self.returncode: int | None = None
 
@@ -109,51 +119,142 @@ def run(
     return subprocess.CompletedProcess(argv, program.wait(), said, errors)
 
 
-@functools.cache
-def _server() -> socket.socket:
-    """The process that imports; it is started with the first program and ends with the tests."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        server = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            env={**os.environ, **ENVIRON},
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-        )
+class SharedTemplate:
+    """What a `ForkTemplate` is to a launcher or a sweep, in front of the server of all tests."""
 
-    def end() -> None:
-        ours.close()
-        server.wait()
+    pid = None
 
-    atexit.register(end)
-    return ours
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Takes what a `ForkTemplate` takes; what is imported is what all tests need."""
+
+    def start(self) -> None:
+        """It is there."""
+
+    def connect(self) -> socket.socket:
+        """Returns a socket to a fork server of its own, which is forked after the imports."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            _asked({}, [theirs.fileno()]).close()
+        return ours
+
+    def close(self) -> None:
+        """It stays for the others."""
 
 
-def _serve(control: socket.socket) -> None:
-    """Forks a program for each request; returns when it has come to its end, in its process."""
+def said() -> str:
+    """What the server has printed."""
+    log = _folder() / "server.log"
+    return log.read_text() if log.exists() else ""
+
+
+@contextlib.contextmanager
+def of_this_run() -> Iterator[None]:
+    """Has this process, and those that it starts, use one server while this lasts."""
+    with tempfile.TemporaryDirectory(prefix="tfdist-tests-") as folder:
+        os.environ[FOLDER] = f"{os.getpid()}:{folder}"
+        yield
+        del os.environ[FOLDER]
+
+
+def _folder() -> Path:
+    return Path(os.environ[FOLDER].partition(":")[2])
+
+
+def _asked(request: dict[str, Any], fds: list[int]) -> socket.socket:
+    """Sends the server a request and files; returns the connection, on which it may answer."""
+    path = str(_folder() / "server")
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(path)
+        except OSError:  # there is none yet, or it has been killed
+            _start(path)
+            connection.connect(path)
+    socket.send_fds(connection, [json.dumps(request).encode()], fds)
+    return connection
+
+
+def _start(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    owner = os.environ[FOLDER].partition(":")[0]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(128)
+        with open(_folder() / "server.log", "ab") as log:
+            server = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno()), owner],
+                env={**environ, **ENVIRON},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,
+            )
+    _started.append(server)  # it ends after this process
+
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def _serve(listener: socket.socket, owner: int) -> None:
+    """Forks what each request asks for; returns when it has come to its end, in its process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever has started the tests
     for name in IMPORTS:
         importlib.import_module(name)
     gc.freeze()
-    sys.stdout.flush()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those who watch have ended
+    signal.signal(signal.SIGCHLD, _reap)
+    until = os.pidfd_open(owner)
     while True:
-        data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 4)
-        if not data:
+        if until in select.select([listener, until], [], [])[0]:
             os._exit(0)
-        if os.fork() == 0:
+        connection, _ = listener.accept()
+        data, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 3)
+        if data and os.fork() == 0:
             break
+        connection.close()
         for fd in fds:
             os.close(fd)
-    control.close()
+    listener.close()
+    os.close(until)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request = json.loads(data)
+    if request:
+        _run(request, connection, fds)
+    else:
+        connection.close()
+        _serve_a_job(socket.socket(fileno=fds[0]))
+
+
+def _reap(*_: object) -> None:
+    """Takes those that have ended, so that what they have used is counted as that of the tests."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _serve_a_job(control: socket.socket) -> None:
+    """Is the fork server of a job, and returns in its tasks."""
+    from tfdist.launch import fork_server
+
+    os.setsid()
+    del sys.path[0]  # as of any fork server; a program's own directory takes its place
+    fork_server.import_once(())
+    fork_server.serve(control)
+
+
+def _run(request: dict[str, Any], connection: socket.socket, fds: list[int]) -> None:
     program = os.fork()
     if program:
-        _watch(program, socket.socket(fileno=fds[0]))
-    for number, fd in enumerate(fds[1:]):
+        _watch(program, connection)
+    connection.close()
+    for number, fd in enumerate(fds):
         os.dup2(fd, number)
     for fd in fds:
         os.close(fd)
-    _become(**json.loads(data))
+    _become(**request)
 
 
 def _watch(program: int, asker: socket.socket) -> None:
@@ -191,4 +292,4 @@ def _become(argv: list[str], env: dict[str, str], cwd: str) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = ""  # and not the directory of this file
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -93,9 +94,8 @@ for _when in ("begin", "end"):
     setattr(Recorder, f"on_epoch_{_when}", _recording(f"on_epoch_{_when}"))
 
 
-@pytest.fixture
-def ranges(monkeypatch):
-    """The ranges of steps that the engine was asked to run."""
+def noted_ranges(patch):
+    """The ranges of steps that the engine is asked to run from now on."""
     seen = []
     run = SynchronousEngine.run
 
@@ -103,24 +103,87 @@ def ranges(monkeypatch):
         seen.append((first, last))
         return run(self, program, first, last, **kwargs)
 
-    monkeypatch.setattr(SynchronousEngine, "run", noting)
+    patch.setattr(SynchronousEngine, "run", noting)
     return seen
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_history_is_that_of_keras(strategies, replicas):
-    ours, theirs = both(strategies[replicas], lambda _: [])
-    assert_same_history(ours.history, theirs.history)
-    assert ours.history.params == theirs.history.params
+@pytest.fixture
+def ranges(monkeypatch):
+    return noted_ranges(monkeypatch)
 
 
-def test_history_survives_evaluate_and_predict(strategies):
-    model = make_model(strategies[1])
-    history = tfdist.fit(model, X, Y, batch_size=BATCH_SIZE, epochs=2, verbose=0)
-    tfdist.evaluate(model, X, Y, verbose=0)
-    tfdist.predict(model, X, verbose=0)
-    assert model.history is history
-    assert len(model.history.history["loss"]) == 2
+FREQUENCIES = (3, 7)  # in steps: at the end of an epoch too, and over it
+
+
+class Run(NamedTuple):
+    """One run of each, with callbacks that leave each other alone; and what they left behind."""
+
+    ours: keras.Model
+    theirs: keras.Model
+    path: Path
+    seen: dict[str, Any]
+    ranges: list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def without_batches(strategies, tmp_path_factory):
+    """A run with callbacks that need no look at each batch."""
+    path = tmp_path_factory.mktemp("without batches")
+
+    def make(whose):
+        saving = keras.callbacks.ModelCheckpoint
+        saves = [
+            saving(path / whose / f"every {f}" / "e{epoch}-b{batch}.keras", save_freq=f)
+            for f in FREQUENCIES
+        ]
+        return [
+            saving(path / whose / "epochs" / "e{epoch}-{val_loss:.2f}.keras"),
+            saving(path / whose / "best" / "e{epoch}.keras", save_best_only=True, mode="max"),
+            keras.callbacks.CSVLogger(path / f"{whose}.csv"),
+            keras.callbacks.TensorBoard(path / whose / "epoch"),
+            *saves,
+        ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        ranges = noted_ranges(patch)
+        ours, theirs = both(strategies[2], make)
+    return Run(ours, theirs, path, {}, ranges)
+
+
+@pytest.fixture(scope="module")
+def with_batches(strategies, tmp_path_factory):
+    """A run with callbacks that look at each batch."""
+    path = tmp_path_factory.mktemp("with batches")
+    seen = {"ours": [], "theirs": []}
+    recorders = {whose: Recorder() for whose in seen}
+
+    def make(whose):
+        told = seen[whose].append
+        return [
+            keras.callbacks.LambdaCallback(
+                on_train_batch_begin=lambda batch, logs: told(("begin", batch)),
+                on_train_batch_end=lambda batch, logs: told((batch, dict(logs))),
+                on_epoch_end=lambda epoch, logs: told(("epoch", epoch)),
+            ),
+            keras.callbacks.TensorBoard(path / whose / "batches", update_freq=2),
+            recorders[whose],
+        ]
+
+    models = both(strategies[3], make)
+    for model, evaluate, predict, recorder in (
+        (models[0], tfdist.evaluate, tfdist.predict, recorders["ours"]),
+        (models[1], keras.Model.evaluate, keras.Model.predict, recorders["theirs"]),
+    ):
+        evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
+        predict(model, X, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
+    found = {f"calls of {whose}": recorder.calls for whose, recorder in recorders.items()}
+    return Run(*models, path, seen | found, [])
+
+
+def test_history_is_that_of_keras(strategies, without_batches):
+    for ours, theirs in (both(strategies[1], lambda _: []), without_batches[:2]):
+        assert_same_history(ours.history, theirs.history)
+        assert ours.history.params == theirs.history.params
 
 
 def test_a_second_fit_goes_on_from_the_first(strategies):
@@ -152,7 +215,7 @@ def _shown(text):
     return found
 
 
-@pytest.mark.parametrize("verbose", [1, 2, "auto"])
+@pytest.mark.parametrize("verbose", [2, "auto"])
 def test_the_progress_bar_shows_what_keras_shows(strategies, capsys, verbose):
     model = make_model(strategies[2])
     tfdist.fit(model, X, Y, **(OPTIONS | {"verbose": verbose}))
@@ -169,12 +232,14 @@ def test_the_progress_bar_shows_what_keras_shows(strategies, capsys, verbose):
         assert one[1] == pytest.approx(other[1], abs=2e-4)
 
 
-def test_verbose_0_prints_nothing(strategies, capsys):
+def test_verbose_0_prints_nothing_and_history_survives_evaluate_and_predict(strategies, capsys):
     model = make_model(strategies[1])
-    tfdist.fit(model, X, Y, **OPTIONS)
+    history = tfdist.fit(model, X, Y, **OPTIONS)
     tfdist.evaluate(model, X, Y, verbose=0)
     tfdist.predict(model, X, verbose=0)
     assert capsys.readouterr().out == ""
+    assert model.history is history
+    assert len(model.history.history["loss"]) == EPOCHS
 
 
 def test_evaluate_and_predict_show_their_progress(strategies, capsys):
@@ -186,14 +251,13 @@ def test_evaluate_and_predict_show_their_progress(strategies, capsys):
     assert f"{STEPS}/{STEPS}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("restore", [True, False])
-def test_early_stopping_decides_as_under_keras(strategies, restore):
+def test_early_stopping_decides_as_under_keras(strategies):
     stoppers = {}
 
     def make(whose):
         # A loss that shall rise: the best epoch is the first.
         stoppers[whose] = keras.callbacks.EarlyStopping(
-            "val_loss", mode="max", patience=2, restore_best_weights=restore
+            "val_loss", mode="max", patience=2, restore_best_weights=True
         )
         return [stoppers[whose]]
 
@@ -272,45 +336,23 @@ def assert_same_files(one, other):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_model_checkpoint_saves_every_epoch(strategies, tmp_path):
-    both(
-        strategies[2],
-        lambda whose: [
-            keras.callbacks.ModelCheckpoint(tmp_path / whose / "e{epoch}-{val_loss:.2f}.keras")
-        ],
-    )
-    assert len(list((tmp_path / "ours").iterdir())) == EPOCHS
-    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+def test_model_checkpoint_saves_every_epoch_and_keeps_the_best(without_batches):
+    ours, theirs = (without_batches.path / whose for whose in ("ours", "theirs"))
+    assert len(list((ours / "epochs").iterdir())) == EPOCHS
+    assert [p.name for p in (ours / "best").iterdir()] == ["e1.keras"]
+    for kind in ("epochs", "best"):
+        assert_same_files(ours / kind, theirs / kind)
 
 
-def test_model_checkpoint_keeps_the_best(strategies, tmp_path):
-    both(
-        strategies[3],
-        lambda whose: [
-            keras.callbacks.ModelCheckpoint(
-                tmp_path / whose / "e{epoch}.keras", save_best_only=True, mode="max"
-            )
-        ],
-    )
-    assert [p.name for p in (tmp_path / "ours").iterdir()] == ["e1.keras"]
-    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-
-
-@pytest.mark.parametrize("save_freq", [3, 5, 7])
-def test_model_checkpoint_saves_every_so_many_batches(strategies, tmp_path, ranges, save_freq):
-    both(
-        strategies[2],
-        lambda whose: [
-            keras.callbacks.ModelCheckpoint(
-                tmp_path / whose / "e{epoch}-b{batch}-{loss:.3f}.keras", save_freq=save_freq
-            )
-        ],
-        validation_data=None,
-    )
-    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
-    steps = {iterations for iterations, _ in _saved(tmp_path / "ours").values()}
-    assert steps == set(range(save_freq, EPOCHS * STEPS + 1, save_freq))
-    assert len(ranges) < EPOCHS * STEPS  # and does not ask for every batch
+def test_model_checkpoint_saves_every_so_many_batches(without_batches):
+    ours, theirs = (without_batches.path / whose for whose in ("ours", "theirs"))
+    for frequency in FREQUENCIES:
+        kind = f"every {frequency}"
+        assert_same_files(ours / kind, theirs / kind)
+        steps = {iterations for iterations, _ in _saved(ours / kind).values()}
+        assert steps == set(range(frequency, EPOCHS * STEPS + 1, frequency))
+    trained = [last - first for first, last in without_batches.ranges]
+    assert max(trained) > 1  # and do not ask for every batch
 
 
 def test_model_checkpoint_counts_batches_over_virtual_epochs_of_unequal_steps(strategies, tmp_path):
@@ -324,10 +366,9 @@ def test_model_checkpoint_counts_batches_over_virtual_epochs_of_unequal_steps(st
     assert {iterations for iterations, _ in _saved(tmp_path).values()} == {7}
 
 
-def test_csv_logger_writes_what_keras_writes(strategies, tmp_path):
-    both(strategies[2], lambda whose: [keras.callbacks.CSVLogger(tmp_path / f"{whose}.csv")])
+def test_csv_logger_writes_what_keras_writes(without_batches):
     ours, theirs = (
-        list(csv.DictReader((tmp_path / f"{whose}.csv").read_text().splitlines()))
+        list(csv.DictReader((without_batches.path / f"{whose}.csv").read_text().splitlines()))
         for whose in ("ours", "theirs")
     )
     assert list(ours[0]) == list(theirs[0])
@@ -351,16 +392,13 @@ def _scalars(directory):
     return found
 
 
-@pytest.mark.parametrize("update_freq", ["epoch", 2, "batch"])
-def test_tensorboard_writes_what_keras_writes(strategies, tmp_path, update_freq):
-    both(
-        strategies[2],
-        lambda whose: [keras.callbacks.TensorBoard(tmp_path / whose, update_freq=update_freq)],
-    )
-    ours, theirs = _scalars(tmp_path / "ours"), _scalars(tmp_path / "theirs")
+@pytest.mark.parametrize("board", ["epoch", "batches"])
+def test_tensorboard_writes_what_keras_writes(without_batches, with_batches, board):
+    path = (without_batches if board == "epoch" else with_batches).path
+    ours, theirs = (_scalars(path / whose / board) for whose in ("ours", "theirs"))
     assert ("train", "epoch_loss") in ours
     assert ("validation", "epoch_loss") in ours
-    assert (("train", "batch_loss") in ours) == (update_freq != "epoch")
+    assert (("train", "batch_loss") in ours) == (board != "epoch")
     assert set(ours) == set(theirs)
     for tag, points in ours.items():
         steps, values = zip(*points, strict=True)
@@ -402,20 +440,8 @@ def test_terminate_on_nan_can_raise(strategies):
         tfdist.fit(make_model(strategies[2]), X, y, **OPTIONS, callbacks=[stopper])
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_lambda_callback_sees_every_batch(strategies, replicas):
-    seen = {"ours": [], "theirs": []}
-
-    def make(whose):
-        return [
-            keras.callbacks.LambdaCallback(
-                on_train_batch_begin=lambda batch, logs: seen[whose].append(("begin", batch)),
-                on_train_batch_end=lambda batch, logs: seen[whose].append((batch, dict(logs))),
-                on_epoch_end=lambda epoch, logs: seen[whose].append(("epoch", epoch)),
-            )
-        ]
-
-    both(strategies[replicas], make)
+def test_lambda_callback_sees_every_batch(with_batches):
+    seen = with_batches.seen
     assert len(seen["ours"]) == EPOCHS * (2 * STEPS + 1)
     for one, other in zip(seen["ours"], seen["theirs"], strict=True):
         assert one[0] == other[0]
@@ -426,22 +452,8 @@ def test_lambda_callback_sees_every_batch(strategies, replicas):
             assert one == other
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_callback_with_every_hook_gets_the_calls_of_keras(strategies, replicas):
-    recorders = {}
-
-    def make(whose):
-        recorders[whose] = Recorder()
-        return [recorders[whose]]
-
-    models = both(strategies[replicas], make)
-    for model, evaluate, predict, recorder in (
-        (models[0], tfdist.evaluate, tfdist.predict, recorders["ours"]),
-        (models[1], keras.Model.evaluate, keras.Model.predict, recorders["theirs"]),
-    ):
-        evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
-        predict(model, X, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
-    ours, theirs = recorders["ours"].calls, recorders["theirs"].calls
+def test_a_callback_with_every_hook_gets_the_calls_of_keras(with_batches):
+    ours, theirs = (with_batches.seen[f"calls of {whose}"] for whose in ("ours", "theirs"))
     assert [call[:-1] for call in ours] == [call[:-1] for call in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert list(one[-1]) == list(other[-1]), one[0]

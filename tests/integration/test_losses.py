@@ -33,14 +33,13 @@ def trained(strategy, make, x, y=None, *, batch_size=8, epochs=2, **fit):
     return model, tfdist.fit(model, x, y, **options).history
 
 
-def require_equal(strategies, make, x, y=None, *, replicas=(2, 3), **fit):
+def require_equal(strategies, make, x, y=None, *, replicas=3, **fit):
     """Trains on one device and on several replicas; returns what one device made of it."""
     one, one_logs = trained(strategies[1], make, x, y, **fit)
-    for number in replicas:
-        many, many_logs = trained(strategies[number], make, x, y, **fit)
-        assert difference(one, many) < 1e-6
-        for name, values in one_logs.items():
-            np.testing.assert_allclose(many_logs[name], values, rtol=1e-5, err_msg=name)
+    many, many_logs = trained(strategies[replicas], make, x, y, **fit)
+    assert difference(one, many) < 1e-6
+    for name, values in one_logs.items():
+        np.testing.assert_allclose(many_logs[name], values, rtol=1e-5, err_msg=name)
     return one, one_logs
 
 
@@ -66,14 +65,13 @@ def tagger(**loss):
     return make
 
 
-@pytest.mark.parametrize("loss", [{}, {"reduction": "mean_with_sample_weight"}])
-@pytest.mark.parametrize("examples", [60, 41])
-def test_masked_losses_equal_one_device(strategies, loss, examples):
-    # 41 examples in batches of 4: the last step has one example for three replicas.
-    x, y = TOKENS[:examples], NEXT[:examples]
-    batch_size = 8 if examples == 60 else 4
+# In batches of 4, the last step has one example for three replicas; in batches of 8, two replicas
+# have as many examples as each other at every step.
+@pytest.mark.parametrize(("examples", "batch_size", "replicas"), [(41, 4, 3), (48, 8, 2)])
+def test_masked_losses_equal_one_device(strategies, examples, batch_size, replicas):
     data = {"validation_data": (TOKENS[:17], NEXT[:17]), "batch_size": batch_size}
-    require_equal(strategies, tagger(**loss), x, y, **data)
+    x, y = TOKENS[:examples], NEXT[:examples]
+    require_equal(strategies, tagger(), x, y, replicas=replicas, **data)
 
 
 @pytest.mark.parametrize("loss", [{}, {"reduction": "mean_with_sample_weight"}])
@@ -167,16 +165,20 @@ class SummedAndMeant(SummedByTheTape):
         return {"mine": self.tracker.result()}
 
 
+# A last batch of 1, and one of 8 like all.
+UNEVEN, EVEN = (57, 3), (48, 2)
+
+
 @pytest.mark.parametrize("kind", [SummedByTheTape, SummedAndMeant])
-@pytest.mark.parametrize("examples", [57, 48])  # a last batch of 1, and one of 8 like all
-def test_a_loss_per_example_is_a_sum(strategies, kind, examples):
+@pytest.mark.parametrize(("examples", "replicas"), [UNEVEN, EVEN])
+def test_a_loss_per_example_is_a_sum(strategies, kind, examples, replicas):
     def make():
         model = kind([keras.Input((6,)), keras.layers.Dense(1)])
         model.tracker = keras.metrics.Mean(name="mine")
         model.compile(keras.optimizers.SGD(0.001))
         return model
 
-    require_equal(strategies, make, X[:examples], Y[:examples])
+    require_equal(strategies, make, X[:examples], Y[:examples], replicas=replicas)
 
 
 class PerExample(keras.layers.Layer):
@@ -187,16 +189,18 @@ class PerExample(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("examples", [57, 48])
-@pytest.mark.parametrize("loss", ["mse", None])
-def test_a_vector_of_add_loss_is_a_sum(strategies, examples, loss):
+@pytest.mark.parametrize(
+    ("examples", "replicas", "loss"), [(*UNEVEN, "mse"), (*UNEVEN, None), (*EVEN, "mse")]
+)
+def test_a_vector_of_add_loss_is_a_sum(strategies, examples, replicas, loss):
     def make():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), PerExample()])
         model.compile(keras.optimizers.SGD(0.001), loss)
         return model
 
     x, y = X[:examples], Y[:examples]
-    require_equal(strategies, make, x, y, validation_data=(x[:20], y[:20]))
+    data = {"validation_data": (x[:20], y[:20])}
+    require_equal(strategies, make, x, y, replicas=replicas, **data)
 
 
 class TwoMeans(keras.layers.Layer):
@@ -213,8 +217,8 @@ def test_several_means_in_one_tensor_are_means_and_warned_of_once(strategies, ca
 
     losses._warn.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
-        require_equal(strategies, make, X, Y, replicas=(2,))
-        require_equal(strategies, make, X, Y, replicas=(2,))
+        require_equal(strategies, make, X, Y, replicas=2)
+        trained(strategies[2], make, X, Y)
     told = [record.message for record in caplog.records if record.name.startswith("tfdist")]
     assert len(told) == 1
     assert told[0].startswith("add_loss of shape (2,) on 2 replicas")
@@ -292,13 +296,16 @@ def with_activities(*, shared=False):
     return model
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_activity_regularizers_and_synchronized_statistics_equal_one_device(strategies, shared):
+@pytest.mark.parametrize(("shared", "replicas"), [(False, 2), (True, 3)])
+def test_activity_regularizers_and_synchronized_statistics_equal_one_device(
+    strategies, shared, replicas
+):
     def make():
         return with_activities(shared=shared)
 
     x, y = X[:57], Y[:57]
-    require_equal(strategies, make, x, y, validation_data=(x[:20], y[:20]))
+    data = {"validation_data": (x[:20], y[:20])}
+    require_equal(strategies, make, x, y, replicas=replicas, **data)
 
 
 class AddsItsSquares(keras.layers.Layer):
@@ -349,7 +356,7 @@ def test_losses_read_in_a_step_are_those_of_the_replica(strategies, kind):
         return model
 
     # Even shares: a mean by hand gets its weight after gradients have met in the statistics.
-    require_equal(strategies, make, X, Y, replicas=(2,))
+    require_equal(strategies, make, X, Y, replicas=2)
 
 
 def test_a_step_leaves_no_losses_of_its_graph_behind(strategies):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -29,32 +27,10 @@ def no_global_seed(monkeypatch):
     monkeypatch.setattr(context.context(), "_seed", None)
 
 
-@pytest.fixture
-def busy_machine():
-    """Processes that keep the cores busy: threads then stop at any place."""
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
-    yield
-    for hog in hogs:
-        hog.kill()
-        hog.wait()
-
-
-def numbers():
-    return tf.data.Dataset.range(256).batch(64).prefetch(4).cache()
-
-
-def test_tensorflow_still_cuts_the_cache_above_a_prefetch_and_a_reading_does_not(busy_machine):
-    """The first half fails on the day that prefetches need not be left out any more."""
-    for _ in range(5000):
-        cut = numbers()
-        next(iter(cut))
-        if len(values(cut)) < 4:
-            break
-    else:
-        pytest.fail("no cache was cut in 5,000 tries")
-    assert len(values(read(cut, Reading()))) == 4
+def test_a_reading_that_was_dropped_leaves_its_cache_whole():
+    """TensorFlow cuts it, on a busy machine above all: see tests/stress/cached_streams.py."""
     for _ in range(40):
-        dataset = numbers()
+        dataset = tf.data.Dataset.range(256).batch(64).prefetch(4).cache()
         next(iter(read(dataset, Reading())))
         assert len(values(read(dataset, Reading()))) == 4
 

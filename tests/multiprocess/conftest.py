@@ -10,33 +10,14 @@ import textwrap
 
 import pytest
 
-from tests.multiprocess import warm
+from tests import forked_python
 from tests.multiprocess.jobs import LAUNCH, ROOT, Job, default_signals, take_terminal
-
-LONGEST_FIRST = (
-    *("test_training", "test_tune_hosts", "test_ps_job", "test_tune", "test_deadlocks"),
-    *("test_worker_pool", "test_tune_python", "test_evaluator", "test_placement", "test_hangs"),
-    *("test_preemption", "test_ledger_jobs", "test_train_program", "test_ring", "test_resized"),
-)
-"""Files whose tests take long, so that of two files at once none is left for the end."""
-
-
-def pytest_collection_modifyitems(items):
-    """Puts the files that take longest first; the order within a file stays."""
-    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-
-
-def pytest_sessionstart():
-    """The fork server is to hear a Ctrl-C, and who is forked, whatever has started the tests."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _what_the_fork_server_said():
     yield
-    print(warm.said(), end="")
+    print(forked_python.said(), end="")
 
 
 @pytest.fixture

@@ -42,8 +42,10 @@ def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path: Path
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_ps_job_that_is_asked_to_stop_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    job = ps_job(tmp_path)
+def test_a_ps_job_that_was_stopped_goes_on_and_then_by_itself_when_ps_and_chief_die(
+    tmp_path: Path,
+) -> None:
+    job = ps_job(tmp_path, "--max_restarts=2")
     job.trained_beyond(0)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 143, job.logs()
@@ -52,32 +54,24 @@ def test_a_ps_job_that_is_asked_to_stop_saves_and_the_same_command_goes_on(tmp_p
     stopped = summary_of(tmp_path)
     assert stopped["status"] == "stopped"
     assert said == f"SIGTERM at step {stopped['steps']}, state saved", job.logs()
-    assert 0 < stopped["steps"] < STEPS
+    saved = stopped["steps"]
+    assert 0 < saved < STEPS
 
-    job = ps_job(tmp_path)
-    assert job.end() == 0, job.logs()
-    summary = summary_of(tmp_path)
-    assert (summary["status"], summary["steps"]) == ("done", STEPS)
-    assert summary["resumed_from_step"] == stopped["steps"], job.logs()
-    assert sum(summary["worker_steps"].values()) == STEPS - stopped["steps"]
-
-
-@pytest.mark.timeout(2 * DEADLINE_S)
-def test_a_ps_and_then_the_chief_die_and_the_job_goes_on_by_itself(tmp_path: Path) -> None:
     job = ps_job(tmp_path, "--max_restarts=2")
-    saved = 0
-    for attempt, victim in ((1, "ps-0"), (2, "chief-0")):
+    for restart, victim in ((1, "ps-0"), (2, "chief-0")):
         job.trained_beyond(saved)
         saved = max(job.saved_steps())
         job.kill(victim)
-        job.until(lambda attempt=attempt: f"again as attempt {attempt + 1}" in "".join(job.said))
+        job.until(lambda n=restart: f"(restart {n} of 2 within" in "".join(job.said))
     assert job.end() == 0, job.logs()
-    attempts = report(tmp_path)["attempts"]
+    first, *attempts = report(tmp_path)["attempts"]
+    assert first["first_failure"] is None
     failures = [a["first_failure"] and a["first_failure"]["task"] for a in attempts]
     assert failures == ["ps-0", "chief-0", None], job.logs()
     summary = summary_of(tmp_path)
     assert (summary["status"], summary["steps"]) == ("done", STEPS)
-    assert summary["resumed_from_step"] >= saved, job.logs()
+    assert summary["resumed_from_step"] >= saved > stopped["steps"], job.logs()
+    assert sum(summary["worker_steps"].values()) == STEPS - summary["resumed_from_step"]
     pids = {task["pid"] for attempt in attempts for task in attempt["tasks"]}
     assert len(pids) == 3 * 4
     assert {proc_state(pid) for pid in pids} <= {None, "Z"}, "outlives the job"

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from tests import forked_python
-from tests.multiprocess import warm
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
@@ -217,8 +216,23 @@ def until(true: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> None:
         select.select([], [], [], 0.05)
 
 
+TUNE = """
+import sys
+from tests.forked_python import SharedTemplate
+from tfdist.tune import main
+from tfdist.tuning import sweep_run
+sweep_run.ForkTemplate = SharedTemplate
+sys.exit(main())
+"""
+
+
 class Sweep:
-    """`tfdist.tune` on the digits, three trials of 225 steps and more, a backup at every fifth."""
+    """`tfdist.tune` on the digits, three trials of 225 steps and more, a backup at every fifth.
+
+    Its trials are forked from the process that has imported for all tests.
+    """
+
+    program: tuple[str, ...] = ("-c", TUNE)
 
     FLAGS = (
         *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--seed", "5"),
@@ -233,7 +247,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def started(self) -> Iterator[forked_python.Program]:
-        program = ("-m", "tfdist.tune", "--sweep_dir", str(self.path), *self.flags)
+        program = (*self.program, "--sweep_dir", str(self.path), *self.flags)
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         with open(self.log, "ab") as log:
             chief = forked_python.Program(*program, env=env, stdout=log, stderr=log)
@@ -256,19 +270,11 @@ def weights(sweep_dir: Path) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    """An undisturbed sweep."""
-    sweep = Sweep(tmp_path_factory.mktemp("undisturbed") / "whole")
-    with sweep.started() as chief:
-        assert chief.wait(SWEEP_DEADLINE_S) == 0, sweep.log.read_text()
-    return sweep
-
-
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
-    whole: Sweep, tmp_path: Path
-) -> None:
+def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+    whole = Sweep(tmp_path / "whole")
+    with whole.started() as chief:
+        assert chief.wait(SWEEP_DEADLINE_S) == 0, whole.log.read_text()
     torn = Sweep(tmp_path / "torn")
     checkpoints = torn.path / "trials" / "1" / "checkpoints"
     with torn.started() as chief:
@@ -284,32 +290,11 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
     assert weights(torn.path) == weights(whole.path)
 
 
-@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_trial_goes_on_at_its_exact_step_with_another_runner(
-    whole: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", "a secret that nobody must see")
-    address = free_address()
-    torn = Sweep(tmp_path / "torn", "--serve", address, "--parallel_trials", "0", trials=2)
-    first, second = (Sweep(torn.path, "--join", address, trials=2) for _ in range(2))
-    first.log, second.log = tmp_path / "first.log", tmp_path / "second.log"
-    checkpoints = torn.path / "trials" / "0" / "checkpoints"
-    with torn.started() as chief, contextlib.ExitStack() as stack:
-        with first.started() as runner:
-            until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
-            runner.send_signal(signal.SIGKILL)
-        other = stack.enter_context(second.started())
-        assert chief.wait(SWEEP_DEADLINE_S) == 0
-        assert other.wait(SWEEP_DEADLINE_S) == 0
-    assert weights(torn.path) == weights(whole.path)[:2]
-    summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
-    assert summary["resumed_from_step"], "it was not torn"
-
-
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
 def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Path) -> None:
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
     sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best", trials=2)
+    sweep.program = ("-m", "tfdist.tune")  # with imports of its own
     with sweep.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
     state = sweep.state()
@@ -327,43 +312,3 @@ def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Pa
     assert {path.name for path in (sweep.path / "tensorboard").iterdir()} == {
         *("experiment", "0", "1")
     }
-
-
-TRAIN = ("-m", "tfdist.train", "--config.total_examples=28800", "--config.checkpoints=10")
-
-
-@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_run_cut_at_a_budget_ends_with_the_weights_of_one_run_through(tmp_path: Path) -> None:
-    runner = LauncherRunner(
-        program=(*TRAIN, "--config.seed=3"),
-        launch_flags=("--strategy", "single", "--start", "fork"),
-        gpus=(),
-        places=1,
-        environ={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        timeout_s=SWEEP_DEADLINE_S,
-        warm=warm.server(),
-    )
-
-    def run(name: str, *, budget: int | None = None) -> tuple[Completed, dict[str, Any]]:
-        goal = Goal(objective="val_accuracy", direction="max", until=budget)
-        job = TrialJob(run_dir=tmp_path / name, flags=(), goal=goal)
-        running, outcomes = runner.start(job), list[Outcome]()
-
-        def ended() -> bool:
-            runner.wait([running], 0.1)
-            outcome = running.poll()
-            outcomes.extend([outcome] if outcome else [])
-            return bool(outcomes)
-
-        until(ended, deadline_s=SWEEP_DEADLINE_S)
-        assert isinstance(outcomes[0], Completed)
-        return outcomes[0], RunDirectory(job.run_dir).read_summary() or {}
-
-    first, _ = run("cut", budget=1)
-    last, cut = run("cut")
-    through, whole = run("whole")
-    assert [line["virtual_epoch"] for line in first.history] == [1]
-    assert cut["resumed_from_step"], "it was not cut"
-    assert last.history == through.history
-    assert cut["weights_sha256"] == whole["weights_sha256"]
-    assert cut["state_sha256"] == whole["state_sha256"]

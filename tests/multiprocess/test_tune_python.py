@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.test_tune import free_address, until, weights
+from tests import forked_python
+from tests.multiprocess.test_tune import until, weights
+from tests.multiprocess.test_tune_hosts import free_address
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning.journal import fold, read
 
@@ -28,18 +28,9 @@ ENVIRON = {
 }
 
 
-def command(path: Path, *args: str) -> list[str]:
-    return [sys.executable, str(PROGRAM), str(path), *args]
-
-
 def run(tmp_path: Path, *args: str, **variables: str) -> str:
-    done = subprocess.run(
-        command(tmp_path, *args),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**ENVIRON, **variables},
-    )
+    program, env = (str(PROGRAM), str(tmp_path), *args), {**ENVIRON, **variables}
+    done = forked_python.run(*program, timeout=DEADLINE_S, env=env)
     print(done.stdout, done.stderr)
     for path in sorted(tmp_path.rglob("*.log")):
         print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
@@ -84,7 +75,8 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
         (path / "killed").touch()  # no task is to be killed
     (torn / "hold").touch()
     with open(tmp_path / "chief.log", "w") as log:
-        chief = subprocess.Popen(command(torn, "single", "1"), env=ENVIRON, stdout=log, stderr=log)
+        program = (str(PROGRAM), str(torn), "single", "1")
+        chief = forked_python.Program(*program, env=ENVIRON, stdout=log, stderr=log)
     try:
         until(lambda: (torn / "held").exists(), deadline_s=DEADLINE_S)
     finally:
@@ -102,12 +94,9 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
 
     address, token = free_address(), {"TFDIST_RENDEZVOUS_TOKEN": "a secret that nobody sees"}
     with open(tmp_path / "runner.log", "w") as log:
-        runner = subprocess.Popen(
-            command(served, "single", "1"),
-            env={**ENVIRON, **token, "JOIN": address},
-            stdout=log,
-            stderr=log,
-        )
+        program = (str(PROGRAM), str(served), "single", "1")
+        env = {**ENVIRON, **token, "JOIN": address}
+        runner = forked_python.Program(*program, env=env, stdout=log, stderr=log)
     try:
         run(served, "single", "1", SERVE=address, **token)
         assert runner.wait(DEADLINE_S) == 0

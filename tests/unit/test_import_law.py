@@ -44,7 +44,12 @@ MAY_IMPORT = {
     },
 }
 # Inside functions alone, in a job of strategy ps or with a ledger; and for types.
-WHERE_ASKED_FOR = {"strategy": {"ps"}, "training": {"ps", "audit"}, "app": {"ps", "audit"}, "serving": {"app"}}
+WHERE_ASKED_FOR = {
+    "strategy": {"ps"},
+    "training": {"ps", "audit"},
+    "app": {"ps", "audit"},
+    "serving": {"app"},
+}
 WITHOUT_TENSORFLOW = (
     *("errors", "files", "cluster", "launch", "configs", "outputs"),
     *("ops", "ops.lint", "ops.doctor", "ops.submit"),

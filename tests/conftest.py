@@ -1,0 +1,36 @@
+"""What all tests have in common: one process that has imported TensorFlow, and their order."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests import forked_python
+
+LONGEST_FIRST = (
+    # Those whose jobs wait most of the time stand between those whose jobs compute.
+    *("test_training_ps", "test_hosts", "test_training", "test_tune_hosts", "test_ps_job"),
+    *("test_worker_pool", "test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
+    *("test_hangs", "test_preemption", "test_launcher", "test_evaluator", "test_missing_peer"),
+    *("test_ledger_jobs", "test_train_program", "test_doctor", "test_examples", "test_restarts"),
+    # In one process, or in few jobs.
+    *("test_jobs", "test_one_process", "test_losses", "test_keras_callbacks", "test_beside_keras"),
+    *("test_grid", "test_resume", "test_inputs", "test_equivalence", "test_saving", "test_replay"),
+    *("test_randomness", "test_bad_input", "test_stream_graph", "test_keras_compat"),
+)
+"""Files whose tests take long, so that of those side by side none is left for the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Names the process that imports in the one that starts all workers; they inherit that."""
+    if forked_python.FOLDER not in os.environ:
+        run = forked_python.of_this_run()
+        run.__enter__()
+        config.add_cleanup(lambda: run.__exit__(None, None, None))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first; the order within a file stays."""
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))

@@ -1,0 +1,134 @@
+"""Whole ps jobs through the launcher: each step and example counts once, whoever did it."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from tests.multiprocess.programs import zoo
+from tests.multiprocess.test_training import PROGRAMS, launch, on_one_device
+
+WORKERS = 3
+
+
+def job(out, *parts, workers):
+    """What the chief of a ps job saw of some parts of the program, or of all."""
+    launch(
+        out / "run", "--strategy", "ps", "--workers", str(workers), "--ps", "1",
+        str(PROGRAMS / "parameter_server.py"), str(out), *parts, timeout_s=400,
+    )  # fmt: skip
+    return json.loads((out / "seen.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def parameter_server(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ps")
+    return out, job(out, workers=WORKERS)
+
+
+@pytest.fixture(scope="module")
+def of_one_worker(tmp_path_factory):
+    """Where one worker trains, steps come one after the other, as on one device."""
+    return job(tmp_path_factory.mktemp("one worker"), "counts", "staleness", workers=1)
+
+
+@pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
+def test_ps_counts_every_step_and_example_once(parameter_server, of_one_worker, optimizer):
+    for seen in (parameter_server[1], of_one_worker):
+        assert seen[f"iterations {optimizer}"] == 7 * 15
+        assert seen[f"examples {optimizer}"] == [60.0] * 7
+        assert seen[f"val_examples {optimizer}"] == [41.0] * 7
+    expected = on_one_device(optimizer, batch_size=4, epochs=7)
+    np.testing.assert_allclose(of_one_worker[f"weights {optimizer}"], expected, atol=1e-5)
+
+
+def test_ps_evaluates_predicts_and_saves(parameter_server):
+    out, seen = parameter_server
+    saved = keras.models.load_model(out / "cnn.keras")
+    predicted = saved.predict(zoo.IMAGES[:37], verbose=0)
+    evaluated = saved.evaluate(zoo.IMAGES[:37], zoo.LABELS[:37], verbose=0)
+    np.testing.assert_allclose(seen["cnn predicted"], predicted, atol=1e-5)
+    np.testing.assert_allclose(seen["cnn evaluated"], evaluated, rtol=1e-5)
+    assert seen["two inputs"][-1] < seen["two inputs"][0]
+    assert np.isfinite(seen["mixed"]).all()
+    assert seen["custom step"] == ["mine"]
+
+
+def test_ps_takes_streams_and_refuses_python(parameter_server):
+    _, seen = parameter_server
+    for name in ("dataset", "function"):
+        assert seen[f"iterations {name}"] == 10
+        assert seen[f"predicted {name}"] == 60
+        # Each of 10 batches is transformed by numbers of its own, whichever worker has it.
+        examples = 10 * {"dataset": 8, "function": 6}[name]
+        assert seen[f"numbers {name}"] == sum(range(examples))
+        np.testing.assert_allclose(seen[f"evaluated {name}"], seen[f"expected {name}"], rtol=1e-5)
+    assert "Python" in seen["python source"]
+
+
+def test_ps_serves_callbacks_and_resumes(parameter_server):
+    out, seen = parameter_server
+    assert seen["epochs"] == 2
+    assert seen["batches"] == [*range(8), *range(8)]
+    assert len((out / "log.csv").read_text().splitlines()) == 3
+    (first, losses), (longer, all_losses) = seen["first"], seen["longer"]
+    assert (first, longer) == (12, 24)
+    assert all_losses[:2] == losses
+    assert len(all_losses) == 4
+    assert seen["own step"] == [["each", "loss"], 8, {"examples": 64.0}]
+
+
+def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
+    _, seen = parameter_server
+    found = seen["ranges that go on"]
+    assert found["examples"] == [1200.0] * 2 + [540.0] * 2
+    assert found["iterations"] == 1200
+    assert any(found["left"])  # so the next range was handed out before that one had ended
+    assert found["left"][-1] == 0
+    assert seen["under way after an error"] == 0
+    # One step takes more than half of a range, and yet each worker has one.
+    ages = {int(age): count for age, count in seen["staleness of slow steps"].items()}
+    assert sum(ages.values()) == 12
+    assert max(ages) >= 1
+
+
+def test_ps_puts_metrics_of_every_kind_together(parameter_server):
+    _, seen = parameter_server
+    model = zoo.judged()
+    found = model.evaluate(zoo.IMAGES, zoo.JUDGED, batch_size=7, verbose=0, return_dict=True)
+    assert seen["judged"].keys() == found.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(seen["judged"][name], value, rtol=1e-5, err_msg=name)
+    assert "metrics: received a metric whose least/least does not begin at 0" in seen["least"]
+    assert "metrics: received Most, whose update_state may do anything" in seen["most"]
+
+
+def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):
+    """Whatever the workers' order: each learning rate once, and one update of three steps."""
+    _, seen = parameter_server
+    assert seen["went down by ramp"] == sum(range(2 * 7 * 15 + 1))
+    assert seen["went down by accumulation"] == 2 * 7 * 15 / 3
+    assert seen["went down by two loops"] == sum(range(48 + 1))
+
+
+def test_ps_loses_no_part_of_an_update(parameter_server):
+    """Each momentum is the one before and a gradient of 1, and goes into the weight once."""
+    _, seen = parameter_server
+    assert seen["went down by momentum"] == sum(range(2 * 7 * 15 + 1))
+    # Of gradients that are accumulated by all, none is lost, and none counts twice.
+    assert 4 * seen["went down by sums"] + seen["still to go down"] == 2 * 7 * 15
+
+
+def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server, of_one_worker):
+    for workers, seen in ((WORKERS, parameter_server[1]), (1, of_one_worker)):
+        for bound in (None, 0, 1, 5):
+            ages = {int(age): count for age, count in seen[f"staleness {bound}"].items()}
+            assert sum(ages.values()) == 7 * 15
+            assert bound is None or max(ages) <= bound
+            assert workers > 1 or ages == {0: 7 * 15}
+        # Each worker has begun a step before the first of them is written.
+        assert seen["staleness of a meeting"] == {str(age): 3 for age in range(workers)}
+        assert (seen["applied twice"], seen["repeated"]) == (0, [])
