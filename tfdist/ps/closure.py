@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -100,6 +100,42 @@ def encode_result(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> 
     return tf.concat(parts, 0)
 
 
+class _Carried(NamedTuple):
+    """What one step of a work unit hands to the next: tensors, and lists of them.
+
+    Attributes:
+      step: the next one.
+      logs: of the step before, float32 ``[numbers]``.
+      rows: what is recorded of the steps so far.
+      ages: lists of what `UpdateClock.step` has found so far.
+      times: of the steps so far, where they are profiled.
+      counts: what each optimizer has counted, int64 ``[optimizers]``.
+      totals: of the program's metrics.
+    """
+
+    step: tf.Tensor
+    logs: tf.Tensor
+    rows: list[Any]
+    ages: list[tf.Tensor]
+    times: list[Any]
+    counts: tf.Tensor
+    totals: list[tf.Tensor]
+
+
+def _shapes(begin: _Carried) -> _Carried:
+    """Return the shapes that hold after any number of steps."""
+    any_shape, scalar, vector = tf.TensorShape(None), tf.TensorShape([]), tf.TensorShape([None])
+    return _Carried(
+        step=scalar,
+        logs=vector,
+        rows=[any_shape for _ in begin.rows],
+        ages=[scalar for _ in begin.ages],
+        times=[any_shape for _ in begin.times],
+        counts=vector,
+        totals=[zero.shape for zero in begin.totals],
+    )
+
+
 class UnitGraph:
     """A program as a worker runs it, to be traced once.
 
@@ -132,7 +168,7 @@ class UnitGraph:
         """Return what the first step returns."""
         first, last = numbers[0], numbers[1]
         part = self._program.feed.worker_parts(data, first, last)(first)
-        found = self._step(first, part, ())[0]
+        found = self._step(first, part, [])[0]
         read_together(tf.compat.v1.get_default_graph().get_operations())
         return found
 
@@ -140,62 +176,66 @@ class UnitGraph:
         """Runs the steps; returns what `Work.take` takes apart, what was recorded, and where steps
         are profiled, when the parts of each were done.
         """
-        program, clock, profile = self._program, self._clock, self._profile
         first, last = numbers[0], numbers[1]
-        recorder = program.recorder
-        part_of = program.feed.worker_parts(data, first, last)
-        rows = recorder.rows(last - first) if recorder else []
-        ages = clock.begin() if clock else []
-        times = [tf.TensorArray(tf.float64, tf.cast(last - first, tf.int32))] * bool(profile)
-
-        def body(
-            step: tf.Tensor, kept: Any, rows: Any, ages: Any, times: Any, counts: Any, *totals: Any
-        ) -> Any:
-            graph = tf.compat.v1.get_default_graph()
-            before = len(graph.get_operations())
-            phases = Phases(step) if profile else None
-            part = part_of(step)
-            if recorder:
-                rows = list(recorder.noted(rows, step - first, [part]))
-            updates = UpdateCounts(counts)
-            one_step = functools.partial(self._step, step, part, totals, phases, updates)
-            if clock:
-                (outputs, totals), ages = clock.step(ages, work=one_step)
-            else:
-                outputs, totals = one_step()
-            self.counted, self.counts_each = updates.followed, updates.each
-            if profile and phases:
-                at = tf.cast(step - first, tf.int32)
-                times = [array.write(at, phases.end()) for array in times]
-            traced = graph.get_operations()[before:]
-            read_together(traced)
-            if clock:
-                clock.look_first(traced)
-            if profile and phases:
-                profile.links = phases.links()
-            if program.keep_logs:
-                kept = self._logs(outputs)
-            return step + 1, kept, rows, ages, times, updates.after(), *totals
-
-        zeros = [tf.zeros(tuple(v.shape), v.dtype) for v in program.metrics]
-        kept, rows, ages, times, _, *totals = tf.while_loop(
-            lambda step, *_: step < last,
-            body,
-            [first, tf.zeros([0]), rows, ages, times, numbers[2:], *zeros],
-            shape_invariants=[
-                tf.TensorShape([]),
-                tf.TensorShape([None]),
-                [tf.TensorShape(None) for _ in rows],
-                [tf.TensorShape([]) for _ in ages],
-                [tf.TensorShape(None) for _ in times],
-                tf.TensorShape([None]),
-                *(zero.shape for zero in zeros),
-            ],
+        part_of = self._program.feed.worker_parts(data, first, last)
+        begin = self._begin(first, last, counts=numbers[2:])
+        end = tf.while_loop(
+            lambda carried: carried.step < last,
+            lambda carried: [self._turn(carried, first, part_of)],
+            [begin],
+            shape_invariants=[_shapes(begin)],
             parallel_iterations=1,
-        )[1:]
-        stale = clock.staleness(ages) if clock else tf.zeros([0])
-        numbers = encode_result(totals, kept, stale)
-        return numbers, [row.stack() for row in rows], *(t.stack() for t in times)
+        )[0]
+        stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
+        told = encode_result(end.totals, end.logs, stale)
+        return told, [row.stack() for row in end.rows], *(times.stack() for times in end.times)
+
+    def _begin(self, first: tf.Tensor, last: tf.Tensor, *, counts: tf.Tensor) -> _Carried:
+        steps, recorder = last - first, self._program.recorder
+        return _Carried(
+            step=first,
+            logs=tf.zeros([0]),
+            rows=list(recorder.rows(steps)) if recorder else [],
+            ages=self._clock.begin() if self._clock else [],
+            times=[tf.TensorArray(tf.float64, tf.cast(steps, tf.int32))] if self._profile else [],
+            counts=counts,
+            totals=[tf.zeros(tuple(v.shape), v.dtype) for v in self._program.metrics],
+        )
+
+    def _turn(self, given: _Carried, first: tf.Tensor, part_of: Callable[..., Part]) -> _Carried:
+        """Run one step, and rewire its messages once all of it is traced."""
+        clock, profile, recorder = self._clock, self._profile, self._program.recorder
+        graph = tf.compat.v1.get_default_graph()
+        before, position = len(graph.get_operations()), given.step - first
+        rows, ages, times = given.rows, given.ages, given.times
+        phases = Phases(given.step) if profile else None
+        part = part_of(given.step)
+        if recorder:
+            rows = list(recorder.noted(rows, position, [part]))
+        updates = UpdateCounts(given.counts)
+        one_step = functools.partial(self._step, given.step, part, given.totals, phases, updates)
+        if clock:
+            (outputs, totals), ages = clock.step(ages, work=one_step)
+        else:
+            outputs, totals = one_step()
+        self.counted, self.counts_each = updates.followed, updates.each
+        if phases:
+            times = [array.write(tf.cast(position, tf.int32), phases.end()) for array in times]
+        traced = graph.get_operations()[before:]
+        read_together(traced)
+        if clock:
+            clock.look_first(traced)
+        if profile and phases:
+            profile.links = phases.links()
+        return _Carried(
+            step=given.step + 1,
+            logs=self._logs(outputs) if self._program.keep_logs else given.logs,
+            rows=rows,
+            ages=ages,
+            times=times,
+            counts=updates.after(),
+            totals=totals,
+        )
 
     def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
         logs = {name: tf.cast(outputs[name], tf.float32) for name in sorted(outputs)}
@@ -233,7 +273,7 @@ class UnitGraph:
             returned.append(outputs)
 
         self._strategy.run(in_replica)
-        return returned[0], [local[id(v)] for v in program.metrics] if totals else ()
+        return returned[0], [local[id(v)] for v in program.metrics] if totals else []
 
 
 def _known_shape(log: tf.Tensor, *, name: str) -> tuple[int, ...]:
