@@ -234,4 +234,4 @@ def _initial_tensor(value: Any, dtype: Any) -> tf.Tensor:
     value = value() if callable(value) else value
     if isinstance(value, CheckpointInitialValue):
         value = value.wrapped_value
-    return tf.convert_to_initial_tensor(value, dtype=dtype)
+    return tf.convert_to_tensor(value, dtype=dtype)
