@@ -220,8 +220,8 @@ TUNE = """
 import sys
 from tests.forked_python import SharedTemplate
 from tfdist.tune import main
-from tfdist.tuning import sweep_run
-sweep_run.ForkTemplate = SharedTemplate
+from tfdist.tuning import sweep
+sweep.ForkTemplate = SharedTemplate
 sys.exit(main())
 """
 
