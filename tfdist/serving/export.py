@@ -326,7 +326,8 @@ def _write(model: keras.Model, nest: Any, directory: Path) -> list[tf.TensorSpec
 def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
     """Return outputs by their names: those of a dict, else of the layers, else by number."""
     paths = keras.tree.flatten_with_path(outputs)
-    names = list(getattr(model, "output_names", None) or [])
+    functional = getattr(model, "_functional", None) or model  # of a Sequential
+    names = list(getattr(functional, "output_names", None) or [])
     if isinstance(outputs, dict):
         names = ["_".join(map(str, path)) for path, _ in paths]
     if len(set(names)) != len(paths):
