@@ -173,6 +173,7 @@ def _fit(
         virtual_epochs=recipe.virtual_epochs(config),
         seed=seed,
         max_staleness=config.max_staleness,
+        sharded_optimizer=config.sharded_optimizer,
         **{name: value for name, value in options.items() if value},
     )
     losses = history.history.get("loss", [])

@@ -14,6 +14,7 @@ from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.training import keras_compat
+from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
 _FEW_ROWS = 8
@@ -99,11 +100,19 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
         )
 
 
-def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]) -> None:
+def build(
+    model: keras.Model,
+    job: Job,
+    batch_spec: Any,
+    *,
+    first_batch: Callable[[], Any],
+    sharded_optimizer: bool = False,
+) -> None:
     """Make every variable of model, metrics, loss and optimizer inside the scope.
 
     `batch_spec`: nest of `tf.TensorSpec` of one batch; `first_batch` is called where that does not
-    do. Every task calls it: making a variable is a collective under multiworker.
+    do. With `sharded_optimizer` the optimizer's are of this worker's part. Every task calls it:
+    making a variable is a collective under multiworker.
     """
     _require_targets(model, batch_spec)
     _require_optimizer_of_scope(model, job)
@@ -115,7 +124,9 @@ def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callabl
             _build_by_a_call(model, batch_spec, first_batch=first_batch)
         else:
             _require_built_parts(model)
-        if optimizer is not None and not optimizer.built:
+        if optimizer is not None and sharded_optimizer:
+            sharding.build(optimizer, model.trainable_variables, job)
+        elif optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
     model._post_build()
     _require_variables_of_scope(model, job)
@@ -257,6 +268,31 @@ def require_known_variables(model: keras.Model) -> None:
                 fix="call model.compile(...) with a new optimizer, inside the scope",
                 code="new-variable",
             )
+
+
+def shards(model: keras.Model, job: Job, callbacks: Any, *, sharded_optimizer: bool) -> bool:
+    """Return whether there are several workers to divide the optimizer's state among.
+
+    Raises:
+      UsageError: the strategy, the optimizer or a callback needs the state whole.
+    """
+    if not sharded_optimizer or (job.num_replicas == 1 and job.kind != "ps"):
+        return False
+    if job.ring is None:
+        why = "ps, whose servers divide it" if job.kind == "ps" else job.kind
+        why += ", without a ring of workers" if job.kind == "multiworker" else ""
+        raise _not_sharded(f"strategy {why}", "multiworker on CPUs, whose workers make a ring")
+    if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in keras.tree.flatten(callbacks)):
+        raise _not_sharded("SwapEMAWeights", "no callback that needs the averages whole")
+    sharding.require_by_element(model.optimizer, model.trainable_variables)
+    return True
+
+
+def _not_sharded(received: str, expected: str) -> UsageError:
+    fix = "leave it or sharded_optimizer out"
+    return UsageError(
+        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
+    )
 
 
 def _require_variables_of_scope(model: keras.Model, job: Job) -> None:

@@ -31,6 +31,7 @@ from tfdist.training.callbacks import (
     steps_between_calls,
     wants_logs,
 )
+from tfdist.training.keras_compat import sharding
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class TrainLoop:
                 break
             logs = self._run_epoch(epoch)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
-            model.optimizer.finalize_variable_values(model.trainable_weights)
+            sharding.finalize(model.optimizer, model.trainable_weights, self._job)
         with phases.entered("callback"):
             self._callbacks.on_train_end(logs)
         self._finish()

@@ -1,0 +1,170 @@
+"""A multiworker job with sharded optimizers: ``sharded.py OUT``.
+
+Each optimizer trains the same model twice, with whole slots and with sharded ones.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import keras
+import numpy as np
+
+import tfdist
+from tests.multiprocess.programs import zoo
+from tfdist.checkpoint import CheckpointStore
+from tfdist.errors import UsageError
+from tfdist.strategy.job import current_job
+
+OUT = pathlib.Path(sys.argv[1])
+optimizers = keras.optimizers
+
+
+def without_biases():
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.3)
+    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma"])
+    return optimizer
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optimizers.SGD(0.01),
+    "momentum": lambda: optimizers.SGD(0.01, momentum=0.9),
+    "nesterov": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda: optimizers.Adam(0.01),
+    "amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "adamw": without_biases,
+    "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "adagrad": lambda: optimizers.Adagrad(0.05),
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "ftrl": lambda: optimizers.Ftrl(0.05, l1_regularization_strength=0.001),
+    "lion": lambda: optimizers.Lion(0.001),
+    "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.01),
+    "clipvalue": lambda: optimizers.Adam(0.01, clipvalue=0.01),
+    "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.1),
+    "global_clipnorm": lambda: optimizers.AdamW(0.01, global_clipnorm=0.5),
+    "accumulation": lambda: optimizers.Adam(0.01, clipnorm=0.1, gradient_accumulation_steps=2),
+    "ema": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8),
+    "ema_often": lambda: optimizers.SGD(
+        0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "loss_scaling": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Adam(0.01), initial_scale=2.0**127, dynamic_growth_steps=5
+    ),
+    "loss_scale_factor": lambda: optimizers.Adam(0.01, loss_scale_factor=8.0),
+}
+REFUSED = {
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "lamb": lambda: optimizers.Lamb(0.01),
+    "muon": lambda: optimizers.Muon(0.01),
+}
+
+
+def dense(optimizer):
+    """Sizes that no number of workers divides, and one variable of one element."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(101, activation="tanh", kernel_constraint="max_norm"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.1),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(optimizer(), "mse")
+    return model
+
+
+def embedding(optimizer):
+    """A gradient by rows, some of which occur twice."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                layers.Embedding(199, 3),
+                layers.Flatten(),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(optimizer(), "mse")
+    return model
+
+
+def trained(model, x=zoo.X, *, sharded, epochs=3, **options):
+    """Trains eight steps an epoch."""
+    tfdist.fit(
+        model, x, zoo.CALM, batch_size=8, epochs=epochs, seed=3, verbose=0,
+        sharded_optimizer=sharded, **options,
+    )  # fmt: skip
+    return zoo.sha(model)
+
+
+def arrays_of(directory):
+    """What the newest checkpoint holds, by name."""
+    checkpoint = CheckpointStore(directory).read()
+    return {name: array.tobytes() for name, array in checkpoint.arrays.items()}
+
+
+def resumed(first, second):
+    """Trains an epoch with the first kind of slots and goes on with the second."""
+    directory = OUT / f"resumed-{first}-{second}"
+    backups = [tfdist.BackupAndRestore(directory, exact=True)]
+    trained(dense(OPTIMIZERS["adam"]), sharded=first, epochs=1, callbacks=backups)
+    backups = [tfdist.BackupAndRestore(directory, exact=True)]
+    return trained(dense(OPTIMIZERS["adam"]), sharded=second, callbacks=backups)
+
+
+def refusal_of(optimizer):
+    try:
+        trained(dense(optimizer), sharded=True)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+strategy = tfdist.make_strategy()
+task = current_job().name
+seen = {"weights": {}, "sparse": {}, "state": {}}
+for name, optimizer in OPTIMIZERS.items():
+    pair = []
+    for sharded in (False, True):
+        model = dense(optimizer)
+        pair.append(trained(model, sharded=sharded))
+        sizes = [int(np.prod(variable.shape)) for variable in model.optimizer.variables]
+        seen["state"].setdefault(name, []).append(sum(sizes))
+    seen["weights"][name] = pair
+for name in ("sgd", "adam", "adagrad", "lion"):
+    models = [embedding(OPTIMIZERS[name]) for _ in range(2)]
+    seen["sparse"][name] = [
+        trained(model, zoo.TOKENS, sharded=sharded)
+        for model, sharded in zip(models, (False, True), strict=True)
+    ]
+saved = {}
+for sharded in (False, True):
+    backup = tfdist.BackupAndRestore(OUT / f"saved-{sharded}")
+    trained(dense(OPTIMIZERS["adam"]), sharded=sharded, callbacks=[backup])
+    if tfdist.is_chief():
+        saved[sharded] = arrays_of(OUT / f"saved-{sharded}")
+seen["same checkpoint"] = not saved or saved[False] == saved[True]
+seen["resumed"] = {
+    f"{first}-{second}": resumed(first, second)
+    for first, second in ((True, True), (True, False), (False, True))
+}
+seen["refused"] = {name: refusal_of(optimizer) for name, optimizer in REFUSED.items()}
+whole = dense(OPTIMIZERS["adam"])
+trained(whole, sharded=False, epochs=1)
+seen["refused"]["whole"] = refusal_of(lambda: whole.optimizer)
+if tfdist.is_chief():
+    model.save(OUT / "model.keras")
+    loaded = keras.models.load_model(OUT / "model.keras")
+    seen["file has the weights"] = zoo.sha(loaded) == zoo.sha(model)
+tfdist.barrier()
+(OUT / f"seen-{task}.json").write_text(json.dumps(seen))

@@ -1,0 +1,306 @@
+"""Sharded optimizer state: each worker updates its part of every variable (ZeRO stage 1).
+
+The optimizer is built on flat variables that hold this worker's part of each trainable variable,
+so that its slots are of the part alone. In a step the gradients are summed part by part, Keras'
+own update runs on the parts, and the new weights are gathered; what travels is what the sum of the
+whole gradients takes (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). Every element
+sees the operations that it sees without sharding, so that the bits are the same. What needs a norm
+gathers the gradients first: a sum of sums of parts is another one in its last bit.
+Ended by: no release, Keras 3.15.1 included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from tfdist.errors import UsageError, near
+from tfdist.strategy.job import Job
+from tfdist.strategy.parts import Part, gathered, mark, own_initial_values, own_part, part_of
+from tfdist.training.keras_compat.reduction import (
+    gather_over_workers,
+    own_copy,
+    reduced,
+    scatter_over_workers,
+    sum_over_replicas,
+    summed_rows,
+)
+from tfdist.training.keras_compat.replacement import Replacement
+from tfdist.training.keras_compat.trace import StepTrace, current
+
+_LOG = logging.getLogger(__name__)
+_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
+_NAMES = (
+    *("SGD", "Adam", "AdamW", "Adamax", "Nadam", "Adagrad", "Adadelta", "RMSprop", "Ftrl"),
+    *("Lion", "ScheduleFreeAdamW"),
+)
+BY_ELEMENT = tuple(getattr(keras.optimizers, n) for n in _NAMES if hasattr(keras.optimizers, n))
+"""Those whose update of an element looks at no other one."""
+_TYPES = ("float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Division:
+    """Trainable variables of an optimizer that is built on parts of them.
+
+    Attributes:
+      wholes: in the order of the optimizer's own, which are the parts.
+    """
+
+    wholes: tuple[Any, ...]
+
+
+_divisions: weakref.WeakKeyDictionary[Any, Division] = weakref.WeakKeyDictionary()
+
+
+def division_of(optimizer: Any) -> Division | None:
+    """Return how the state of an optimizer is divided, None where it is whole."""
+    return _divisions.get(optimizer)
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Return whether the optimizer has this worker's part of its state alone."""
+    return optimizer is not None and optimizer in _divisions
+
+
+def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise UsageError for what cannot be updated part by part."""
+    inner = _innermost(optimizer)
+    if type(inner) not in BY_ELEMENT:
+        name = type(inner).__name__
+        raise _refused(
+            f"{name}{near(name, _NAMES)}, whose update may need whole variables",
+            expected=f"one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}",
+            fix="use one of them, or leave sharded_optimizer out",
+        )
+    for variable in variables:
+        if variable.dtype not in _TYPES:
+            raise _refused(
+                f"{variable.path} of {variable.dtype}",
+                expected=f"trainable variables of {', '.join(_TYPES)}",
+                fix="use a mixed precision, which keeps float32 weights, or leave "
+                "sharded_optimizer out",
+            )
+
+
+def build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
+    """Build an optimizer on this worker's parts of the variables. In the job's scope.
+
+    Raises:
+      UsageError: it cannot update parts, or has whole slots already.
+    """
+    if is_sharded(optimizer):
+        return
+    require_by_element(optimizer, variables)
+    if optimizer.built:
+        raise _refused(
+            f"{type(optimizer).__name__}, which is built with whole slots",
+            expected="an optimizer without any, of which each worker makes its part",
+            fix="compile the model with a new optimizer, and call fit before evaluate",
+        )
+    with own_initial_values(job):
+        parts = [_part(variable, job) for variable in variables]
+        _build_on(optimizer, parts)
+    division = Division(wholes=tuple(variables))
+    for one in {id(o): o for o in (optimizer, _innermost(optimizer))}.values():
+        _divisions[one] = division
+        for index, variable in enumerate(variables):  # by which its users ask
+            one._trainable_variables_indices[one._var_key(variable)] = index
+        object.__setattr__(one, "save_own_variables", _save_nothing)
+
+
+def finalize(optimizer: Any, weights: Sequence[Any], job: Job) -> None:
+    """Have averaged weights take the place of the last ones, as Keras does. A collective."""
+    division = division_of(optimizer)
+    if division is None:
+        optimizer.finalize_variable_values(weights)
+        return
+    inner = _innermost(optimizer)
+    if inner.use_ema:
+        averages = inner._model_variables_moving_average
+        for variable, average in zip(division.wholes, averages, strict=True):
+            variable.assign(gathered(job, average))
+
+
+def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
+    """Return this worker's part of the sum of each gradient; statistics travel, too."""
+    reduced([], trace)
+    dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
+    sums = scatter_over_workers([grads[i] for i in dense])
+    for i, total in zip(dense, sums, strict=True):
+        grads[i] = total
+    sparse = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
+    slices = reduced([grads[i] for i in sparse], trace) if sparse else []
+    for i, total in zip(sparse, slices, strict=True):
+        grads[i] = _own_rows(summed_rows(total), _part_for(optimizer, variables[i]))
+    return grads
+
+
+def _part(variable: Any, job: Job) -> Any:
+    """Make the variable for this worker's part, of the same name and path."""
+    part = own_part(job, tuple(variable.shape))
+    value = variable.numpy().reshape(-1)[part.first : part.end]
+    made = keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
+    made._path = variable.path  # what slots are named after
+    mark(made, part)
+    return made
+
+
+def _build_on(optimizer: Any, parts: Sequence[Any]) -> None:
+    """Build it, and note of each slot which part it belongs to."""
+    inner = _innermost(optimizer)
+    original = inner.add_variable_from_reference
+
+    def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(reference_variable, *args, **kwargs)
+        mark(slot, _place_of(reference_variable))
+        return slot
+
+    object.__setattr__(inner, "add_variable_from_reference", add)
+    try:
+        optimizer.build(list(parts))
+    finally:
+        object.__delattr__(inner, "add_variable_from_reference")
+
+
+def _save_nothing(store: Any) -> None:
+    """Leave the slots out of a `.keras` file: one task, which alone writes it, has a part."""
+    _LOG.warning(
+        "the optimizer's state is sharded: the model's file is without it; checkpoints of "
+        "BackupAndRestore have it"
+    )
+
+
+def _innermost(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _part_for(optimizer: Any, variable: Any) -> Part:
+    index = optimizer._get_variable_index(variable)
+    return _place_of(optimizer._trainable_variables[index])
+
+
+def _own_rows(slices: tf.IndexedSlices, part: Part) -> tf.Tensor:
+    """Return this part of a sparse gradient, dense: of the rows alone that it is in."""
+    width = part.size // max(part.shape[0], 1) or 1
+    first, end = part.first // width, -(-part.end // width)
+    mine = tf.where((slices.indices >= first) & (slices.indices < end))[:, 0]
+    rows = tf.gather(slices.indices, mine) - first
+    values = tf.reshape(tf.gather(slices.values, mine), [-1, width])
+    shape = tf.constant([end - first, width], rows.dtype)
+    flat = tf.reshape(tf.scatter_nd(rows[:, None], values, shape), [-1])
+    start = part.first - first * width
+    return flat[start : start + part.end - part.first]
+
+
+def _divided(optimizer: Any) -> Division | None:
+    """Return the division of an optimizer that is applied in a step's hook."""
+    trace = current()
+    return division_of(optimizer) if trace is not None and trace.in_hook else None
+
+
+def _on_parts(original: Callable[..., None]) -> Callable[..., None]:
+    """Clip, decay, update and average the parts; then gather the weights."""
+
+    def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
+        trace, division = current(), _divided(self)
+        if trace is None or division is None:
+            original(self, grads, trainable_variables)
+            return
+        mine = [self._get_variable_index(variable) for variable in trainable_variables]
+        touched = list(range(len(division.wholes))) if self.use_ema else mine
+        for index in touched:
+            _refresh(self, division.wholes[index], self._trainable_variables[index])
+        trace.updated = [self._trainable_variables[index] for index in mine]
+        original(self, grads, trace.updated)
+        _gather([(division.wholes[i], self._trainable_variables[i]) for i in touched])
+
+    return apply_gradients
+
+
+def _refresh(optimizer: Any, variable: Any, part: Any) -> None:
+    """Take the part from the weights, which something else than the optimizer may have set."""
+    own_copy(part).assign(_cut(own_copy(variable).read_value(), _place_of(part)))
+    # Which weights decay is told of whole variables.
+    decays = optimizer._use_weight_decay(variable.value)
+    optimizer._exclude_from_weight_decay_cache[optimizer._var_key(part)] = decays
+
+
+def _cut(value: tf.Tensor, place: Part) -> tf.Tensor:
+    return tf.reshape(value, [-1])[place.first : place.end]
+
+
+def _place_of(part: Any) -> Part:
+    place = part_of(part)
+    assert place is not None
+    return place
+
+
+def _gather(pairs: Sequence[tuple[Any, Any]]) -> None:
+    parts = [own_copy(part).read_value() for _, part in pairs]
+    wholes = gather_over_workers(parts, [tuple(variable.shape) for variable, _ in pairs])
+    for (variable, _), value in zip(pairs, wholes, strict=True):
+        own_copy(variable).assign(value)
+
+
+def _clipped_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Clip by a norm of the whole gradients, added in the order in which Keras adds."""
+
+    def clip(self: Any, grads: Any) -> Any:
+        trace = current()
+        if trace is None or _divided(self) is None or not (self.clipnorm or self.global_clipnorm):
+            return original(self, grads)
+        places = [_place_of(part) for part in trace.updated]
+        wholes = gather_over_workers(grads, [place.shape for place in places])
+        clipped = original(self, wholes)
+        return [_cut(gradient, at) for gradient, at in zip(clipped, places, strict=True)]
+
+    return clip
+
+
+def _finite_on_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have each worker hear of what is not finite in another one's part."""
+
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = original(self, grads)
+        if _divided(self) is None:
+            return finite
+        return tf.equal(sum_over_replicas([tf.cast(~finite, tf.int32)])[0], 0)
+
+    return check_finite
+
+
+def _refused(received: str, *, expected: str, fix: str) -> UsageError:
+    return UsageError(
+        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
+    )
+
+
+REPLACEMENTS = (
+    Replacement(
+        owner=BaseOptimizer,
+        name="_backend_apply_gradients",
+        make=_on_parts,
+        issue=f"{_KERAS}/base_optimizer.py#L535",
+    ),
+    Replacement(
+        owner=BaseOptimizer,
+        name="_clip_gradients",
+        make=_clipped_whole,
+        issue=f"{_KERAS}/base_optimizer.py#L870",
+    ),
+    Replacement(
+        owner=LossScaleOptimizer,
+        name="check_finite",
+        make=_finite_on_all,
+        issue=f"{_KERAS}/loss_scale_optimizer.py#L298",
+    ),
+)
