@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -119,14 +120,13 @@ def build(
     _require_one_state(model, job)
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
-    with job.strategy.scope():
+    in_parts = sharding.building_in_parts(optimizer, job) if sharded_optimizer else nullcontext()
+    with job.strategy.scope(), in_parts:
         if _has_call(model):
             _build_by_a_call(model, batch_spec, first_batch=first_batch)
         else:
             _require_built_parts(model)
-        if optimizer is not None and sharded_optimizer:
-            sharding.build(optimizer, model.trainable_variables, job)
-        elif optimizer is not None and not optimizer.built:
+        if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
     model._post_build()
     _require_variables_of_scope(model, job)

@@ -39,7 +39,6 @@ from tfdist.training.keras_compat import (
     losses,
     metrics,
     randomness,
-    sharding,
     updates,
     variables,
 )
@@ -74,7 +73,6 @@ REPLACEMENTS = (
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
     *updates.REPLACEMENTS,
-    *sharding.REPLACEMENTS,
 )
 
 

@@ -11,16 +11,16 @@ Ended by: no release, Keras 3.15.1 included.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfdist.errors import UsageError, near
 from tfdist.strategy.job import Job
@@ -33,11 +33,9 @@ from tfdist.training.keras_compat.reduction import (
     sum_over_replicas,
     summed_rows,
 )
-from tfdist.training.keras_compat.replacement import Replacement
 from tfdist.training.keras_compat.trace import StepTrace, current
 
 _LOG = logging.getLogger(__name__)
-_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 _NAMES = (
     *("SGD", "Adam", "AdamW", "Adamax", "Nadam", "Adagrad", "Adadelta", "RMSprop", "Ftrl"),
     *("Lion", "ScheduleFreeAdamW"),
@@ -91,21 +89,33 @@ def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
             )
 
 
-def build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
-    """Build an optimizer on this worker's parts of the variables. In the job's scope.
+@contextlib.contextmanager
+def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
+    """Have whoever builds the optimizer here build it on this worker's parts of the variables.
+
+    Keras does so as it builds a model. In the job's scope; a collective.
 
     Raises:
-      UsageError: it cannot update parts, or has whole slots already.
+      UsageError: the optimizer has whole slots already, or cannot update parts.
     """
     if is_sharded(optimizer):
+        yield
         return
-    require_by_element(optimizer, variables)
     if optimizer.built:
         raise _refused(
             f"{type(optimizer).__name__}, which is built with whole slots",
             expected="an optimizer without any, of which each worker makes its part",
             fix="compile the model with a new optimizer, and call fit before evaluate",
         )
+    object.__setattr__(optimizer, "build", lambda variables: _build(optimizer, variables, job))
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "build")
+
+
+def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
+    require_by_element(optimizer, variables)
     with own_initial_values(job):
         parts = [_part(variable, job) for variable in variables]
         _build_on(optimizer, parts)
@@ -114,7 +124,9 @@ def build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
         _divisions[one] = division
         for index, variable in enumerate(variables):  # by which its users ask
             one._trainable_variables_indices[one._var_key(variable)] = index
-        object.__setattr__(one, "save_own_variables", _save_nothing)
+        for name, method in _METHODS.items():
+            if hasattr(one, name):
+                object.__setattr__(one, name, functools.partial(method, one))
 
 
 def finalize(optimizer: Any, weights: Sequence[Any], job: Job) -> None:
@@ -166,17 +178,9 @@ def _build_on(optimizer: Any, parts: Sequence[Any]) -> None:
 
     object.__setattr__(inner, "add_variable_from_reference", add)
     try:
-        optimizer.build(list(parts))
+        type(optimizer).build(optimizer, list(parts))
     finally:
         object.__delattr__(inner, "add_variable_from_reference")
-
-
-def _save_nothing(store: Any) -> None:
-    """Leave the slots out of a `.keras` file: one task, which alone writes it, has a part."""
-    _LOG.warning(
-        "the optimizer's state is sharded: the model's file is without it; checkpoints of "
-        "BackupAndRestore have it"
-    )
 
 
 def _innermost(optimizer: Any) -> Any:
@@ -201,29 +205,67 @@ def _own_rows(slices: tf.IndexedSlices, part: Part) -> tf.Tensor:
     return flat[start : start + part.end - part.first]
 
 
-def _divided(optimizer: Any) -> Division | None:
-    """Return the division of an optimizer that is applied in a step's hook."""
+def _step_of(optimizer: Any) -> StepTrace:
+    """Return the trace of the step that applies the optimizer; elsewhere nobody gathers."""
     trace = current()
-    return division_of(optimizer) if trace is not None and trace.in_hook else None
+    if trace is None or not trace.in_hook:
+        raise UsageError(
+            "sharded_optimizer",
+            received=f"{type(optimizer).__name__}.apply outside of a step of tfdist",
+            expected="updates in the steps of tfdist.fit",
+            fix="use another optimizer there",
+            code="not-sharded",
+        )
+    return trace
 
 
-def _on_parts(original: Callable[..., None]) -> Callable[..., None]:
+# A sharded optimizer is Keras' own, with these methods in place of the class'.
+
+
+def _apply_to_parts(optimizer: Any, grads: Any, trainable_variables: Any) -> None:
     """Clip, decay, update and average the parts; then gather the weights."""
+    trace, division = _step_of(optimizer), _divisions[optimizer]
+    mine = [optimizer._get_variable_index(variable) for variable in trainable_variables]
+    parts = optimizer._trainable_variables
+    touched = list(range(len(parts))) if optimizer.use_ema else mine
+    for index in touched:
+        _refresh(optimizer, division.wholes[index], parts[index])
+    trace.updated = [parts[index] for index in mine]
+    type(optimizer)._backend_apply_gradients(optimizer, grads, trace.updated)
+    _gather([(division.wholes[index], parts[index]) for index in touched])
 
-    def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
-        trace, division = current(), _divided(self)
-        if trace is None or division is None:
-            original(self, grads, trainable_variables)
-            return
-        mine = [self._get_variable_index(variable) for variable in trainable_variables]
-        touched = list(range(len(division.wholes))) if self.use_ema else mine
-        for index in touched:
-            _refresh(self, division.wholes[index], self._trainable_variables[index])
-        trace.updated = [self._trainable_variables[index] for index in mine]
-        original(self, grads, trace.updated)
-        _gather([(division.wholes[i], self._trainable_variables[i]) for i in touched])
 
-    return apply_gradients
+def _clip_whole(optimizer: Any, grads: Any) -> Any:
+    """Clip by a norm of the whole gradients, added in the order in which Keras adds."""
+    clip = functools.partial(type(optimizer)._clip_gradients, optimizer)
+    if not (optimizer.clipnorm or optimizer.global_clipnorm):
+        return clip(grads)
+    places = [_place_of(part) for part in _step_of(optimizer).updated]
+    wholes = gather_over_workers(grads, [place.shape for place in places])
+    return [_cut(gradient, at) for gradient, at in zip(clip(wholes), places, strict=True)]
+
+
+def _check_finite(optimizer: Any, grads: Any) -> Any:
+    """Return whether the parts of all workers are finite."""
+    finite = type(optimizer).check_finite(optimizer, grads)
+    return tf.equal(sum_over_replicas([tf.cast(~finite, tf.int32)])[0], 0)
+
+
+def _save_nothing(optimizer: Any, store: Any) -> None:
+    """Leave the slots out of a `.keras` file: one task, which alone writes it, has a part."""
+    _LOG.warning(
+        "the state of %s is sharded: the model's file is without it; checkpoints of "
+        "BackupAndRestore have it",
+        type(optimizer).__name__,
+    )
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_backend_apply_gradients": _apply_to_parts,
+    "_clip_gradients": _clip_whole,
+    "check_finite": _check_finite,
+    "save_own_variables": _save_nothing,
+}
 
 
 def _refresh(optimizer: Any, variable: Any, part: Any) -> None:
@@ -251,56 +293,7 @@ def _gather(pairs: Sequence[tuple[Any, Any]]) -> None:
         own_copy(variable).assign(value)
 
 
-def _clipped_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Clip by a norm of the whole gradients, added in the order in which Keras adds."""
-
-    def clip(self: Any, grads: Any) -> Any:
-        trace = current()
-        if trace is None or _divided(self) is None or not (self.clipnorm or self.global_clipnorm):
-            return original(self, grads)
-        places = [_place_of(part) for part in trace.updated]
-        wholes = gather_over_workers(grads, [place.shape for place in places])
-        clipped = original(self, wholes)
-        return [_cut(gradient, at) for gradient, at in zip(clipped, places, strict=True)]
-
-    return clip
-
-
-def _finite_on_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have each worker hear of what is not finite in another one's part."""
-
-    def check_finite(self: Any, grads: Any) -> Any:
-        finite = original(self, grads)
-        if _divided(self) is None:
-            return finite
-        return tf.equal(sum_over_replicas([tf.cast(~finite, tf.int32)])[0], 0)
-
-    return check_finite
-
-
 def _refused(received: str, *, expected: str, fix: str) -> UsageError:
     return UsageError(
         "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
     )
-
-
-REPLACEMENTS = (
-    Replacement(
-        owner=BaseOptimizer,
-        name="_backend_apply_gradients",
-        make=_on_parts,
-        issue=f"{_KERAS}/base_optimizer.py#L535",
-    ),
-    Replacement(
-        owner=BaseOptimizer,
-        name="_clip_gradients",
-        make=_clipped_whole,
-        issue=f"{_KERAS}/base_optimizer.py#L870",
-    ),
-    Replacement(
-        owner=LossScaleOptimizer,
-        name="check_finite",
-        make=_finite_on_all,
-        issue=f"{_KERAS}/loss_scale_optimizer.py#L298",
-    ),
-)
