@@ -69,9 +69,7 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
             _restore_replicas(variable, job, None if arrays is None else arrays[name])
         else:
             value = None if arrays is None else arrays[name]
-            whole = from_chief(job, value, like=_whole_spec(variable))
-            part = part_of(variable)
-            variable.assign(whole if part is None else whole.reshape(-1)[part.first : part.end])
+            variable.assign(_own_of_chief(job, value, variable))
 
 
 def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
@@ -98,7 +96,7 @@ def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
 def names_of(model: keras.Model) -> dict[str, list[Any]]:
     """Return what each array is: the variable's path, shape and type, as JSON."""
     return {
-        name: [variable.path, list(_whole_spec(variable).shape), str(variable.dtype)]
+        name: [variable.path, list(_whole_shape(variable)), str(variable.dtype)]
         for name, variable in variables_of(model).items()
     }
 
@@ -181,10 +179,18 @@ def _gathered(job: Job, variables: Mapping[str, Any]) -> Iterator[tuple[str, Any
                 yield name, array
 
 
-def _whole_spec(variable: Any) -> tf.TensorSpec:
+def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
+    """Return the chief's array, and of one that tasks have parts of this task's. A collective."""
     part = part_of(variable)
-    shape = tuple(variable.shape) if part is None else part.shape
-    return tf.TensorSpec(shape, tf.as_dtype(variable.dtype))
+    if part is None:
+        return from_chief(job, value, like=variable)
+    whole = from_chief(job, value, like=tf.TensorSpec(part.shape, variable.value.dtype))
+    return whole.reshape(-1)[part.first : part.end]
+
+
+def _whole_shape(variable: Any) -> tuple[int, ...]:
+    part = part_of(variable)
+    return tuple(variable.shape) if part is None else part.shape
 
 
 def _own_copy(variable: Any) -> np.ndarray[Any, Any]:
