@@ -99,3 +99,17 @@ def test_other_numbers_of_workers_go_on(tmp_path):
     for epochs, (workers, sharded) in enumerate([(2, True), (3, True), (1, True), (2, False)]):
         found = trained(resized, workers=workers, sharded=sharded, epochs=epochs + 1)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_train_program_writes_the_digests_of_whole_slots(tmp_path):
+    flags = ("--config.total_examples=2000", "--config.checkpoints=2", "--config.seed=3")
+    found = []
+    for sharded in (False, True):
+        run_dir = tmp_path / f"run-{sharded}"
+        launch(
+            run_dir, "--strategy", "multiworker", "--workers", "2", "--", *flags,
+            f"--config.sharded_optimizer={sharded}", timeout_s=DEADLINE_S,
+        )  # fmt: skip
+        summary = json.loads((run_dir / "summary.json").read_text())
+        found.append([summary[name] for name in ("status", "weights_sha256", "state_sha256")])
+    assert found[0] == found[1]
