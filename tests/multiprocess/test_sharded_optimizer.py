@@ -108,7 +108,7 @@ def test_the_train_program_writes_the_digests_of_whole_slots(tmp_path):
         run_dir = tmp_path / f"run-{sharded}"
         launch(
             run_dir, "--strategy", "multiworker", "--workers", "2", "--", *flags,
-            f"--config.sharded_optimizer={sharded}", timeout_s=DEADLINE_S,
+            f"--config.sharded_optimizer={str(sharded).lower()}", timeout_s=DEADLINE_S,
         )  # fmt: skip
         summary = json.loads((run_dir / "summary.json").read_text())
         found.append([summary[name] for name in ("status", "weights_sha256", "state_sha256")])
