@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError
 from tfdist.strategy.job import Job
 from tfdist.strategy.parts import Part, gathered, mark, own_initial_values, own_part, part_of
 from tfdist.training.keras_compat.reduction import (
@@ -64,18 +64,12 @@ def division_of(optimizer: Any) -> Division | None:
     return _divisions.get(optimizer)
 
 
-def is_sharded(optimizer: Any) -> bool:
-    """Return whether the optimizer has this worker's part of its state alone."""
-    return optimizer is not None and optimizer in _divisions
-
-
 def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise UsageError for what cannot be updated part by part."""
     inner = _innermost(optimizer)
     if type(inner) not in BY_ELEMENT:
-        name = type(inner).__name__
         raise _refused(
-            f"{name}{near(name, _NAMES)}, whose update may need whole variables",
+            f"{type(inner).__name__}, whose update may need whole variables",
             expected=f"one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}",
             fix="use one of them, or leave sharded_optimizer out",
         )
@@ -98,7 +92,7 @@ def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
     Raises:
       UsageError: the optimizer has whole slots already, or cannot update parts.
     """
-    if is_sharded(optimizer):
+    if optimizer in _divisions:
         yield
         return
     if optimizer.built:
