@@ -261,13 +261,13 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
     job = launch(source, "--workers=3", "--run_dir=run")
     job.ready(3)
     ready = re.findall(r"\[(worker-\d)\] ready (\d+)", job.text)
-    (culprit, pid), (victim, _), _ = ready  # in the order in which they are on the screen
+    (first, pid), (other, _), _ = ready  # in the order in which they are on the screen
     os.kill(int(pid), signal.SIGKILL)
     assert job.end() == 137
-    assert f"[launch] {culprit} failed first: killed by SIGKILL, not by the launcher\n" in job.text
+    assert f"[launch] {first} failed first: killed by SIGKILL, not by the launcher\n" in job.text
     assert f"[launch]   ready {pid}\n" in job.text
     assert "a victim's words" not in job.text
-    assert "a victim's words" in Path(f"run/logs/attempt-1/{victim}.log").read_text()
+    assert "a victim's words" in Path(f"run/logs/attempt-1/{other}.log").read_text()
     job.assert_gone(0)
 
 
