@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import tracemalloc
 import types
@@ -79,9 +80,8 @@ def newest(directory):
     return max(directory.glob("step-*"), key=lambda path: int(path.suffix[1:]))
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_a_copy_is_not_changed_by_later_steps(strategies, tmp_path, replicas):
-    model = make(strategies[replicas])
+def test_a_copy_is_not_changed_by_later_steps(strategies, tmp_path):
+    model = make(strategies[3])
     job = job_of(model.distribute_strategy)
     fit(model, tmp_path / "1", epochs=1)
     arrays = state.capture(model, job)
@@ -200,24 +200,32 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_run_goes_on_from_the_one_before_a_damaged_one(strategies, tmp_path, caplog, damage):
-    whole = make(strategies[1])
-    expected = fit(whole, tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(strategies, tmp_path_factory):
+    """The bits and the history of a run that was left alone."""
+    model = make(strategies[1])
+    history = fit(model, tmp_path_factory.mktemp("whole"))
+    return bits(model), history.history
+
+
+def test_a_run_goes_on_from_the_one_before_a_damaged_one(strategies, tmp_path, caplog, whole):
     with pytest.raises(Cut):
         fit(make(strategies[1]), tmp_path / "run", AtStep(18, cut))
-    damaged = newest(tmp_path / "run")
-    damage(damaged)
-    resumed = make(strategies[1])
-    history = fit(resumed, tmp_path / "run")
-    assert caplog.text.count(f"{damaged.name} is damaged") == 1
-    assert bits(resumed) == bits(whole)
-    assert history.history == expected.history
+    for kind, damage in DAMAGE.items():
+        run = tmp_path / kind
+        shutil.copytree(tmp_path / "run", run)
+        damaged = newest(run)
+        damage(damaged)
+        resumed = make(strategies[1])
+        history = fit(resumed, run)
+        assert caplog.text.count(f"{damaged.name} is damaged") == 1, kind
+        caplog.clear()
+        assert (bits(resumed), history.history) == whole, kind
 
 
-def test_a_run_without_a_whole_checkpoint_says_so_and_starts_over(strategies, tmp_path, caplog):
-    whole = make(strategies[1])
-    fit(whole, tmp_path / "whole")
+def test_a_run_without_a_whole_checkpoint_says_so_and_starts_over(
+    strategies, tmp_path, caplog, whole
+):
     with pytest.raises(Cut):
         fit(make(strategies[1]), tmp_path / "run", AtStep(5, cut))
     _flip(newest(tmp_path / "run"))
@@ -225,7 +233,7 @@ def test_a_run_without_a_whole_checkpoint_says_so_and_starts_over(strategies, tm
     fit(again, tmp_path / "run")
     assert "no readable checkpoint" in caplog.text
     assert "starts from its beginning" in caplog.text
-    assert bits(again) == bits(whole)
+    assert bits(again) == whole[0]
 
 
 # The best
@@ -244,7 +252,7 @@ def test_the_best_is_kept_and_a_resumed_run_goes_on_with_it(strategies, tmp_path
     best, steps = best_of(tmp_path / "whole")
     assert best == STEPS * (1 + history.index(max(history)))
     assert steps == sorted({best, 50})
-    for step in (13, 27, 33, 44):
+    for step in (13, 44):  # in the second epoch, and in the last
         with pytest.raises(Cut):
             run(tmp_path / f"cut{step}", AtStep(step, cut))
         run(tmp_path / f"cut{step}")
@@ -274,21 +282,19 @@ class Other(keras.optimizers.SGD):
     """Another optimizer with the same variables."""
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"optimizer": Other}, r"optimizer 0 SGD -> Other"),
-        (
-            {"optimizer": lambda **o: keras.optimizers.SGD(**o, clipnorm=1.0)},
-            r"clipnorm None -> 1.0",
-        ),
-        ({"rate": 0.25}, r"\(Dropout\) rate 0.5 -> 0.25"),
-    ],
-)
-def test_another_configuration_is_refused_with_the_difference(strategies, tmp_path, change, named):
+def test_another_configuration_is_refused_with_the_difference(strategies, tmp_path):
     fit(make(strategies[1]), tmp_path, epochs=1)
-    with pytest.raises(UsageError, match=named):
-        fit(make(strategies[1], **change), tmp_path)
+
+    def clipped(**options):
+        return keras.optimizers.SGD(**options, clipnorm=1.0)
+
+    for change, named in (
+        ({"optimizer": Other}, r"optimizer 0 SGD -> Other"),
+        ({"optimizer": clipped}, r"clipnorm None -> 1.0"),
+        ({"rate": 0.25}, r"\(Dropout\) rate 0.5 -> 0.25"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            fit(make(strategies[1], **change), tmp_path)
     slower = make(strategies[1], optimizer=lambda **o: keras.optimizers.SGD(**o, name="slower"))
     slower.optimizer.learning_rate = 0.01  # neither is compared: the rate is the checkpoint's
     fit(slower, tmp_path)
@@ -328,13 +334,13 @@ def test_settings_that_no_variable_shows_are_compared(change, named):
 
 def test_exact_refuses_another_number_of_replicas(strategies, tmp_path, caplog):
     caplog.set_level("INFO", logger="tfdist")
-    fit(make(strategies[3]), tmp_path, epochs=1)
-    with pytest.raises(UsageError, match="exact=True and strategy mirrored -> single, replicas 3"):
+    fit(make(strategies[2]), tmp_path, epochs=1)
+    with pytest.raises(UsageError, match="exact=True and strategy mirrored -> single, replicas 2"):
         fit(make(strategies[1]), tmp_path, exact=True)
-    fit(make(strategies[3]), tmp_path, exact=True)
+    fit(make(strategies[2]), tmp_path, exact=True)
     assert "not the same bits" not in caplog.text
     fit(make(strategies[1]), tmp_path, epochs=3)
-    assert "replicas 3 -> 1: the same run, not the same bits" in caplog.text
+    assert "replicas 2 -> 1: the same run, not the same bits" in caplog.text
 
 
 def test_exact_refuses_another_number_of_threads(strategies, tmp_path, monkeypatch, caplog):
