@@ -22,7 +22,7 @@ class Ring:
         self.sizes = []
         self.later_began = threading.Event()
 
-    def sum(self, *arrays, of, apart=False):
+    def sum(self, *arrays, of):
         self.sizes.append(arrays[0].size)
         if arrays[0].size > 1:
             self.later_began.set()

@@ -16,46 +16,45 @@ PROGRAM, RESIZED = PROGRAMS / "sharded.py", PROGRAMS / "sharded_resized.py"
 DEADLINE_S = 400
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def tasks(request, tmp_path_factory):
-    """What each task of a job of so many workers saw."""
-    out = tmp_path_factory.mktemp("sharded")
-    flags = ("--strategy", "multiworker", "--workers", str(request.param))
-    launch(out / "run", *flags, str(PROGRAM), str(out), timeout_s=DEADLINE_S)
-    return [json.loads(file.read_text()) for file in sorted(out.glob("seen-*.json"))]
+def seen_by(directory, workers, *sections):
+    """What each task of a job of so many workers saw, by section."""
+    flags = ("--strategy", "multiworker", "--workers", str(workers))
+    launch(directory / "run", *flags, str(PROGRAM), str(directory), *sections, timeout_s=DEADLINE_S)
+    return {
+        section: [json.loads(file.read_text()) for file in sorted(directory.glob(f"{section}-*"))]
+        for section in sections
+    }
 
 
-def test_weights_are_those_of_whole_slots_to_the_bit(tasks):
+def differing(pairs):
+    return [name for name, (whole, sharded) in pairs.items() if whole != sharded]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_weights_are_those_of_whole_slots_to_the_bit(tmp_path, workers):
+    tasks = seen_by(tmp_path, workers, "weights")["weights"]
+    assert len(tasks) == workers
     for task in tasks:
-        differ = [name for name, (whole, sharded) in task["weights"].items() if whole != sharded]
-        assert differ == []
+        assert differing(task["weights"]) == []
         assert task["weights"] == tasks[0]["weights"]
-
-
-def test_gradients_by_rows_are_updated_to_the_same_bits(tasks):
-    for task in tasks:
-        differ = [name for name, (whole, sharded) in task["sparse"].items() if whole != sharded]
-        assert differ == []
-
-
-def test_a_worker_has_its_part_of_the_state(tasks):
     for name, (whole, _) in tasks[0]["state"].items():
         numbers = 8  # iterations, learning rate and the like, and what does not divide evenly
         largest = max(task["state"][name][1] for task in tasks)
         assert largest <= whole / len(tasks) + numbers * len(tasks)
 
 
-def test_a_checkpoint_is_the_one_of_whole_slots(tasks):
-    assert all(task["same checkpoint"] for task in tasks)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_gradients_by_rows_and_checkpoints_are_those_of_whole_slots(tmp_path, workers):
+    seen = seen_by(tmp_path, workers, "sparse", "checkpoints")
+    for task in seen["sparse"]:
+        assert differing(task) == []
+    for task in seen["checkpoints"]:
+        assert task["same checkpoint"]
+        assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])
 
 
-def test_runs_go_on_with_and_without_sharding_to_the_same_bits(tasks):
-    for task in tasks:
-        expected = task["weights"]["adam"][0]
-        assert task["resumed"] == dict.fromkeys(task["resumed"], expected)
-
-
-def test_optimizers_that_need_whole_variables_are_refused_by_name(tasks):
+def test_refusals_and_the_file_of_a_model(tmp_path):
+    tasks = seen_by(tmp_path, 2, "refusals")["refusals"]
     for task in tasks:
         refused = task["refused"]
         for name in ("Adafactor", "Lamb", "Muon"):
@@ -64,9 +63,6 @@ def test_optimizers_that_need_whole_variables_are_refused_by_name(tasks):
             assert "expected one of SGD, Adam, AdamW" in line
             assert "\n" not in line
         assert "Adam, which is built with whole slots" in refused["whole"]
-
-
-def test_a_file_of_the_model_has_its_weights(tasks):
     assert tasks[0]["file has the weights"]
 
 

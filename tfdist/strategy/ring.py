@@ -67,18 +67,16 @@ class Ring:
         _close_in_children()
         _rings.add(self)
 
-    def sum(self, *arrays: np.ndarray, of: str = "", apart: bool = False) -> list[np.ndarray]:
+    def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
         """Return the sum over the workers of each array: new ones, of the same shapes and types.
 
         `of` says what is summed, in the same words in every worker: two sums of equal shapes are
-        told from each other by it. With `apart` each array is divided among the workers by itself,
-        as `reduce_scatter` does, else all of them one after the other: with three workers and more
-        the order of additions, and so the last bit, follows from the division.
+        told from each other by it.
 
         Raises ConnectionError when a neighbour has gone, or makes another sum, and RuntimeError
         in a thread while another one of this worker is at a sum: they would have no order.
         """
-        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart)
+        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=False)
         with self._at_sum():
             self._agree(arrays, of)
             sums = self._scatter(arrays, chunks)
@@ -88,9 +86,11 @@ class Ring:
     def reduce_scatter(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
         """Return this worker's part of the sum of each array: flat, the elements `part` says.
 
-        To the bits of `sum` with `apart`, for half of the bytes. Raises as `sum`.
+        For half of the bytes of `sum`, and with two workers to its bits. With more the order of
+        additions differs, as each array is divided among the workers by itself and not all of them
+        one after the other. Raises as `sum`.
         """
-        chunks = _chunks(tuple(array.size for array in arrays), self._size, True)
+        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=True)
         with self._at_sum():
             self._agree(arrays, f"the parts of {of}")
             sums = self._scatter(arrays, chunks)
@@ -113,7 +113,7 @@ class Ring:
             whole[slice(*self.part(whole.size))] = part.reshape(-1)
         with self._at_sum():
             self._agree(wholes, f"all of {of}")
-            self._gather(wholes, _chunks(tuple(sizes), self._size, True))
+            self._gather(wholes, _chunks(tuple(sizes), self._size, apart=True))
         return wholes
 
     def part(self, size: int) -> tuple[int, int]:
@@ -257,7 +257,7 @@ class Ring:
 
 
 @functools.lru_cache(maxsize=64)
-def _chunks(sizes: tuple[int, ...], count: int, apart: bool) -> list[list[_Piece]]:
+def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
     """Divide arrays of these sizes, one after the other or each apart, into `count` chunks."""
     if apart:
         bounds = [[size * chunk // count for chunk in range(count + 1)] for size in sizes]

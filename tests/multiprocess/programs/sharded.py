@@ -1,4 +1,4 @@
-"""A multiworker job with sharded optimizers: ``sharded.py OUT``.
+"""A multiworker job with sharded optimizers: ``sharded.py OUT SECTION...``.
 
 Each optimizer trains the same model twice, with whole slots and with sharded ones.
 """
@@ -56,6 +56,8 @@ OPTIMIZERS = {
     ),
     "loss_scale_factor": lambda: optimizers.Adam(0.01, loss_scale_factor=8.0),
 }
+OF_MANY_WORKERS = ("momentum", "adam", "ftrl", "clipnorm", "ema", "loss_scaling")
+BY_ROWS = ("sgd", "adam", "adagrad", "lion")
 REFUSED = {
     "adafactor": lambda: optimizers.Adafactor(0.01),
     "lamb": lambda: optimizers.Lamb(0.01),
@@ -130,41 +132,68 @@ def refusal_of(optimizer):
     return ""
 
 
-strategy = tfdist.make_strategy()
-task = current_job().name
-seen = {"weights": {}, "sparse": {}, "state": {}}
-for name, optimizer in OPTIMIZERS.items():
-    pair = []
+def weights_seen():
+    """What each optimizer trains, and how many numbers its state has."""
+    weights, state = {}, {}
+    for name, optimizer in OPTIMIZERS.items():
+        if current_job().num_replicas > 2 and name not in OF_MANY_WORKERS:
+            continue
+        for sharded in (False, True):
+            model = dense(optimizer)
+            weights.setdefault(name, []).append(trained(model, sharded=sharded))
+            sizes = [int(np.prod(variable.shape)) for variable in model.optimizer.variables]
+            state.setdefault(name, []).append(sum(sizes))
+    return {"weights": weights, "state": state}
+
+
+def sparse_seen():
+    return {
+        name: [
+            trained(embedding(OPTIMIZERS[name]), zoo.TOKENS, sharded=sharded)
+            for sharded in (False, True)
+        ]
+        for name in BY_ROWS
+    }
+
+
+def checkpoints_seen():
+    """Whether a checkpoint is that of whole slots, and what runs that go on from one end with."""
+    saved = {}
     for sharded in (False, True):
-        model = dense(optimizer)
-        pair.append(trained(model, sharded=sharded))
-        sizes = [int(np.prod(variable.shape)) for variable in model.optimizer.variables]
-        seen["state"].setdefault(name, []).append(sum(sizes))
-    seen["weights"][name] = pair
-for name in ("sgd", "adam", "adagrad", "lion"):
-    models = [embedding(OPTIMIZERS[name]) for _ in range(2)]
-    seen["sparse"][name] = [
-        trained(model, zoo.TOKENS, sharded=sharded)
-        for model, sharded in zip(models, (False, True), strict=True)
-    ]
-saved = {}
-for sharded in (False, True):
-    backup = tfdist.BackupAndRestore(OUT / f"saved-{sharded}")
-    trained(dense(OPTIMIZERS["adam"]), sharded=sharded, callbacks=[backup])
+        backup = tfdist.BackupAndRestore(OUT / f"saved-{sharded}")
+        saved["weights"] = trained(dense(OPTIMIZERS["adam"]), sharded=sharded, callbacks=[backup])
+        saved[sharded] = arrays_of(OUT / f"saved-{sharded}") if tfdist.is_chief() else None
+    goes_on = ((True, True), (True, False), (False, True))
+    return {
+        "same checkpoint": saved[False] == saved[True],
+        "expected": saved["weights"],
+        "resumed": {f"{first}-{second}": resumed(first, second) for first, second in goes_on},
+    }
+
+
+def refusals_seen():
+    """Refusals, and whether the file of a sharded model has its weights."""
+    whole = dense(OPTIMIZERS["adam"])
+    trained(whole, sharded=False, epochs=1)
+    refused = {name: refusal_of(optimizer) for name, optimizer in REFUSED.items()}
+    refused["whole"] = refusal_of(lambda: whole.optimizer)
+    model = dense(OPTIMIZERS["adam"])
+    trained(model, sharded=True, epochs=1)
+    same = None
     if tfdist.is_chief():
-        saved[sharded] = arrays_of(OUT / f"saved-{sharded}")
-seen["same checkpoint"] = not saved or saved[False] == saved[True]
-seen["resumed"] = {
-    f"{first}-{second}": resumed(first, second)
-    for first, second in ((True, True), (True, False), (False, True))
+        model.save(OUT / "model.keras")
+        same = zoo.sha(keras.models.load_model(OUT / "model.keras")) == zoo.sha(model)
+    tfdist.barrier()
+    return {"refused": refused, "file has the weights": same}
+
+
+SECTIONS = {
+    "weights": weights_seen,
+    "sparse": sparse_seen,
+    "checkpoints": checkpoints_seen,
+    "refusals": refusals_seen,
 }
-seen["refused"] = {name: refusal_of(optimizer) for name, optimizer in REFUSED.items()}
-whole = dense(OPTIMIZERS["adam"])
-trained(whole, sharded=False, epochs=1)
-seen["refused"]["whole"] = refusal_of(lambda: whole.optimizer)
-if tfdist.is_chief():
-    model.save(OUT / "model.keras")
-    loaded = keras.models.load_model(OUT / "model.keras")
-    seen["file has the weights"] = zoo.sha(loaded) == zoo.sha(model)
-tfdist.barrier()
-(OUT / f"seen-{task}.json").write_text(json.dumps(seen))
+strategy = tfdist.make_strategy()
+for section in sys.argv[2:]:
+    file = OUT / f"{section}-{current_job().name}.json"
+    file.write_text(json.dumps(SECTIONS[section]()))

@@ -79,10 +79,8 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _BY_RING]
     for i, total in zip(others, _by_collectives([tensors[i] for i in others]), strict=True):
         results[i] = total
-    # As `scatter_over_workers` adds; of two workers each order gives the same bits.
-    apart = job.num_replicas > 2
     for bucket in _buckets(tensors):
-        total = functools.partial(job.ring.sum, of=_place(), apart=apart)
+        total = functools.partial(job.ring.sum, of=_place())
         sums = _in_turn(total, [tensors[i] for i in bucket])
         for i, summed in zip(bucket, sums, strict=True):
             results[i] = tf.ensure_shape(summed, tensors[i].shape)
@@ -92,7 +90,8 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def scatter_over_workers(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Return this worker's part, flat, of the sum of each tensor. Replica context.
 
-    Of floating point and known shapes, in a job with a ring: to the bits of `sum_over_replicas`.
+    Of floating point and known shapes, in a job with a ring. With two workers to the bits of
+    `sum_over_replicas`; with more the ring adds in another order.
     """
     ring, results = _ring(), list(tensors)
     for bucket in _buckets(tensors):

@@ -2,10 +2,10 @@
 
 The optimizer is built on flat variables that hold this worker's part of each trainable variable,
 so that its slots are of the part alone. In a step the gradients are summed part by part, Keras'
-own update runs on the parts, and the new weights are gathered; what travels is what the sum of the
-whole gradients takes (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). Every element
-sees the operations that it sees without sharding, so that the bits are the same. What needs a norm
-gathers the gradients first: a sum of sums of parts is another one in its last bit.
+own update runs on the parts, and the new weights are gathered (Rajbhandari et al., 2020,
+https://arxiv.org/abs/1910.02054). Every element sees the operations that it sees without sharding,
+so that the bits are the same. What needs a norm gathers the gradients first: a sum of sums of parts
+is another one in its last bit.
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -137,17 +137,21 @@ def finalize(optimizer: Any, weights: Sequence[Any], job: Job) -> None:
 
 
 def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
-    """Return this worker's part of the sum of each gradient; statistics travel, too."""
-    reduced([], trace)
+    """Return this worker's part of the sum of each gradient; statistics travel, too.
+
+    With two workers the sum of parts has the bits of the whole sum. With more it adds in another
+    order, so that the whole sum is made and cut.
+    """
+    parts = [_part_for(optimizer, variable) for variable in variables]
+    if trace.num_replicas > 2:
+        return [_own(g, part) for g, part in zip(reduced(grads, trace), parts, strict=True)]
     dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
     sums = scatter_over_workers([grads[i] for i in dense])
+    others = reduced([None if isinstance(g, tf.Tensor) else g for g in grads], trace)
+    totals = [_own(g, part) for g, part in zip(others, parts, strict=True)]
     for i, total in zip(dense, sums, strict=True):
-        grads[i] = total
-    sparse = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
-    slices = reduced([grads[i] for i in sparse], trace) if sparse else []
-    for i, total in zip(sparse, slices, strict=True):
-        grads[i] = _own_rows(summed_rows(total), _part_for(optimizer, variables[i]))
-    return grads
+        totals[i] = total
+    return totals
 
 
 def _part(variable: Any, job: Job) -> Any:
@@ -184,6 +188,13 @@ def _innermost(optimizer: Any) -> Any:
 def _part_for(optimizer: Any, variable: Any) -> Part:
     index = optimizer._get_variable_index(variable)
     return _place_of(optimizer._trainable_variables[index])
+
+
+def _own(gradient: Any, part: Part) -> Any:
+    """Return this part, flat, of a gradient that is whole."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return _own_rows(summed_rows(gradient), part)
+    return None if gradient is None else _cut(gradient, part)
 
 
 def _own_rows(slices: tf.IndexedSlices, part: Part) -> tf.Tensor:
