@@ -37,10 +37,9 @@ def test_weights_are_those_of_whole_slots_to_the_bit(tmp_path, workers):
     for task in tasks:
         assert differing(task["weights"]) == []
         assert task["weights"] == tasks[0]["weights"]
-    for name, (whole, _) in tasks[0]["state"].items():
-        numbers = 8  # iterations, learning rate and the like, and what does not divide evenly
-        largest = max(task["state"][name][1] for task in tasks)
-        assert largest <= whole / len(tasks) + numbers * len(tasks)
+    for name, ((count, whole), _) in tasks[0]["state"].items():
+        largest = max(task["state"][name][1][1] for task in tasks)
+        assert largest <= whole / len(tasks) + 32 * count  # parts are of whole vectors
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 
 from tfdist.app import recipe
 from tfdist.app.reporter import RunReporter
@@ -25,7 +24,7 @@ from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.outputs.tensorboard import StepProfiler
 from tfdist.outputs.terminal import ProgressDisplay, show_result, strategy_line
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
-from tfdist.strategy.parts import gathered, part_of
+from tfdist.strategy.parts import whole
 from tfdist.training.building import bytes_on_servers
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
@@ -224,17 +223,8 @@ def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:
 
 
 def _state_digest(model: keras.Model) -> str:
-    """Return the digest of weights and optimizer in the chief. A collective where it is sharded."""
-    job = current_job()
-    assert job is not None
-    sharded = any(part_of(variable) is not None for variable in model.optimizer.variables)
-    if not sharded:
-        return state_sha256(model) if is_chief() else ""
-
-    def read(variable: Any) -> Any:
-        return np.asarray(variable) if part_of(variable) is None else gathered(job, variable)
-
-    return state_sha256(model, read=read)
+    """Return the digest of weights and optimizer. A collective where it is sharded."""
+    return state_sha256(model, read=whole)
 
 
 def _summary(

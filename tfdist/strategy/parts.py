@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist import phases
 from tfdist.strategy.group import naming_lost_peer
-from tfdist.strategy.job import Job
+from tfdist.strategy.job import Job, current_job
 
 _MARK = "_tfdist_part"
 
@@ -64,6 +64,15 @@ def gathered(job: Job, variable: Any) -> np.ndarray[Any, Any]:
         mine = np.asarray(variable.numpy())
         (flat,) = ring.all_gather(mine, sizes=[part.size], of="the parts of a variable")
     return flat.reshape(part.shape)
+
+
+def whole(variable: Any) -> np.ndarray[Any, Any]:
+    """Return the array of a variable; of one that holds a part, the whole. A collective then."""
+    if part_of(variable) is None:
+        return np.asarray(variable)
+    job = current_job()
+    assert job is not None
+    return gathered(job, variable)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ _OF_BYTES = 120
 # How many sums before this one, a checksum of what it is of, and that in words.
 _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
 _BUFFERS_A_CALL = 64
+_VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # of which array, from and up to which element
 
 
@@ -119,7 +120,8 @@ class Ring:
     def part(self, size: int) -> tuple[int, int]:
         """Return the first and the end of this worker's elements of a flat array of `size`."""
         own = (self._rank + 1) % self._size  # whole here first, of what goes round
-        return size * own // self._size, size * (own + 1) // self._size
+        bounds = _bounds(size, self._size)
+        return bounds[own], bounds[own + 1]
 
     @contextlib.contextmanager
     def _at_sum(self) -> Iterator[None]:
@@ -260,7 +262,7 @@ class Ring:
 def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
     """Divide arrays of these sizes, one after the other or each apart, into `count` chunks."""
     if apart:
-        bounds = [[size * chunk // count for chunk in range(count + 1)] for size in sizes]
+        bounds = [_bounds(size, count) for size in sizes]
         return [
             [(i, b[chunk], b[chunk + 1]) for i, b in enumerate(bounds) if b[chunk] < b[chunk + 1]]
             for chunk in range(count)
@@ -275,6 +277,16 @@ def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Pi
         ]
         for low, high in itertools.pairwise(ends)
     ]
+
+
+def _bounds(size: int, count: int) -> list[int]:
+    """Divide so many elements among workers, in whole vectors of the widest instructions.
+
+    Elements after the last whole vector are computed one by one, and of some operations (`rsqrt`)
+    to another last bit: so an element is computed in a part as in the whole.
+    """
+    vectors = -(-size // _VECTOR)
+    return [min(size, vectors * chunk // count * _VECTOR) for chunk in range(count + 1)]
 
 
 def _in_words(header: bytes | bytearray) -> str:

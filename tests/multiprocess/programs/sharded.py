@@ -57,7 +57,11 @@ OPTIMIZERS = {
     "loss_scale_factor": lambda: optimizers.Adam(0.01, loss_scale_factor=8.0),
 }
 OF_MANY_WORKERS = ("momentum", "adam", "ftrl", "clipnorm", "ema", "loss_scaling")
-BY_ROWS = ("sgd", "adam", "adagrad", "lion")
+BY_ROWS = (
+    *("momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam"),
+    *("ftrl", "lion", "schedule_free", "clipvalue", "accumulation", "ema", "loss_scaling"),
+    *("clipnorm", "global_clipnorm"),
+)
 REFUSED = {
     "adafactor": lambda: optimizers.Adafactor(0.01),
     "lamb": lambda: optimizers.Lamb(0.01),
@@ -133,7 +137,7 @@ def refusal_of(optimizer):
 
 
 def weights_seen():
-    """What each optimizer trains, and how many numbers its state has."""
+    """What each optimizer trains, and how many variables and numbers its state has."""
     weights, state = {}, {}
     for name, optimizer in OPTIMIZERS.items():
         if current_job().num_replicas > 2 and name not in OF_MANY_WORKERS:
@@ -142,18 +146,20 @@ def weights_seen():
             model = dense(optimizer)
             weights.setdefault(name, []).append(trained(model, sharded=sharded))
             sizes = [int(np.prod(variable.shape)) for variable in model.optimizer.variables]
-            state.setdefault(name, []).append(sum(sizes))
+            state.setdefault(name, []).append((len(sizes), sum(sizes)))
     return {"weights": weights, "state": state}
 
 
 def sparse_seen():
-    return {
-        name: [
-            trained(embedding(OPTIMIZERS[name]), zoo.TOKENS, sharded=sharded)
-            for sharded in (False, True)
-        ]
-        for name in BY_ROWS
-    }
+    """What gradients by rows train, the last ones clipped by a norm to another last bit."""
+    seen = {}
+    for name in BY_ROWS:
+        models = [embedding(OPTIMIZERS[name]) for _ in range(2)]
+        for model, sharded in zip(models, (False, True), strict=True):
+            seen.setdefault(name, []).append(trained(model, zoo.TOKENS, sharded=sharded))
+        weights = [np.array(zoo.flat(model)) for model in models]
+        seen[name].append(float(np.abs(weights[0] - weights[1]).max()))
+    return seen
 
 
 def checkpoints_seen():

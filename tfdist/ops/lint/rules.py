@@ -109,6 +109,8 @@ _ALL = (
     warning("CFG022", "a config file imports TensorFlow, and so does every check of it"),
     warning("CFG023", "max_staleness in a job without ps"),
     error("CFG024", "a config file fails, or does not end in time"),
+    error("CFG025", "sharded_optimizer under mirrored or ps"),
+    warning("CFG026", "sharded_optimizer has no effect under single"),
     # Command lines
     error("LCH001", "a flag for ps jobs in a job without ps"),
     error("LCH002", "flags that tfdist.launch or tfdist.train refuses"),

@@ -45,12 +45,12 @@ def _gradient_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         if trace.num_replicas > 1:
             _require_built(self)
             grads = _weighted(list(grads), trace)
-            if division := division_of(self):
-                trainable_variables = trainable_variables or list(division.wholes)
-                grads = scattered(self, grads, trainable_variables, trace)
-            else:
-                grads = reduced(grads, trace)
-        grads = [summed_rows(g) for g in grads]
+        if division := division_of(self):
+            trainable_variables = trainable_variables or list(division.wholes)
+            grads = scattered(self, list(grads), trainable_variables, trace)
+        else:
+            grads = reduced(list(grads), trace) if trace.num_replicas > 1 else grads
+            grads = [summed_rows(g) for g in grads]
         if trace.at_hook is not None:
             trace.at_hook(grads)
         trace.in_hook = True

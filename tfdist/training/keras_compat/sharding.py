@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -193,21 +194,18 @@ def _part_for(optimizer: Any, variable: Any) -> Part:
 def _own(gradient: Any, part: Part) -> Any:
     """Return this part, flat, of a gradient that is whole."""
     if isinstance(gradient, tf.IndexedSlices):
-        return _own_rows(summed_rows(gradient), part)
+        return _own_elements(summed_rows(gradient), part)
     return None if gradient is None else _cut(gradient, part)
 
 
-def _own_rows(slices: tf.IndexedSlices, part: Part) -> tf.Tensor:
-    """Return this part of a sparse gradient, dense: of the rows alone that it is in."""
-    width = part.size // max(part.shape[0], 1) or 1
-    first, end = part.first // width, -(-part.end // width)
-    mine = tf.where((slices.indices >= first) & (slices.indices < end))[:, 0]
-    rows = tf.gather(slices.indices, mine) - first
-    values = tf.reshape(tf.gather(slices.values, mine), [-1, width])
-    shape = tf.constant([end - first, width], rows.dtype)
-    flat = tf.reshape(tf.scatter_nd(rows[:, None], values, shape), [-1])
-    start = part.first - first * width
-    return flat[start : start + part.end - part.first]
+def _own_elements(slices: tf.IndexedSlices, part: Part) -> tf.IndexedSlices:
+    """Return this part of a gradient by rows as one by elements: Keras' sparse updates differ."""
+    width = math.prod(part.shape[1:])
+    first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
+    places = tf.reshape(first_of_row[:, None] + tf.range(width, dtype=tf.int64), [-1])
+    mine = tf.where((places >= 0) & (places < part.end - part.first))[:, 0]
+    values = tf.gather(tf.reshape(slices.values, [-1]), mine)
+    return tf.IndexedSlices(values, tf.gather(places, mine), tf.constant([part.end - part.first]))
 
 
 def _step_of(optimizer: Any) -> StepTrace:
@@ -246,7 +244,8 @@ def _clip_whole(optimizer: Any, grads: Any) -> Any:
     if not (optimizer.clipnorm or optimizer.global_clipnorm):
         return clip(grads)
     places = [_place_of(part) for part in _step_of(optimizer).updated]
-    wholes = gather_over_workers(grads, [place.shape for place in places])
+    parts = [tf.convert_to_tensor(gradient) for gradient in grads]
+    wholes = gather_over_workers(parts, [place.shape for place in places])
     return [_cut(gradient, at) for gradient, at in zip(clip(wholes), places, strict=True)]
 
 
