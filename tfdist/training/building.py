@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,7 @@ from tfdist.training import keras_compat
 from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
+Slots = Literal["whole", "parts", "none"]
 _FEW_ROWS = 8
 """A first axis of no more may be that of a stack, as of an anchor and a positive example."""
 
@@ -107,12 +108,12 @@ def build(
     batch_spec: Any,
     *,
     first_batch: Callable[[], Any],
-    sharded_optimizer: bool = False,
+    slots: Slots = "whole",
 ) -> None:
     """Make every variable of model, metrics, loss and optimizer inside the scope.
 
     `batch_spec`: nest of `tf.TensorSpec` of one batch; `first_batch` is called where that does not
-    do. With `sharded_optimizer` the optimizer's are of this worker's part. Every task calls it:
+    do. `slots`: of the optimizer, whole, of this worker's part, or none yet. Every task calls it:
     making a variable is a collective under multiworker.
     """
     _require_targets(model, batch_spec)
@@ -120,8 +121,7 @@ def build(
     _require_one_state(model, job)
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
-    in_parts = sharding.building_in_parts(optimizer, job) if sharded_optimizer else nullcontext()
-    with job.strategy.scope(), in_parts:
+    with job.strategy.scope(), _making(slots, optimizer, job):
         if _has_call(model):
             _build_by_a_call(model, batch_spec, first_batch=first_batch)
         else:
@@ -136,6 +136,14 @@ def build(
 
         weights = ps_strategy.bytes_on_servers(model.weights, num_ps=_num_ps(job))
         ps_strategy.say(bytes_on_servers(model, job), weights=weights)
+
+
+def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[None]:
+    if slots == "parts":
+        return sharding.building_in_parts(optimizer, job)
+    if slots == "none" and optimizer is not None and not optimizer.built:
+        return sharding.building_by(optimizer, lambda variables: None)
+    return nullcontext()
 
 
 def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:

@@ -144,7 +144,7 @@ def fit(
         job,
         data.batch_spec,
         first_batch=data.first_batch,
-        sharded_optimizer=sharded,
+        slots="parts" if sharded else "whole",
     )
     building.require_known_variables(model)
     building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)

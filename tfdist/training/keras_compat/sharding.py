@@ -100,9 +100,16 @@ def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
         raise _refused(
             f"{type(optimizer).__name__}, which is built with whole slots",
             expected="an optimizer without any, of which each worker makes its part",
-            fix="compile the model with a new optimizer, and call fit before evaluate",
+            fix="compile the model with a new optimizer, whose first fit is sharded",
         )
-    object.__setattr__(optimizer, "build", lambda variables: _build(optimizer, variables, job))
+    with building_by(optimizer, lambda variables: _build(optimizer, variables, job)):
+        yield
+
+
+@contextlib.contextmanager
+def building_by(optimizer: Any, build: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Have whoever builds the optimizer here call `build` instead."""
+    object.__setattr__(optimizer, "build", build)
     try:
         yield
     finally:
