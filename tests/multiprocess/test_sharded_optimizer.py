@@ -46,7 +46,8 @@ def test_weights_are_those_of_whole_slots_to_the_bit(tmp_path, workers):
 def test_gradients_by_rows_and_checkpoints_are_those_of_whole_slots(tmp_path, workers):
     seen = seen_by(tmp_path, workers, "sparse", "checkpoints")
     for task in seen["sparse"]:
-        assert differing(task) == []
+        for name, (whole, sharded, difference) in task.items():
+            assert difference < 1e-6 if "clipnorm" in name else whole == sharded, name
     for task in seen["checkpoints"]:
         assert task["same checkpoint"]
         assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])
