@@ -1,0 +1,322 @@
+"""`find_batch_size`: the largest batch that fits into memory, tried in child processes.
+
+Sizes are doubled until one does not fit, then bisected. Each is tried in a process of its own: what
+runs out of memory is that process. A child is ended when it takes more than there is for it, and
+asks the kernel to be the first to go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
+from tfdist.find.capacity import available_bytes, gpu_bytes
+
+_LOG = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.05
+_CLUSTER = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JOB_COMPLETION_INDEX")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One batch size that was tried.
+
+    Attributes:
+      batch_size: of one replica.
+      fits: whether the steps were done.
+      peak_bytes: the most that the process had in memory; None where it did not tell.
+      gpu_peak_bytes: the most that it had on its GPU; None without one.
+      examples_per_second: of one replica; None where it did not fit.
+      cause: why it did not fit.
+    """
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int | None = None
+    gpu_peak_bytes: int | None = None
+    examples_per_second: float | None = None
+    cause: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSizes:
+    """What was tried, and what fits.
+
+    Attributes:
+      per_replica: the largest batch of one replica that fits.
+      global_batch_size: of all replicas, as `tfdist.fit` takes it.
+      limit_bytes: what there was for one replica.
+      trials: in the order in which they were made.
+    """
+
+    per_replica: int
+    global_batch_size: int
+    limit_bytes: int
+    trials: tuple[Trial, ...]
+
+    def __str__(self) -> str:
+        of = f" ({self.per_replica} a replica)" if self.global_batch_size > self.per_replica else ""
+        return (
+            f"batch size {self.global_batch_size}{of} fits into {self.limit_bytes >> 20} MiB, by "
+            f"{len(self.trials)} trials"
+        )
+
+
+def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
+    """Return the largest size that fits, by doubling and bisection; 0 where not even 1 does.
+
+    To an eighth of it: `fits` is asked a few times only, and memory is not known better.
+    """
+    low, size = 0, min(first, most)
+    while fits(size):
+        low = size
+        if size == most:
+            return most
+        size = min(2 * size, most)
+    high = size
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def search(
+    request: Mapping[str, Any], *, first: int, most: int, limit_bytes: int, timeout_s: float
+) -> tuple[int, tuple[Trial, ...]]:
+    """Return the largest batch of one replica that fits, and all trials."""
+    trials: list[Trial] = []
+
+    def fits(size: int) -> bool:
+        trial = try_out({**request, "batch_size": size}, limit_bytes, timeout_s=timeout_s)
+        what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
+        _LOG.info("batch size %d: %s", size, what)
+        trials.append(trial)
+        return trial.fits
+
+    found = largest(fits, first=first, most=most)
+    if not found:
+        raise TfdistError(
+            f"find_batch_size: a batch of 1 does not fit into {limit_bytes >> 20} MiB "
+            f"({trials[-1].cause}). Fix: use a smaller model, or a machine with more memory"
+        )
+    return found, tuple(trials)
+
+
+def try_out(request: Mapping[str, Any], limit_bytes: int, *, timeout_s: float) -> Trial:
+    """Run one trial in a child; raise TfdistError where it fails for something else than memory."""
+    size = int(request["batch_size"])
+    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tfdist.find.trial"],
+            stdin=subprocess.PIPE,
+            stdout=said,
+            stderr=said,
+            env=_environment(os.environ),
+            pass_fds=(answer.fileno(),),
+            text=True,
+        )
+        try:
+            assert child.stdin is not None
+            with child.stdin:
+                child.stdin.write(json.dumps({**request, "answer_fd": answer.fileno()}))
+            cause = _watched(child, limit_bytes, timeout_s=timeout_s)
+        finally:
+            child.kill()
+            child.wait()
+        answer.seek(0)
+        said.seek(0)
+        return _trial(size, child.returncode, cause, answer.read(), said.read())
+
+
+def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
+    """Wait for the child's end; end it where it takes too much, and return that."""
+    process, deadline_s = psutil.Process(child.pid), time.monotonic() + timeout_s
+    while True:
+        try:
+            child.wait(_LOOK_EVERY_S)
+            return ""
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            taken = process.memory_info().rss
+        except psutil.Error:
+            continue
+        if taken > limit_bytes:
+            return f"took more than {limit_bytes >> 20} MiB"
+        if time.monotonic() > deadline_s:
+            raise TfdistError(
+                f"find_batch_size: a trial took more than {timeout_s:g} s. "
+                "Fix: pass timeout_s, or most for the largest size to try"
+            )
+
+
+def _trial(size: int, status: int, cause: str, answer: str, said: str) -> Trial:
+    """Return what became of a child."""
+    if cause:
+        return Trial(batch_size=size, fits=False, cause=cause)
+    found = json.loads(answer) if answer else {}
+    if "peak_bytes" in found:
+        return Trial(batch_size=size, fits=True, **found)
+    if "out_of_memory" in found:
+        return Trial(batch_size=size, fits=False, cause=found["out_of_memory"])
+    killed = status in (-9, -6) and not found
+    if killed and (status == -9 or "bad_alloc" in said):
+        return Trial(batch_size=size, fits=False, cause="ended by the kernel or the allocator")
+    last = found.get("error") or next(iter(reversed(said.strip().splitlines())), "")
+    raise TfdistError(
+        f"find_batch_size: the trial with {size} examples failed: {last or f'status {status}'}. "
+        "Fix: a model with classes of the program's own is tried by "
+        "`python -m tfdist.find batch file.py:function`"
+    )
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that stands alone."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_CLUSTER)}
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    kept["TFDIST_CLUSTER"] = "none"
+    return kept
+
+
+def find_batch_size(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    first: int = 8,
+    most: int = 65_536,
+    steps: int = 3,
+    use: float = 0.9,
+    timeout_s: float = 600.0,
+) -> BatchSizes:
+    """Return the largest batch with which training `model` fits into memory.
+
+    A collective: every training task calls it alike; the chief tries, alone and on its machine.
+
+    Args:
+      model: compiled and built; the child reads it from a ``.keras`` file, so classes of the
+        program's own must be registered with Keras in a module that can be imported.
+      x, y: as in `tfdist.fit`; only their shapes and types matter.
+      first: the batch of one replica to begin with.
+      most: the largest to try.
+      steps: of each trial.
+      use: the part of the memory that is left now which the replicas may take.
+      timeout_s: of one trial.
+
+    Raises:
+      UsageError: the model is not compiled or not built, or holds what a file cannot.
+      TfdistError: a batch of 1 does not fit, or a trial fails for something else than memory.
+    """
+    from tfdist.find.subject import spec_of
+    from tfdist.find.trial import encode_spec
+    from tfdist.strategy import broadcast
+    from tfdist.training import building
+
+    job = building.job_for(model, doing="find_batch_size")
+    building.require_compiled(model, doing="find_batch_size")
+    _check(model, first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
+    answer = None
+    if job.is_chief:
+        local = replicas_here(job)
+        with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
+            request = _request(model, Path(directory) / "model.keras", encode_spec(spec_of(x, y)))
+            answer = _answer(
+                {**request, "steps": steps},
+                first=first,
+                most=most,
+                limit_bytes=int(use * available_bytes()) // local,
+                timeout_s=timeout_s,
+            )
+    told = broadcast(answer)
+    if "error" in told:
+        raise TfdistError(told["error"])
+    trials = tuple(Trial(**trial) for trial in told.pop("trials"))
+    replicas = 1 if job.kind == "ps" else job.num_replicas
+    return BatchSizes(**told, global_batch_size=told["per_replica"] * replicas, trials=trials)
+
+
+def _answer(request: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Return what the chief tells all tasks, an error too: they wait for it."""
+    try:
+        found, trials = search(request, **options)
+    except TfdistError as error:
+        return {"error": str(error)}
+    return {
+        "per_replica": found,
+        "limit_bytes": options["limit_bytes"],
+        "trials": [dataclasses.asdict(trial) for trial in trials],
+    }
+
+
+def replicas_here(job: Any) -> int:
+    """Return how many replicas share this machine's memory; those with a GPU have their own."""
+    if gpu_bytes():
+        return 1
+    if job.config is None or job.kind not in ("multiworker", "ps"):
+        return int(job.num_replicas)
+    cluster, mine = job.config.cluster, job.config.task
+    hosts = [
+        cluster.address(task).rpartition(":")[0]
+        for task in cluster.tasks()
+        if task.type in ("chief", "worker")
+    ]
+    here = hosts.count(cluster.address(mine).rpartition(":")[0])
+    return max(1, here) * len(job.replica_ids)
+
+
+def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
+    import keras
+
+    try:
+        model.save(path)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UsageError(
+            "find_batch_size",
+            received=f"a model that cannot be saved ({' '.join(str(error).split())[:200]})",
+            expected="one that a .keras file can hold, for the child process",
+            fix="use `python -m tfdist.find batch file.py:function`",
+            code="not-saveable",
+        ) from None
+    policy = keras.config.dtype_policy().name
+    return {"subject": None, "model": str(path), "spec": spec, "dtype_policy": policy}
+
+
+def _check(model: Any, *, first: int, most: int, steps: int, use: float, timeout_s: float) -> None:
+    require(
+        model.built,
+        "find_batch_size",
+        received="a model that is not built",
+        expected="a built model, of which a file can be made",
+        fix="make the model with keras.Input, or call it once",
+        code="not-built",
+    )
+    require_int("first", first, least=1)
+    require_int("most", most, least=1)
+    require_int("steps", steps, least=1)
+    require_number("use", use, above=0)
+    require_number("timeout_s", timeout_s, above=0, unit="seconds")
+
+
+def find_batch_size_of(
+    words: Sequence[str], *, first: int, most: int, steps: int, use: float, timeout_s: float
+) -> BatchSizes:
+    """Return the largest batch of what a command line names; this process loads no TensorFlow."""
+    limit = int(use * available_bytes())
+    request = {"subject": list(words), "steps": steps}
+    found, trials = search(request, first=first, most=most, limit_bytes=limit, timeout_s=timeout_s)
+    return BatchSizes(per_replica=found, global_batch_size=found, limit_bytes=limit, trials=trials)
