@@ -19,6 +19,7 @@ from tfdist import __main__ as programs
 from tfdist import doctor, export, ledger, lint, replay, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
+from tfdist.find import __main__ as find
 from tfdist.launch import options
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 
@@ -43,6 +44,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "doctor": doctor.parse,
     "lint": lint.parse,
     "export": lambda words: export._parser().parse_args(words),
+    "find": find.parse,
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
 }

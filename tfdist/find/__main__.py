@@ -48,11 +48,10 @@ def _parser() -> Parser:
     return parser
 
 
-def _find(argv: Sequence[str]) -> int:
-    ours = [word for word in argv if not word.startswith("--config")]
+def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return the options, and the words that name the subject; raise UsageError."""
     config = [word for word in argv if word.startswith("--config")]
-    options = _parser().parse_args(ours)
-    words = [options.subject] if options.subject else config
+    options = _parser().parse_args([word for word in argv if word not in config])
     if options.subject and config:
         raise UsageError(
             "tfdist.find",
@@ -61,9 +60,15 @@ def _find(argv: Sequence[str]) -> int:
             fix="leave out one",
             code="exclusive",
         )
+    return options, [options.subject] if options.subject else config
+
+
+def _find(argv: Sequence[str]) -> int:
+    options, words = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    print({"lr": _lr, "batch": _batch, "memory": _memory}[options.what](words, options))
+    find = {"lr": _lr, "batch": _batch, "memory": _memory}[options.what]
+    print(find(words, options))
     return EXIT_OK
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -77,18 +77,18 @@ def estimate_memory(model: keras.Model, batch_size: int, optimizer: Any = None) 
     peak = peak_of(operations, kept=made)
     weights = sum(map(_bytes, model.weights))
     slots = _slots(optimizer, model.trainable_variables)
-    updates = len(model.trainable_variables) * _OPERATIONS_AN_UPDATE
-    program = (len(operations) + updates) * _BYTES_AN_OPERATION
+    trained = [_bytes(variable) for variable in model.trainable_variables]
+    program = (len(operations) + len(trained) * _OPERATIONS_AN_UPDATE) * _BYTES_AN_OPERATION
     makers = {op.name for op in operations if any(key in made for key, _ in op.outputs)}
     by_layer = _by_layer(model, peak, without=makers)
     return MemoryEstimate(
         weights=weights,
-        gradients=sum(map(_bytes, model.trainable_variables)),
+        gradients=sum(trained),
         slots=slots,
         activations=sum(by_layer.values()),
         by_layer=by_layer,
         program=program,
-        peak=weights + slots + peak.size_bytes + program,
+        peak=weights + slots + peak.size_bytes + program + _of_update(trained, slots),
     )
 
 
@@ -188,6 +188,13 @@ def _slots(optimizer: keras.optimizers.Optimizer, variables: Any) -> int:
     another.build([probe])
     each = sum(math.prod(v.shape) for v in another.variables[before:] if v.shape == (1,))
     return each * sum(map(_bytes, variables))
+
+
+def _of_update(trained: Sequence[int], slots: int) -> int:
+    """Return what the largest variable's update takes meanwhile: about its size for each slot, and
+    once more. It runs as soon as its gradient is there, beside what is left of the backward pass.
+    """
+    return int(max(trained, default=0) * (1 + slots / max(sum(trained), 1)))
 
 
 def _optimizer(model: keras.Model, optimizer: Any) -> keras.optimizers.Optimizer:
