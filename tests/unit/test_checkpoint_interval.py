@@ -136,6 +136,6 @@ def test_the_interval_follows_what_saves_cost() -> None:
 
 def test_the_line_in_the_log_has_the_choice_and_the_expected_loss() -> None:
     assert str(choose(0.5, 86_400.0)) == (
-        "a save every 294 s (one blocks for 0.5 s, mean time between failures 8.64e+04 s): "
+        "a save every 294 s (one blocks for 0.5 s, mean time between failures 86,400 s): "
         "saving takes 0.17% of the time, a failure loses 147 s of work"
     )

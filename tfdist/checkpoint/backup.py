@@ -224,8 +224,9 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._configuration = state.configuration_of(self.model)
-        if is_chief():
-            self.prepare()
+        if not is_chief():
+            return
+        self.prepare()
         if self._auto:
             self._saved_at = self._clock()
             job = current_job()

@@ -66,10 +66,14 @@ class Interval:
 
     def __str__(self) -> str:
         return (
-            f"a save every {self.interval_s:.3g} s (one blocks for {self.save_s:.3g} s, mean time "
-            f"between failures {self.mtbf_s:.3g} s): saving takes {self.cost:.2%} of the time, "
-            f"a failure loses {self.lost_s:.3g} s of work"
+            f"a save every {_shown(self.interval_s)} (one blocks for {_shown(self.save_s)}, mean "
+            f"time between failures {_shown(self.mtbf_s)}): saving takes {self.cost:.2%} of the "
+            f"time, a failure loses {_shown(self.lost_s)} of work"
         )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def choose(save_s: float, mtbf_s: float) -> Interval:

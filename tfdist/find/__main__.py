@@ -68,14 +68,17 @@ def _find(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     find = {"lr": _lr, "batch": _batch, "memory": _memory}[options.what]
-    print(find(words, options))
+    found = find(words, options)
+    if found is not None:
+        print(found)
     return EXIT_OK
 
 
 def _lr(words: Sequence[str], options: Any) -> object:
+    """Every training task of a job calls it; None but in the chief."""
     from tfdist.find.learning_rate import find_learning_rate
     from tfdist.find.subject import read
-    from tfdist.strategy import make_strategy
+    from tfdist.strategy import barrier, is_chief, make_strategy
 
     subject = read(words, strategy=make_strategy())
     found = find_learning_rate(
@@ -87,9 +90,10 @@ def _lr(words: Sequence[str], options: Any) -> object:
         highest=options.highest,
         steps=options.steps or 100,
     )
-    if options.plot:
+    if options.plot and is_chief():
         found.plot(options.plot)
-    return found
+    barrier()  # who ended before the others would take them down
+    return found if is_chief() else None
 
 
 def _batch(words: Sequence[str], options: Any) -> object:

@@ -7,6 +7,7 @@ asks the kernel to be the first to go.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -132,7 +133,7 @@ def try_out(request: Mapping[str, Any], limit_bytes: int, *, timeout_s: float) -
         )
         try:
             assert child.stdin is not None
-            with child.stdin:
+            with contextlib.suppress(BrokenPipeError), child.stdin:
                 child.stdin.write(json.dumps({**request, "answer_fd": answer.fileno()}))
             cause = _watched(child, limit_bytes, timeout_s=timeout_s)
         finally:

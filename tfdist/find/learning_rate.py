@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from tfdist import phases
 from tfdist.checkpoint import state
 from tfdist.errors import PeerLost, Stopped, UsageError, require, require_int, require_number
 from tfdist.find.range_test import LearningRates, exponential_rates, has_diverged, read
@@ -142,14 +143,17 @@ def _loss_of(blocks: BlockRunner, step: int) -> float:
 def _unchanged(model: keras.Model, job: Job) -> Iterator[None]:
     """Set every variable of weights, optimizer and metrics in the end as it was. A collective."""
     before = state.capture(model, job)
+    is_lost = False
     try:
         yield
     except PeerLost:  # nobody is there to restore anything together with
+        is_lost = True
         raise
-    except BaseException:
-        state.restore(model, job, before if job.is_chief else None)
-        raise
-    state.restore(model, job, before if job.is_chief else None)
+    finally:
+        phases.enter("save")
+        if not is_lost:
+            state.restore(model, job, before if job.is_chief else None)
+        phases.enter("done")
 
 
 @contextlib.contextmanager

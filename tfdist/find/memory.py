@@ -166,9 +166,13 @@ def _by_layer(model: keras.Model, peak: Peak, *, without: Iterable[str]) -> dict
 
 
 def _layer_of(operation: str, names: set[str]) -> str:
-    """Return the innermost layer whose scope an operation is in; Keras numbers scopes."""
+    """Return the innermost layer whose scope an operation is in.
+
+    Keras opens the scope of a layer twice, to build it and to call it, and TensorFlow puts a number
+    behind the second: ``dense_1`` is where ``dense`` is called.
+    """
     for scope in reversed(operation.split("/")):
-        for name in (scope, re.sub(r"_\d+$", "", scope)):
+        for name in (re.sub(r"_\d+$", "", scope), scope):
             if name in names:
                 return name
     return "(no layer)"

@@ -46,9 +46,11 @@ def spec_of(x: Any, y: Any) -> Any:
     ids = tf.TensorSpec([None], tf.int64)
     transform = tf.function(lambda b, i: source.transformed(b, example_ids=i, epoch=0, seed=0))
     traced = transform.get_concrete_function(spec, ids)
-    return tf.nest.map_structure(
-        lambda t: tf.TensorSpec(t.shape, t.dtype), traced.structured_outputs
-    )
+    return tf.nest.map_structure(_spec, traced.structured_outputs)
+
+
+def _spec(tensor: Any) -> tf.TensorSpec | None:
+    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def read(words: Sequence[str], *, strategy: Any) -> Subject:
