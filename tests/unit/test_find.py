@@ -14,7 +14,7 @@ import pytest
 from tfdist.errors import TfdistError
 from tfdist.find import __main__ as program
 from tfdist.find import batch_size
-from tfdist.find.batch_size import Trial, largest, search
+from tfdist.find.batch_size import BatchSizes, Limits, Trial, largest, search
 from tfdist.find.capacity import available_bytes
 from tfdist.find.liveness import Operation, peak_of
 from tfdist.find.range_test import exponential_rates, has_diverged, read, smoothed
@@ -141,7 +141,24 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(batch_size, "try_out", try_out)
     with pytest.raises(TfdistError, match=r"a batch of 1 does not fit into 1 MiB \(took too much"):
-        search({}, first=4, most=8, limit_bytes=1 << 20, timeout_s=1.0)
+        search({}, first=4, most=8, limits=Limits(process=1 << 20, gpu=None), timeout_s=1.0)
+
+
+@pytest.mark.parametrize(("gpus", "process", "gpu"), [((), 300, None), ((800, 400), 900, 360)])
+def test_replicas_share_the_machine_and_have_a_gpu_each(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...], process: int, gpu: int | None
+) -> None:
+    monkeypatch.setattr(batch_size, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(batch_size, "gpu_bytes", lambda: gpus)
+    assert Limits.of_this_machine(0.9, replicas=3) == Limits(process=process, gpu=gpu)
+
+
+def test_the_line_of_a_result_has_the_limits() -> None:
+    found = BatchSizes(
+        per_replica=8, global_batch_size=16, limit_bytes=5 << 20, gpu_limit_bytes=3 << 20, trials=()
+    )
+    expected = "batch size 16 (8 a replica) fits into 5 MiB, 3 MiB of a GPU, by 0 trials"
+    assert str(found) == expected
 
 
 def run_child(monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Trial:
@@ -236,6 +253,16 @@ def test_the_program_refuses_two_subjects(capsys: pytest.CaptureFixture[str]) ->
     assert program.main(["lr", "a.py:f", "--config.model=cnn"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("tfdist.find: tfdist.find: received a.py:f with --config.model=cnn")
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flag", ["--first=0", "--most=0", "--steps=-1", "--use=0", "--timeout_s=0"]
+)
+def test_the_program_refuses_what_cannot_be(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["batch", "a.py:f", flag]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"tfdist.find: {flag[2:].partition('=')[0]}: received")
     assert line.count("\n") == 1
 
 

@@ -58,21 +58,40 @@ class BatchSizes:
     Attributes:
       per_replica: the largest batch of one replica that fits.
       global_batch_size: of all replicas, as `tfdist.fit` takes it.
-      limit_bytes: what there was for one replica.
+      limit_bytes: what there was for the process of one replica.
+      gpu_limit_bytes: what there was for it on a GPU; None without one.
       trials: in the order in which they were made.
     """
 
     per_replica: int
     global_batch_size: int
     limit_bytes: int
+    gpu_limit_bytes: int | None
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
         of = f" ({self.per_replica} a replica)" if self.global_batch_size > self.per_replica else ""
-        return (
-            f"batch size {self.global_batch_size}{of} fits into {self.limit_bytes >> 20} MiB, by "
-            f"{len(self.trials)} trials"
-        )
+        room = f"{self.limit_bytes >> 20} MiB"
+        if self.gpu_limit_bytes is not None:
+            room += f", {self.gpu_limit_bytes >> 20} MiB of a GPU"
+        size = f"batch size {self.global_batch_size}{of}"
+        return f"{size} fits into {room}, by {len(self.trials)} trials"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bytes that one replica may take: its process, and on its GPU, None without one."""
+
+    process: int
+    gpu: int | None
+
+    @classmethod
+    def of_this_machine(cls, use: float, *, replicas: int = 1) -> Limits:
+        """Return `use` of what is left; replicas without GPUs share the machine's memory."""
+        gpus = gpu_bytes()
+        share = 1 if gpus else replicas
+        gpu = int(use * min(gpus)) if gpus else None
+        return cls(process=int(use * available_bytes()) // share, gpu=gpu)
 
 
 def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
@@ -97,13 +116,14 @@ def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
 
 
 def search(
-    request: Mapping[str, Any], *, first: int, most: int, limit_bytes: int, timeout_s: float
+    request: Mapping[str, Any], *, first: int, most: int, limits: Limits, timeout_s: float
 ) -> tuple[int, tuple[Trial, ...]]:
     """Return the largest batch of one replica that fits, and all trials."""
     trials: list[Trial] = []
+    request = {**request, "gpu_limit_bytes": limits.gpu}
 
     def fits(size: int) -> bool:
-        trial = try_out({**request, "batch_size": size}, limit_bytes, timeout_s=timeout_s)
+        trial = try_out({**request, "batch_size": size}, limits.process, timeout_s=timeout_s)
         what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
         _LOG.info("batch size %d: %s", size, what)
         trials.append(trial)
@@ -112,7 +132,7 @@ def search(
     found = largest(fits, first=first, most=most)
     if not found:
         raise TfdistError(
-            f"find_batch_size: a batch of 1 does not fit into {limit_bytes >> 20} MiB "
+            f"find_batch_size: a batch of 1 does not fit into {limits.process >> 20} MiB "
             f"({trials[-1].cause}). Fix: use a smaller model, or a machine with more memory"
         )
     return found, tuple(trials)
@@ -230,17 +250,17 @@ def find_batch_size(
 
     job = building.job_for(model, doing="find_batch_size")
     building.require_compiled(model, doing="find_batch_size")
-    _check(model, first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
+    _require_built(model)
+    _check(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
     answer = None
     if job.is_chief:
-        local = replicas_here(job)
         with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
             request = _request(model, Path(directory) / "model.keras", encode_spec(spec_of(x, y)))
             answer = _answer(
                 {**request, "steps": steps},
                 first=first,
                 most=most,
-                limit_bytes=int(use * available_bytes()) // local,
+                limits=Limits.of_this_machine(use, replicas=replicas_here(job)),
                 timeout_s=timeout_s,
             )
     told = broadcast(answer)
@@ -259,15 +279,14 @@ def _answer(request: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         return {"error": str(error)}
     return {
         "per_replica": found,
-        "limit_bytes": options["limit_bytes"],
+        "limit_bytes": options["limits"].process,
+        "gpu_limit_bytes": options["limits"].gpu,
         "trials": [dataclasses.asdict(trial) for trial in trials],
     }
 
 
 def replicas_here(job: Any) -> int:
-    """Return how many replicas share this machine's memory; those with a GPU have their own."""
-    if gpu_bytes():
-        return 1
+    """Return how many replicas are on this machine."""
     if job.config is None or job.kind not in ("multiworker", "ps"):
         return int(job.num_replicas)
     cluster, mine = job.config.cluster, job.config.task
@@ -297,7 +316,7 @@ def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
     return {"subject": None, "model": str(path), "spec": spec, "dtype_policy": policy}
 
 
-def _check(model: Any, *, first: int, most: int, steps: int, use: float, timeout_s: float) -> None:
+def _require_built(model: Any) -> None:
     require(
         model.built,
         "find_batch_size",
@@ -306,6 +325,9 @@ def _check(model: Any, *, first: int, most: int, steps: int, use: float, timeout
         fix="make the model with keras.Input, or call it once",
         code="not-built",
     )
+
+
+def _check(*, first: int, most: int, steps: int, use: float, timeout_s: float) -> None:
     require_int("first", first, least=1)
     require_int("most", most, least=1)
     require_int("steps", steps, least=1)
@@ -317,7 +339,14 @@ def find_batch_size_of(
     words: Sequence[str], *, first: int, most: int, steps: int, use: float, timeout_s: float
 ) -> BatchSizes:
     """Return the largest batch of what a command line names; this process loads no TensorFlow."""
-    limit = int(use * available_bytes())
+    _check(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
+    limits = Limits.of_this_machine(use)
     request = {"subject": list(words), "steps": steps}
-    found, trials = search(request, first=first, most=most, limit_bytes=limit, timeout_s=timeout_s)
-    return BatchSizes(per_replica=found, global_batch_size=found, limit_bytes=limit, trials=trials)
+    found, trials = search(request, first=first, most=most, limits=limits, timeout_s=timeout_s)
+    return BatchSizes(
+        per_replica=found,
+        global_batch_size=found,
+        limit_bytes=limits.process,
+        gpu_limit_bytes=limits.gpu,
+        trials=trials,
+    )

@@ -23,6 +23,7 @@ from tfdist.training.program import program_of
 from tfdist.training.stop_requests import StopRequests
 
 _LOG = logging.getLogger(__name__)
+_DEFAULT_BATCH_SIZE = 32
 
 
 @naming_a_lost_server()
@@ -47,7 +48,8 @@ def find_learning_rate(
     collective: every training task calls it alike (under ps only the chief gets this far).
 
     Args:
-      x, y, batch_size, sample_weight: as in `tfdist.fit`; `batch_size` is the global batch.
+      x, y, batch_size, sample_weight: as in `tfdist.fit`; `batch_size` is the global batch,
+        32 if not given.
       lowest, highest: first and last rate.
       steps: how many to try, of one batch each.
       smoothing: of the loss, how much of the mean before a step keeps; from 0 to below 1.
@@ -64,7 +66,8 @@ def find_learning_rate(
     _check(lowest, highest, steps=steps, smoothing=smoothing, diverges_at=diverges_at)
     _require_one_rate(model)
     seed = require_int("seed", seed)
-    length = Length(batch_size=batch_size, steps_per_epoch=steps)
+    size = _DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+    length = Length(batch_size=size, steps_per_epoch=steps)
     data = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
     building.build(model, job, data.batch_spec, first_batch=data.first_batch)
     building.require_known_variables(model)

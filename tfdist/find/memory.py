@@ -97,7 +97,7 @@ def _input_specs(model: Any, batch_size: int) -> Any:
     is_model = isinstance(model, keras.Model)
     inputs = getattr(model, "_inputs_struct", None) if is_model else None
     if inputs is None and is_model and isinstance(model, keras.Sequential) and model.built:
-        inputs = model.inputs[0]
+        inputs = (getattr(model, "inputs", None) or [None])[0]
     shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
     known = bool(shapes) and all(None not in shape for shape in shapes)
     require(

@@ -42,8 +42,10 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
     gpus = tf.config.list_physical_devices("GPU")[:1]
     tf.config.set_visible_devices(gpus, "GPU")
-    for gpu in gpus:
-        tf.config.experimental.set_memory_growth(gpu, True)
+    limit = request["gpu_limit_bytes"]
+    for gpu in gpus if limit else ():
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
+        tf.config.set_logical_device_configuration(gpu, [part])
     model, spec = _subject(request)
     batch_size, steps = int(request["batch_size"]), int(request["steps"])
     examples_per_second = _train(model, _zeros(spec, batch_size), batch_size, steps=steps)
