@@ -41,7 +41,7 @@ MAY_IMPORT = {
     },
     "find": {
         *("errors", "argument_parser", "strategy", "data", "checkpoint", "training", "configs"),
-        *("outputs", "app"),
+        *("outputs", "app", "launch"),
     },
     "audit": {
         *("errors", "strategy", "data", "checkpoint", "training", "configs", "outputs", "app"),

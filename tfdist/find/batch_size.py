@@ -154,7 +154,8 @@ def try_out(request: Mapping[str, Any], limit_bytes: int, *, timeout_s: float) -
         try:
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError), child.stdin:
-                child.stdin.write(json.dumps({**request, "answer_fd": answer.fileno()}))
+                more = {"answer_fd": answer.fileno(), "parent": os.getpid()}
+                child.stdin.write(json.dumps({**request, **more}))
             cause = _watched(child, limit_bytes, timeout_s=timeout_s)
         finally:
             child.kill()

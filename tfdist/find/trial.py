@@ -14,12 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfdist.launch.guardian import die_with
+
 _OUT_OF_MEMORY = ("ResourceExhausted", "OOM", "bad_alloc", "out of memory", "MemoryError")
 
 
 def main() -> int:
     """Run a trial; return 0 where its answer was written."""
     request = json.load(sys.stdin)
+    die_with(int(request["parent"]))
     _be_the_first_to_go()
     try:
         answer = _run(request)
