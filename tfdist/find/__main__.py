@@ -50,8 +50,8 @@ def _parser() -> Parser:
 
 def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the options, and the words that name the subject; raise UsageError."""
-    config = [word for word in argv if word.startswith("--config")]
-    options = _parser().parse_args([word for word in argv if word not in config])
+    config, ours = _of_config(argv)
+    options = _parser().parse_args(ours)
     if options.subject and config:
         raise UsageError(
             "tfdist.find",
@@ -61,6 +61,19 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
             code="exclusive",
         )
     return options, [options.subject] if options.subject else config
+
+
+def _of_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of `tfdist.train`, each with its value, and all other words."""
+    config, ours, rest = list[str](), list[str](), iter(argv)
+    for word in rest:
+        if not word.startswith("--config"):
+            ours.append(word)
+            continue
+        config.append(word)
+        if "=" not in word:
+            config += [value for value in [next(rest, None)] if value is not None]
+    return config, ours
 
 
 def _find(argv: Sequence[str]) -> int:
