@@ -256,6 +256,14 @@ def test_the_program_refuses_two_subjects(capsys: pytest.CaptureFixture[str]) ->
     assert line.count("\n") == 1
 
 
+def test_flags_of_a_configuration_go_with_their_values() -> None:
+    flags = ["--config", "configs/mnist.py", "--config.model=cnn"]
+    options, words = program.parse(["lr", "--steps", "20", *flags])
+    assert (options.what, options.steps, options.subject, words) == ("lr", 20, None, flags)
+    assert program.parse(["batch", "a.py:f"])[1] == ["a.py:f"]
+    assert program.parse(["memory"])[1] == []
+
+
 @pytest.mark.parametrize(
     "flag", ["--first=0", "--most=0", "--steps=-1", "--use=0", "--timeout_s=0"]
 )
