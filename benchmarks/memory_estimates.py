@@ -47,7 +47,9 @@ print(json.dumps([measured, {n: getattr(found, n) for n in names.split()}]))
 
 def measure(what: str) -> tuple[int, dict[str, int]]:
     """Return the measured bytes of one model, and its estimate."""
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    threads = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # more hold more at once
+    environ = {name: value for name, value in os.environ.items() if name not in threads}
+    environ |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *what.split(":")], env=environ, capture_output=True, text=True
