@@ -168,13 +168,15 @@ def _settable_rate(model: keras.Model, job: Job) -> Iterator[None]:
         yield
         return
     with job.strategy.scope():
-        optimizer._learning_rate = keras.Variable(
+        variable = keras.Variable(
             0.0, trainable=False, aggregation="only_first_replica", name="learning_rate"
         )
+    optimizer._learning_rate = variable
     try:
         yield
     finally:
         optimizer._learning_rate = before
+        optimizer._untrack_variable(variable)  # an attribute of an optimizer is a part of its state
 
 
 def _require_one_rate(model: keras.Model) -> None:
