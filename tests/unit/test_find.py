@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tfdist.errors import TfdistError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.find import __main__ as program
 from tfdist.find import batch_size
-from tfdist.find.batch_size import BatchSizes, Limits, Trial, largest, search
+from tfdist.find.batch_size import BatchSizes, Limits, Search, Trial, largest
 from tfdist.find.capacity import available_bytes
 from tfdist.find.liveness import Operation, peak_of
 from tfdist.find.range_test import exponential_rates, has_diverged, read, smoothed
@@ -136,12 +136,12 @@ def test_no_size_above_the_largest_is_tried() -> None:
 
 
 def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def try_out(request: Any, limit_bytes: int, *, timeout_s: float) -> Trial:
+    def try_out(request: Any, limits: Limits, *, timeout_s: float) -> Trial:
         return Trial(batch_size=request["batch_size"], fits=False, cause="took too much")
 
     monkeypatch.setattr(batch_size, "try_out", try_out)
     with pytest.raises(TfdistError, match=r"a batch of 1 does not fit into 1 MiB \(took too much"):
-        search({}, first=4, most=8, limits=Limits(process=1 << 20, gpu=None), timeout_s=1.0)
+        Search(first=4, most=8).run({}, Limits(process=1 << 20, gpu=None))
 
 
 @pytest.mark.parametrize(("gpus", "process", "gpu"), [((), 300, None), ((800, 400), 900, 360)])
@@ -169,15 +169,15 @@ def run_child(monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Tri
         return real([command[0], "-c", code], **given)
 
     monkeypatch.setattr(batch_size.subprocess, "Popen", popen)
-    request = {"batch_size": 4}
-    return batch_size.try_out(request, options.get("limit_bytes", 1 << 30), timeout_s=30.0)
+    limits = Limits(process=options.get("limit_bytes", 1 << 30), gpu=None)
+    return batch_size.try_out({"batch_size": 4}, limits, timeout_s=30.0)
 
 
 ANSWER = "import json, os, sys; r = json.load(sys.stdin); f = os.fdopen(r['answer_fd'], 'w');"
 
 
 def test_what_a_child_answers_is_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = {"peak_bytes": 5, "gpu_peak_bytes": None, "examples_per_second": 2.0}
+    answer = {"peak_bytes": 5, "gpu_peak_bytes": None, "examples_per_second": 2.0, "cores": 1.5}
     trial = run_child(monkeypatch, f"{ANSWER} json.dump({answer}, f)")
     assert trial == Trial(batch_size=4, fits=True, **answer)  # type: ignore[arg-type]
 
@@ -215,6 +215,13 @@ def test_a_child_that_fails_for_something_else_is_an_error(
 ) -> None:
     with pytest.raises(TfdistError, match=f"trial with 4 examples failed: .*{said}.*Fix: "):
         run_child(monkeypatch, code)
+
+
+def test_what_a_child_refuses_is_refused_in_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {name: name for name in ("where", "received", "expected", "fix", "code")}
+    with pytest.raises(UsageError, match="where: received received") as error:
+        run_child(monkeypatch, f"{ANSWER} json.dump({{'refused': {parts}}}, f)")
+    assert error.value.code == "code"
 
 
 def groups(root: Path, values: dict[str, str]) -> Path:

@@ -16,7 +16,14 @@ from tfdist.checkpoint import callback_state, state
 from tfdist.checkpoint.best import Best
 from tfdist.checkpoint.interval import AutoInterval
 from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
-from tfdist.errors import UsageError, mutually_exclusive, require, require_int, require_number
+from tfdist.errors import (
+    UsageError,
+    mutually_exclusive,
+    require,
+    require_int,
+    require_number,
+    require_one_of,
+)
 from tfdist.strategy import Job, broadcast, current_job, is_chief
 from tfdist.strategy.devices import threads_of_an_operation
 
@@ -99,7 +106,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if every_s is not None:
             name, unit = "BackupAndRestore: every_s", "seconds"
             every_s = require_number(name, every_s, above=0, unit=unit, fix=fix)
-        self._auto = _auto_interval(every, mtbf_s, {"every_steps": every_steps, "every_s": every_s})
+        self._auto = _auto_interval(every, every_s, mtbf_s)
         self.store = CheckpointStore(directory, keep=keep)
         self.exact = exact
         self.best = best
@@ -232,6 +239,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             job = current_job()
             run_dir = job.config.options.run_dir if job and job.config else None
             self._auto.begin(run_dir, now_s=self._saved_at)
+            first_s = self._auto.interval_s
+            _LOG.info('every="auto": no save measured yet; the first in %g s', first_s)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._best.epoch_begins()
@@ -267,32 +276,26 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _auto_interval(
-    every: str | None, mtbf_s: float | None, others: Mapping[str, object]
+    every: str | None, every_s: float | None, mtbf_s: float | None
 ) -> AutoInterval | None:
     """Return what chooses the interval, None where it is given."""
-    where = "BackupAndRestore: every"
-    require(
-        every in (None, "auto"),
-        where,
-        received=repr(every),
-        expected='"auto"',
-        fix='write every="auto", every_steps=500 or every_s=600',
-        code="unknown-value",
-    )
+    where = "BackupAndRestore: mtbf_s"
     if every is None:
         require(
             mtbf_s is None,
-            "BackupAndRestore: mtbf_s",
+            where,
             received=f'{mtbf_s!r} without every="auto"',
             expected='it beside every="auto"',
             fix='add every="auto", or leave mtbf_s out',
             code="exclusive",
         )
         return None
-    mutually_exclusive({"every": every, **others}, fix='write every="auto" alone')
+    fix = 'write every="auto", every_steps=500 or every_s=600'
+    require_one_of("BackupAndRestore: every", every, ["auto"], fix=fix)
+    mutually_exclusive({"every": every, "every_s": every_s}, fix="leave every_s out")
     if mtbf_s is not None:
-        name, fix = "BackupAndRestore: mtbf_s", "give the mean time between two failures of the job"
-        mtbf_s = require_number(name, mtbf_s, above=0, unit="seconds", fix=fix)
+        fix = "give the mean time between two failures of the job"
+        mtbf_s = require_number(where, mtbf_s, above=0, unit="seconds", fix=fix)
     return AutoInterval(mtbf_s=mtbf_s)
 
 

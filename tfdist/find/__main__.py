@@ -14,6 +14,7 @@ from typing import Any
 
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError, UsageError
+from tfdist.find.batch_size import Limits, Search
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def _parser() -> Parser:
 
 def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the options, and the words that name the subject; raise UsageError."""
-    config, ours = _of_config(argv)
+    config, ours = of_config(argv)
     options = _parser().parse_args(ours)
     if options.subject and config:
         raise UsageError(
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     return options, [options.subject] if options.subject else config
 
 
-def _of_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def of_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags of `tfdist.train`, each with its value, and all other words."""
     config, ours, rest = list[str](), list[str](), iter(argv)
     for word in rest:
@@ -110,16 +111,14 @@ def _lr(words: Sequence[str], options: Any) -> object:
 
 
 def _batch(words: Sequence[str], options: Any) -> object:
-    from tfdist.find.batch_size import find_batch_size_of
-
-    return find_batch_size_of(
-        words,
+    search = Search(
         first=options.first,
         most=options.most,
         steps=options.steps or 3,
         use=options.use,
         timeout_s=options.timeout_s,
     )
+    return search.run({"subject": words}, Limits.of_this_machine(options.use))
 
 
 def _memory(words: Sequence[str], options: Any) -> object:

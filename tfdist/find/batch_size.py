@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Trial:
       peak_bytes: the most that the process had in memory; None where it did not tell.
       gpu_peak_bytes: the most that it had on its GPU; None without one.
       examples_per_second: of one replica; None where it did not fit.
+      cores: how many the steps kept busy; None likewise.
+      parameters: of the model; None likewise.
       cause: why it did not fit.
     """
 
@@ -48,6 +50,8 @@ class Trial:
     peak_bytes: int | None = None
     gpu_peak_bytes: int | None = None
     examples_per_second: float | None = None
+    cores: float | None = None
+    parameters: int | None = None
     cause: str = ""
 
 
@@ -115,31 +119,59 @@ def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
     return low
 
 
-def search(
-    request: Mapping[str, Any], *, first: int, most: int, limits: Limits, timeout_s: float
-) -> tuple[int, tuple[Trial, ...]]:
-    """Return the largest batch of one replica that fits, and all trials."""
-    trials: list[Trial] = []
-    request = {**request, "gpu_limit_bytes": limits.gpu}
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """How to search: the arguments of `find_batch_size`, which see; raises UsageError."""
 
-    def fits(size: int) -> bool:
-        trial = try_out({**request, "batch_size": size}, limits.process, timeout_s=timeout_s)
-        what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
-        _LOG.info("batch size %d: %s", size, what)
-        trials.append(trial)
-        return trial.fits
+    first: int = 8
+    most: int = 65_536
+    steps: int = 3
+    use: float = 0.9
+    timeout_s: float = 600.0
 
-    found = largest(fits, first=first, most=most)
-    if not found:
-        raise TfdistError(
-            f"find_batch_size: a batch of 1 does not fit into {limits.process >> 20} MiB "
-            f"({trials[-1].cause}). Fix: use a smaller model, or a machine with more memory"
+    def __post_init__(self) -> None:
+        for name in ("first", "most", "steps"):
+            require_int(name, getattr(self, name), least=1)
+        require_number("use", self.use, above=0)
+        require_number("timeout_s", self.timeout_s, above=0, unit="seconds")
+
+    def run(self, request: Mapping[str, Any], limits: Limits, *, replicas: int = 1) -> BatchSizes:
+        """Return what fits, for a job of so many replicas; raise TfdistError where 1 does not."""
+        trials: list[Trial] = []
+
+        def fits(size: int) -> bool:
+            asked = {**request, "batch_size": size, "steps": self.steps, "least_s": 0.0}
+            trial = try_out(asked, limits, timeout_s=self.timeout_s)
+            what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
+            _LOG.info("batch size %d: %s", size, what)
+            trials.append(trial)
+            return trial.fits
+
+        found = largest(fits, first=self.first, most=self.most)
+        if not found:
+            raise TfdistError(
+                f"find_batch_size: a batch of 1 does not fit into {limits.process >> 20} MiB "
+                f"({trials[-1].cause}). Fix: use a smaller model, or a machine with more memory"
+            )
+        return BatchSizes(
+            per_replica=found,
+            global_batch_size=found * replicas,
+            limit_bytes=limits.process,
+            gpu_limit_bytes=limits.gpu,
+            trials=tuple(trials),
         )
-    return found, tuple(trials)
 
 
-def try_out(request: Mapping[str, Any], limit_bytes: int, *, timeout_s: float) -> Trial:
-    """Run one trial in a child; raise TfdistError where it fails for something else than memory."""
+def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> Trial:
+    """Run one trial in a child; raise TfdistError where it fails for something else than memory.
+
+    Args:
+      request: ``batch_size``; ``steps`` of a round, and ``least_s`` for which rounds are repeated;
+        and ``subject``, words as `tfdist.find.subject.read` takes them, or None beside ``model``,
+        the path of a ``.keras`` file, ``spec`` and ``dtype_policy``.
+      limits: of its memory.
+      timeout_s: of the child.
+    """
     size = int(request["batch_size"])
     with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(
@@ -155,8 +187,8 @@ def try_out(request: Mapping[str, Any], limit_bytes: int, *, timeout_s: float) -
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError), child.stdin:
                 more = {"answer_fd": answer.fileno(), "parent": os.getpid()}
-                child.stdin.write(json.dumps({**request, **more}))
-            cause = _watched(child, limit_bytes, timeout_s=timeout_s)
+                child.stdin.write(json.dumps({**request, **more, "gpu_limit_bytes": limits.gpu}))
+            cause = _watched(child, limits.process, timeout_s=timeout_s)
         finally:
             child.kill()
             child.wait()
@@ -196,6 +228,8 @@ def _trial(size: int, status: int, cause: str, answer: str, said: str) -> Trial:
         return Trial(batch_size=size, fits=True, **found)
     if "out_of_memory" in found:
         return Trial(batch_size=size, fits=False, cause=found["out_of_memory"])
+    if "refused" in found:
+        raise UsageError(**found["refused"])
     killed = status in (-9, -6) and not found
     if killed and (status == -9 or "bad_alloc" in said):
         return Trial(batch_size=size, fits=False, cause="ended by the kernel or the allocator")
@@ -252,38 +286,22 @@ def find_batch_size(
     job = building.job_for(model, doing="find_batch_size")
     building.require_compiled(model, doing="find_batch_size")
     _require_built(model)
-    _check(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
-    answer = None
+    search = Search(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
+    answer, failure = dict[str, Any](), None
     if job.is_chief:
-        with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
-            request = _request(model, Path(directory) / "model.keras", encode_spec(spec_of(x, y)))
-            answer = _answer(
-                {**request, "steps": steps},
-                first=first,
-                most=most,
-                limits=Limits.of_this_machine(use, replicas=replicas_here(job)),
-                timeout_s=timeout_s,
-            )
-    told = broadcast(answer)
+        limits = Limits.of_this_machine(use, replicas=replicas_here(job))
+        replicas = 1 if job.kind == "ps" else job.num_replicas
+        try:
+            with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
+                path = Path(directory) / "model.keras"
+                request = _request(model, path, encode_spec(spec_of(x, y)))
+                answer = dataclasses.asdict(search.run(request, limits, replicas=replicas))
+        except TfdistError as error:  # the others wait to hear of it
+            answer, failure = {"error": str(error)}, error
+    told = broadcast(answer if job.is_chief else None)
     if "error" in told:
-        raise TfdistError(told["error"])
-    trials = tuple(Trial(**trial) for trial in told.pop("trials"))
-    replicas = 1 if job.kind == "ps" else job.num_replicas
-    return BatchSizes(**told, global_batch_size=told["per_replica"] * replicas, trials=trials)
-
-
-def _answer(request: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Return what the chief tells all tasks, an error too: they wait for it."""
-    try:
-        found, trials = search(request, **options)
-    except TfdistError as error:
-        return {"error": str(error)}
-    return {
-        "per_replica": found,
-        "limit_bytes": options["limits"].process,
-        "gpu_limit_bytes": options["limits"].gpu,
-        "trials": [dataclasses.asdict(trial) for trial in trials],
-    }
+        raise failure or TfdistError(told["error"])
+    return BatchSizes(**{**told, "trials": tuple(Trial(**trial) for trial in told["trials"])})
 
 
 def replicas_here(job: Any) -> int:
@@ -325,29 +343,4 @@ def _require_built(model: Any) -> None:
         expected="a built model, of which a file can be made",
         fix="make the model with keras.Input, or call it once",
         code="not-built",
-    )
-
-
-def _check(*, first: int, most: int, steps: int, use: float, timeout_s: float) -> None:
-    require_int("first", first, least=1)
-    require_int("most", most, least=1)
-    require_int("steps", steps, least=1)
-    require_number("use", use, above=0)
-    require_number("timeout_s", timeout_s, above=0, unit="seconds")
-
-
-def find_batch_size_of(
-    words: Sequence[str], *, first: int, most: int, steps: int, use: float, timeout_s: float
-) -> BatchSizes:
-    """Return the largest batch of what a command line names; this process loads no TensorFlow."""
-    _check(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
-    limits = Limits.of_this_machine(use)
-    request = {"subject": list(words), "steps": steps}
-    found, trials = search(request, first=first, most=most, limits=limits, timeout_s=timeout_s)
-    return BatchSizes(
-        per_replica=found,
-        global_batch_size=found,
-        limit_bytes=limits.process,
-        gpu_limit_bytes=limits.gpu,
-        trials=trials,
     )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.errors import UsageError
+from tfdist.outputs.plot import require_figure
 
 DIVISOR = 10.0
 """What the rate of the lowest loss is divided by: there the loss is about to rise again."""
@@ -120,19 +120,7 @@ def _steepest(curve: Sequence[float], *, last: int) -> int | None:
 
 
 def _drawn(found: LearningRates, path: Path) -> Path:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            "LearningRates.plot",
-            received="no matplotlib",
-            expected="it to be installed",
-            fix="pip install 'tfdist[plots]'",
-            code="no-matplotlib",
-        ) from None
-    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = require_figure("LearningRates.plot")
     axes, many = figure.subplots(), len(found.smoothed)
     axes.plot(found.rates[:many], found.losses[:many], color="#9bb8d8", lw=0.8, label="step")
     axes.plot(found.rates[:many], found.smoothed, color="#1f5fa8", label="smoothed")

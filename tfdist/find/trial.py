@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfdist.errors import UsageError
 from tfdist.launch.guardian import die_with
 
 _OUT_OF_MEMORY = ("ResourceExhausted", "OOM", "bad_alloc", "out of memory", "MemoryError")
@@ -26,6 +27,9 @@ def main() -> int:
     _be_the_first_to_go()
     try:
         answer = _run(request)
+    except UsageError as error:
+        parts = ("where", "received", "expected", "fix", "code")
+        answer = {"refused": {part: str(getattr(error, part)) for part in parts}}
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         key = "out_of_memory" if any(word in text for word in _OUT_OF_MEMORY) else "error"
@@ -50,12 +54,14 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
         tf.config.set_logical_device_configuration(gpu, [part])
     model, spec = _subject(request)
-    batch_size, steps = int(request["batch_size"]), int(request["steps"])
-    examples_per_second = _train(model, _zeros(spec, batch_size), batch_size, steps=steps)
+    data = _zeros(spec, int(request["batch_size"]))
+    examples_per_second, cores = _train(model, data, request)
     return {
         "peak_bytes": _peak_bytes(),
         "gpu_peak_bytes": _gpu_peak_bytes() if gpus else None,
         "examples_per_second": examples_per_second,
+        "cores": cores,
+        "parameters": model.count_params(),
     }
 
 
@@ -74,17 +80,39 @@ def _subject(request: dict[str, Any]) -> tuple[Any, Any]:
     return model, decode_spec(request["spec"])
 
 
-def _train(model: Any, data: Any, batch_size: int, *, steps: int) -> float:
-    """Train so many steps; return the rate of all but the first, which traces."""
+def _train(model: Any, data: Any, request: dict[str, Any]) -> tuple[float, float]:
+    """Train rounds of so many steps; return the examples per second, and the cores that were busy.
+
+    The first round, which traces, is left out; the others go on for `least_s`.
+    """
+    import keras
+
     from tfdist.training.fitting import fit
 
-    parts = data if isinstance(data, tuple) else (data,)
-    x, y, weight = (*parts, None, None)[:3]
-    options = {"batch_size": batch_size, "sample_weight": weight, "verbose": 0}
-    fit(model, x, y, epochs=1, **options)
-    began_s = time.perf_counter()
-    fit(model, x, y, epochs=steps, **options)
-    return batch_size * steps / (time.perf_counter() - began_s)
+    batch_size, steps = int(request["batch_size"]), int(request["steps"])
+    began, took = list[float](), list[float]()
+
+    class Clock(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            now = (time.perf_counter(), time.process_time())
+            began.extend(() if began else now)
+            took[:] = epoch, now[0] - began[0], now[1] - began[1]
+            self.model.stop_training = bool(epoch) and took[1] >= request["least_s"]
+
+    x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
+    fit(
+        model,
+        x,
+        y,
+        batch_size=batch_size,
+        sample_weight=weight,
+        epochs=1000,
+        steps_per_epoch=steps,
+        callbacks=[Clock()],
+        verbose=0,
+    )
+    rounds, wall_s, busy_s = took
+    return batch_size * steps * rounds / wall_s, busy_s / wall_s
 
 
 def _zeros(spec: Any, batch_size: int) -> Any:
