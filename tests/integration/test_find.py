@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import tfdist
+from tfdist import bench
 from tfdist.errors import Stopped, UsageError
 from tfdist.find.trial import decode_spec, encode_spec
 
@@ -231,20 +233,38 @@ def test_specs_of_batches_travel_as_json():
     assert decode_spec(encode_spec(spec)) == spec
 
 
+MADE = """
+import keras, numpy as np
+def make():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+    x = np.random.RandomState(0).randn(64, 4).astype('float32')
+    return model, x, x.sum(1, keepdims=True)
+def bare():
+    model, *data = make()
+    return keras.Sequential(model.layers), *data
+"""
+
+
+def test_speed_by_batch_size_is_measured_in_children(tmp_path):
+    (tmp_path / "made.py").write_text(MADE)
+    flags = ["--sizes", "16", "--least_s", "0", "--json", str(tmp_path / "b.jsonl")]
+    assert bench.main(["batch", f"{tmp_path / 'made.py'}:make", *flags]) == 0
+    (line,) = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
+    trial = line["trial"]
+    assert (trial["batch_size"], trial["fits"], trial["parameters"]) == (16, True, 5)
+    assert trial["examples_per_second"] > 0
+    assert 0 < trial["cores"] <= os.cpu_count() + 0.5
+
+
 def test_the_program_finds_for_a_function_of_a_file(tmp_path):
-    (tmp_path / "made.py").write_text(
-        "import keras, numpy as np\n"
-        "def make():\n"
-        "    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
-        "    model.compile('sgd', 'mse')\n"
-        "    x = np.random.RandomState(0).randn(64, 4).astype('float32')\n"
-        "    return model, x, x.sum(1, keepdims=True)\n"
-    )
+    (tmp_path / "made.py").write_text(MADE)
     subject, plot = f"{tmp_path / 'made.py'}:make", tmp_path / "rates.png"
     for words, said in (
         (["lr", subject, "--steps", "30", "--plot", plot], "learning rate "),
         (["memory", subject], "activations"),
         (["batch", subject, "--first", "16", "--most", "16"], "batch size 16 fits into"),
+        (["batch", f"{tmp_path / 'made.py'}:bare"], "received a model that was not compiled"),
         (["lr", f"{subject}s"], "no function 'makes' in it (did you mean 'make'?)"),
     ):
         done = subprocess.run(
