@@ -102,11 +102,11 @@ def parse(argv: Sequence[str]) -> Any:
 def measure(options: Any) -> list[Point]:
     """Train every subject with every size, up to one that does not fit."""
     limits, points = Limits.of_this_machine(_USE), list[Point]()
-    asked = {"steps": options.steps, "least_s": options.least_s}
+    common = {"steps": options.steps, "least_s": options.least_s}
     for words in options.subjects:
         name = " ".join(words).rpartition(":")[2] or "cnn"
         for size in options.sizes:
-            request = {**asked, "subject": words, "batch_size": size}
+            request = {**common, "subject": words, "batch_size": size}
             trial = try_out(request, limits, timeout_s=options.timeout_s)
             points.append(Point(subject=name, trial=trial))
             _LOG.info("%s", ", ".join(points[-1].row))

@@ -140,8 +140,8 @@ class Search:
         trials: list[Trial] = []
 
         def fits(size: int) -> bool:
-            asked = {**request, "batch_size": size, "steps": self.steps, "least_s": 0.0}
-            trial = try_out(asked, limits, timeout_s=self.timeout_s)
+            options = {"batch_size": size, "steps": self.steps, "least_s": 0.0}
+            trial = try_out({**request, **options}, limits, timeout_s=self.timeout_s)
             what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
             _LOG.info("batch size %d: %s", size, what)
             trials.append(trial)
@@ -173,12 +173,12 @@ def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> 
       timeout_s: of the child.
     """
     size = int(request["batch_size"])
-    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", "tfdist.find.trial"],
             stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env=_environment(os.environ),
             pass_fds=(answer.fileno(),),
             text=True,
@@ -193,8 +193,8 @@ def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> 
             child.kill()
             child.wait()
         answer.seek(0)
-        said.seek(0)
-        return _trial(size, child.returncode, cause, answer.read(), said.read())
+        output.seek(0)
+        return _trial(size, child.returncode, cause, answer.read(), output.read())
 
 
 def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
@@ -219,7 +219,7 @@ def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float
             )
 
 
-def _trial(size: int, status: int, cause: str, answer: str, said: str) -> Trial:
+def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Trial:
     """Return what became of a child."""
     if cause:
         return Trial(batch_size=size, fits=False, cause=cause)
@@ -231,9 +231,9 @@ def _trial(size: int, status: int, cause: str, answer: str, said: str) -> Trial:
     if "refused" in found:
         raise UsageError(**found["refused"])
     killed = status in (-9, -6) and not found
-    if killed and (status == -9 or "bad_alloc" in said):
+    if killed and (status == -9 or "bad_alloc" in output):
         return Trial(batch_size=size, fits=False, cause="ended by the kernel or the allocator")
-    last = found.get("error") or next(iter(reversed(said.strip().splitlines())), "")
+    last = found.get("error") or next(iter(reversed(output.strip().splitlines())), "")
     raise TfdistError(
         f"find_batch_size: the trial with {size} examples failed: {last or f'status {status}'}. "
         "Fix: a model with classes of the program's own is tried by "
@@ -298,10 +298,11 @@ def find_batch_size(
                 answer = dataclasses.asdict(search.run(request, limits, replicas=replicas))
         except TfdistError as error:  # the others wait to hear of it
             answer, failure = {"error": str(error)}, error
-    told = broadcast(answer if job.is_chief else None)
-    if "error" in told:
-        raise failure or TfdistError(told["error"])
-    return BatchSizes(**{**told, "trials": tuple(Trial(**trial) for trial in told["trials"])})
+    result = broadcast(answer if job.is_chief else None)
+    if "error" in result:
+        raise failure or TfdistError(result["error"])
+    trials = tuple(Trial(**trial) for trial in result["trials"])
+    return BatchSizes(**{**result, "trials": trials})
 
 
 def replicas_here(job: Any) -> int:
