@@ -167,11 +167,13 @@ def test_a_request_whose_client_has_gone_is_not_sent() -> None:
     assert bench.has(1) == [b"b"]
 
 
-def test_a_replica_hangs_that_has_a_request_for_too_long() -> None:
+def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long() -> None:
     bench = Bench(1, 2, hang_s=10.0)
-    bench.ask(b"a")
+    for payload in (b"a", b"b", b"c"):
+        bench.ask(payload)
     bench.now = 9.0
-    bench.ask(b"b")
+    bench.answer(2)
+    bench.ask(b"d")
     assert bench.dispatcher.hanging() == []
     bench.now = 11.0
     assert bench.dispatcher.hanging() == [1]

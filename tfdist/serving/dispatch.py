@@ -39,18 +39,18 @@ class Ticket:
     answer: Callable[[Outcome], None]
     abandoned: bool = False
     deaths: int = 0
-    sent_at: float = 0.0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Link:
-    """A replica as the front sees it."""
+    """A replica as the front sees it; `since` is when it last answered, or had nothing to do."""
 
     id: int
     connection: Connection
     serving: bool = True
     outstanding: dict[int, Ticket] = dataclasses.field(default_factory=dict)
     alone: bool = False
+    since: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class Limits:
       requests: that wait for a replica.
       size_bytes: of all requests that are not answered yet.
       window: requests that a replica may have at a time; those behind its batch are in its socket.
-      hang_s: how long a replica may take over a request before it counts as hanging.
+      hang_s: how long a replica that has requests may answer none before it counts as hanging.
     """
 
     requests: int = 1000
@@ -94,9 +94,9 @@ class Dispatcher:
         return sum(len(link.outstanding) for link in self._links.values())
 
     @property
-    def serving(self) -> bool:
-        """Whether a replica takes requests now."""
-        return any(link.serving for link in self._links.values())
+    def replicas(self) -> int:
+        """Replicas that take requests."""
+        return sum(link.serving for link in self._links.values())
 
     def submit(self, ticket: Ticket) -> None:
         """Take a request; raise RequestError when there is no room for it."""
@@ -133,6 +133,7 @@ class Dispatcher:
         if link is None or ticket is None:
             return
         link.alone = False
+        link.since = self._clock()
         error = frame.kind is Kind.ERROR
         self._end(ticket, decode_error(frame.payload) if error else frame.payload)
         self.pump()
@@ -154,13 +155,9 @@ class Dispatcher:
         self.pump()
 
     def hanging(self) -> list[int]:
-        """Return the replicas that have had a request for too long."""
+        """Return the replicas that have requests and have answered none for too long."""
         before = self._clock() - self._limits.hang_s
-        return [
-            link.id
-            for link in self._links.values()
-            if any(ticket.sent_at < before for ticket in link.outstanding.values())
-        ]
+        return [o.id for o in self._links.values() if o.outstanding and o.since < before]
 
     def expire(self) -> None:
         """Answer the requests whose deadline has passed, and forget those that nobody waits for."""
@@ -210,7 +207,8 @@ class Dispatcher:
             self._size_bytes -= len(ticket.payload)
             return False
         id = next(self._ids)
-        ticket.sent_at = self._clock()
+        if not link.outstanding:
+            link.since = self._clock()
         link.outstanding[id] = ticket
         link.connection.send(Frame(id, ticket.kind, ticket.payload))
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,6 +58,11 @@ class RequestError(Exception):
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def error_body(error: RequestError) -> bytes:
+    """Return the body of an HTTP answer that is an error."""
+    return json.dumps({"error": str(error)}).encode()
 
 
 class Kind(enum.IntEnum):

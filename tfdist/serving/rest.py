@@ -412,11 +412,6 @@ def _require_rows(outputs: Mapping[str, np.ndarray]) -> None:
             _invalid(f"Tensor name: {name} has inconsistent batch size: {size}")
 
 
-def error_body(error: RequestError) -> bytes:
-    """Return the body of an HTTP answer that is an error."""
-    return orjson.dumps({"error": str(error)})
-
-
 def _type_name(dtype: np.dtype[Any]) -> str:
     return _NAMES.get(dtype.name, dtype.name)
 
