@@ -482,7 +482,7 @@ class _Http(uvicorn.Server):
 def _http_server(front: Front) -> _Http:
     options = front.options
     config = uvicorn.Config(
-        front.app,  # type: ignore[arg-type]
+        front.app,
         http=_quick_heads(options.silence_s),
         loop="asyncio",
         interface="asgi3",

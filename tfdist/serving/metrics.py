@@ -47,7 +47,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all of it in Prometheus' text form."""
-        return generate_latest(self._registry)
+        text: bytes = generate_latest(self._registry)
+        return text
 
 
 class _Models:

@@ -31,6 +31,7 @@ from tfdist.serving.replica import ReplicaOptions
 from tfdist.serving.versions import Drain, Model, Replica, Start, find_models, find_versions
 
 _LOG = logging.getLogger("tfdist.serve")
+_MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
 _SCAN_S = 1.0
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 5.0
@@ -90,8 +91,10 @@ class _ReplicaProcess:
 class Supervisor:
     """Sockets, processes, and the models' state."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServeOptions, *, modules: Mapping[str, str] = _MODULES) -> None:
+        """Bind the sockets; `modules` are what front and replica run, for tests."""
         self._options = options
+        self._modules = modules
         self._paths = _models(options)
         self._models = {n: Model(replicas_wanted=options.replicas) for n in self._paths}
         self._rest = _listen(options.host, options.rest_port)
@@ -110,12 +113,12 @@ class Supervisor:
     @property
     def rest_address(self) -> str:
         """Host and port of REST."""
-        return "%s:%d" % self._rest.getsockname()[:2]
+        return _address(self._rest)
 
     @property
     def grpc_address(self) -> str:
         """Host and port of gRPC."""
-        return "%s:%d" % self._grpc.getsockname()[:2]
+        return _address(self._grpc)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; answer what has come, and end all processes."""
@@ -159,7 +162,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         options = self._front_options(theirs.fileno())
         passed = (self._rest.fileno(), theirs.fileno())
-        self._front = _spawn("front", dataclasses.asdict(options), passed)
+        self._front = _spawn(self._modules["front"], dataclasses.asdict(options), passed)
         theirs.close()
         reader, self._control = await asyncio.open_connection(sock=ours, limit=1 << 24)
         self._tell_front()
@@ -284,7 +287,9 @@ class Supervisor:
                 cores=chosen if self._options.pin else (),
                 batch_sizes=self._options.batch_sizes,
             )
-            process = _spawn("replica", dataclasses.asdict(options), (listener.fileno(), theirs))
+            process = _spawn(
+                self._modules["replica"], dataclasses.asdict(options), (listener.fileno(), theirs)
+            )
         os.close(theirs)
         kept = _ReplicaProcess(process=process, model=name, version=start.version, path=path)
         self._replicas[id] = kept
@@ -391,6 +396,11 @@ def _reserve(host: str, port: int) -> socket.socket:
     return holder
 
 
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"{host}:{port}"
+
+
 def _bind(bound: socket.socket, host: str, port: int, flag: str) -> None:
     try:
         bound.bind((host, port))
@@ -412,14 +422,14 @@ def _spawn(
     environ = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", f"tfdist.serving.{module}", json.dumps(options)],
+            [sys.executable, "-m", module, json.dumps(options)],
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
             env=environ,
             process_group=0,
         )
     except OSError as error:
-        raise TfdistError(f"serve: cannot start a {module}: {error.strerror}") from error
+        raise TfdistError(f"serve: cannot start {module}: {error.strerror}") from error
 
 
 def _how(code: int) -> str:

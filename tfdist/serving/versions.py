@@ -119,11 +119,11 @@ class Model:
 
     def actions(self) -> list[Start | Drain]:
         """Return what is to be done now."""
-        kept = {self.target, self.serving}
+        kept = {version for version in (self.target, self.serving) if version is not None}
         drains = [Drain(one.id) for one in self.replicas if one.version not in kept]
         starts = [
             Start(version, index, self._wait_s(version, index))
-            for version in sorted(v for v in kept if v in self.found)
+            for version in sorted(kept & self.found.keys())
             for index in range(self.replicas_wanted)
             if not any((one.version, one.index) == (version, index) for one in self.replicas)
         ]
