@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -59,7 +59,7 @@ class _Models:
 
     def collect(self) -> Iterator[Any]:
         """Yield a metric after the other, each with all models."""
-        gauges = {
+        gauges: dict[str, tuple[str, Callable[[ModelRoute], int]]] = {
             "waiting": ("Requests that wait for a replica", lambda m: m.dispatcher.waiting),
             "outstanding": ("Requests that replicas have", lambda m: m.dispatcher.outstanding),
             "replicas": ("Replicas that take requests", lambda m: m.dispatcher.replicas),
