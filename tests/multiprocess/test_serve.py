@@ -15,6 +15,7 @@ import select
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import grpc
@@ -30,6 +32,8 @@ import pytest
 from tfdist.serving.protocol import Target
 
 DEADLINE_S = 120.0
+HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
+KEY_AND_CERTIFICATE = Path(__file__).parent / "programs" / "localhost.pem"  # of no other use
 
 
 @dataclasses.dataclass
@@ -40,6 +44,7 @@ class Service:
     rest: tuple[str, int]
     grpc: str
     log: Path
+    tls: ssl.SSLContext | None = None
 
     def said(self) -> str:
         return self.log.read_text()
@@ -55,6 +60,8 @@ class Service:
         return found
 
     def connect(self) -> http.client.HTTPConnection:
+        if self.tls:
+            return http.client.HTTPSConnection(*self.rest, timeout=DEADLINE_S, context=self.tls)
         return http.client.HTTPConnection(*self.rest, timeout=DEADLINE_S)
 
     def get(self, path: str) -> tuple[int, Any]:
@@ -87,7 +94,9 @@ def make_version(directory: Path, version: int, text: str = "") -> None:
 
 
 @contextlib.contextmanager
-def service(directory: Path, *, ended: int = 0, **options: Any) -> Iterator[Service]:
+def service(
+    directory: Path, *, ended: int = 0, tls: ssl.SSLContext | None = None, **options: Any
+) -> Iterator[Service]:
     """Run a service of `directory`/m until the block ends; it ends with exit code `ended`."""
     log = directory / "log"
     program = ("-m", "tests.multiprocess.programs.serving_fakes")
@@ -105,7 +114,7 @@ def service(directory: Path, *, ended: int = 0, **options: Any) -> Iterator[Serv
         assert line, log.read_text()
         rest, by_grpc = line.split()
         host, port = rest.split(":")
-        running = Service(process, (host, int(port)), by_grpc, log)
+        running = Service(process, (host, int(port)), by_grpc, log, tls)
         running.wait_for(r"version \d+ is served")
         wait_until_healthy(running)
         yield running
@@ -164,7 +173,8 @@ def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     directory = tmp_path_factory.mktemp("service")
     make_version(directory / "m", 3)
-    with service(directory, replicas=2, body_bytes=10_000) as running:
+    options = {"replicas": 2, "body_bytes": 10_000, "silence_s": 1.0}
+    with service(directory, access_log=str(directory / "access"), **options) as running:
         yield running
 
 
@@ -209,14 +219,40 @@ def test_errors(
     assert text in answer["error"]
 
 
-def test_what_is_no_http_costs_nobody_else(shared: Service) -> None:
-    silent = [socket.create_connection(shared.rest) for _ in range(100)]
-    silent[0].sendall(b"\x00\xff\r\n\r\n")
-    silent[1].sendall(b"POST /v1/models/m:predict HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf")
+def test_what_is_no_request_costs_nobody_else(shared: Service) -> None:
+    host, port = shared.grpc.split(":")
+    addresses = [shared.rest, (host, int(port))]
+    random = Random(0)
+    open_ones = [socket.create_connection(addresses[n % 2]) for n in range(300)]
+    for connection in open_ones[100:]:
+        connection.sendall(random.randbytes(random.randrange(1, 200)))
     assert shared.predict([1])[0] == 200
-    for connection in silent:
+    for connection in open_ones:
         connection.close()
     assert shared.predict([1])[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent", ["", "POST /v1/models/m:predict HT", f"{HEAD}Content-Length: 9\r\n\r\nhalf"]
+)
+def test_a_client_that_says_nothing_more_is_let_go(shared: Service, sent: str) -> None:
+    with socket.create_connection(shared.rest, timeout=DEADLINE_S) as connection:
+        connection.sendall(sent.encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert b"The request did not come within 1 s" in answer if "half" in sent else answer == b""
+
+
+def test_each_request_has_a_line_in_the_access_log(shared: Service) -> None:
+    shared.predict([7, 7, 7])
+    lines = (shared.log.parent / "access").read_text().splitlines()
+    logged = json.loads(lines[-1])
+    assert logged["ms"] > 0
+    assert {key: logged[key] for key in ("via", "model", "code", "bytes")} == {
+        "via": "rest",
+        "model": "m",
+        "code": "200",
+        "bytes": len('{"instances": [7, 7, 7]}'),
+    }
 
 
 def test_metrics(shared: Service) -> None:
@@ -364,3 +400,16 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
             with pytest.raises(grpc.RpcError) as error:
                 method(request, timeout=DEADLINE_S)
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_both_protocols_are_encrypted(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    pem = str(KEY_AND_CERTIFICATE)
+    tls = ssl.create_default_context(cafile=pem)
+    with service(tmp_path, tls=tls, replicas=1, certificate=pem, key=pem) as running:
+        assert running.predict([1])[0] == 200
+        credentials = grpc.ssl_channel_credentials(KEY_AND_CERTIFICATE.read_bytes())
+        request = b"\x0a\x03\x0a\x01m"
+        with grpc.secure_channel(running.grpc, credentials) as channel:
+            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+            assert method(request, timeout=DEADLINE_S) == request

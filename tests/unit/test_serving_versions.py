@@ -111,9 +111,13 @@ def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path: Pa
 
 def test_other_files_of_one_version_have_another_mark(tmp_path: Path) -> None:
     make_version(tmp_path, "1")
-    before = find_versions(tmp_path)
+    marks = [find_versions(tmp_path)]
     (tmp_path / "1" / "saved_model.pb").write_bytes(b"more")
-    assert find_versions(tmp_path) != before
+    marks.append(find_versions(tmp_path))
+    (tmp_path / "1" / "variables").mkdir()
+    (tmp_path / "1" / "variables" / "variables.index").write_bytes(b"late")
+    marks.append(find_versions(tmp_path))
+    assert len({mark[1] for mark in marks}) == 3
 
 
 def test_a_directory_is_a_model_or_holds_models(tmp_path: Path) -> None:

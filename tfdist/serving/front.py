@@ -96,12 +96,17 @@ class FrontOptions:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelRoute:
-    """A model as the supervisor has told: the states of its versions, and its requests."""
+    """A model as the supervisor has told, and its requests.
+
+    Attributes:
+      replicas: those that are to get requests, with the path at which they listen.
+      draining: those that are to end once they have no request.
+    """
 
     dispatcher: Dispatcher
     serving: int | None = None
     states: list[VersionState] = dataclasses.field(default_factory=list)
-    replicas: set[int] = dataclasses.field(default_factory=set)
+    replicas: dict[int, str] = dataclasses.field(default_factory=dict)
     draining: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -183,28 +188,18 @@ class Front:
             model = self.models[name]
             model.serving = told["serving"]
             model.states = [VersionState(**state) for state in told["states"]]
-            model.replicas = {id for id, _ in told["replicas"]}
+            model.replicas = dict(told["replicas"])
             model.draining = set(told["draining"])
-            for id, path in told["replicas"]:
-                if id not in self._connections:
-                    self._connect(model.dispatcher, id, path)
-            self._drain(model)
+        known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
+        self._connections = {id: c for id, c in self._connections.items() if id in known}
+        for model in self.models.values():
+            self._settle(model)
         await self._tell_health()
 
-    def _connect(self, dispatcher: Dispatcher, id: int, path: str) -> None:
-        connection = self._connections[id] = ReplicaConnection(id, dispatcher)
-
-        async def connect() -> None:
-            loop = asyncio.get_running_loop()
-            with contextlib.suppress(OSError):  # it has ended; the supervisor will say so
-                await loop.create_unix_connection(lambda: connection, path)
-
-        task = asyncio.get_running_loop().create_task(connect())
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    def _drain(self, model: ModelRoute) -> None:
-        """Give requests to the replicas of the table alone; say which others have none left."""
+    def _settle(self, model: ModelRoute) -> None:
+        """Connect to replicas; give requests to them alone; say which others have none left."""
+        for id in model.replicas.keys() - self._connections.keys():
+            self._connect(model, id)
         idle = set(model.dispatcher.route(model.replicas))
         for id in model.draining:
             if id in idle or not model.dispatcher.has(id):
@@ -212,6 +207,20 @@ class Front:
                     connection.close()
                 model.draining = model.draining - {id}
                 self.tell(drained=id)
+
+    def _connect(self, model: ModelRoute, id: int) -> None:
+        connection = self._connections[id] = ReplicaConnection(id, model.dispatcher)
+        loop = asyncio.get_running_loop()
+
+        async def connect() -> None:
+            try:
+                await loop.create_unix_connection(lambda: connection, model.replicas[id])
+            except (OSError, KeyError):  # it has ended, or the next tick tries again
+                self._connections.pop(id, None)
+
+        task = loop.create_task(connect())
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     async def _tell_health(self) -> None:
         status = health_pb2.HealthCheckResponse
@@ -236,7 +245,7 @@ class Front:
                     self.tell(hung=id)
                     model.dispatcher.lost(id)
                     self._connections[id].close()
-                self._drain(model)
+                self._settle(model)
 
     # Requests
 

@@ -7,6 +7,7 @@ A Session and callables made once, as TensorFlow Serving has it: calling a signa
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +40,20 @@ class Signature:
 
     inputs: Mapping[str, TensorSpec]
     outputs: tuple[str, ...]
-    call: Callable[..., list[np.ndarray]]
+    call: Callable[..., Sequence[Any]]
 
     @property
     def batches(self) -> bool:
         """Whether requests can share a call: the first dimension of all inputs is open."""
         return all(spec.shape and spec.shape[0] == -1 for spec in self.inputs.values())
+
+    def run(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs by name; TensorFlow gives a text without dimensions as bytes."""
+        values = zip(self.outputs, self.call(*arrays), strict=True)
+        return {
+            name: np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
+            for name, value in values
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,28 +106,46 @@ class ServedModel:
         )
 
     def warm_up(self, directory: Path) -> int:
-        """Answer the requests in ``assets.extra`` and a batch of each size; return how many."""
-        count = 0
+        """Answer the requests in ``assets.extra`` and a batch of each size; return how many.
+
+        Without such requests zeros are sent, where the signature says all that they need.
+        """
         file = directory / "assets.extra" / "tf_serving_warmup_requests"
-        if file.is_file():
-            for record in tf.compat.v1.io.tf_record_iterator(str(file)):
-                log = prediction_log_pb2.PredictionLog.FromString(record)
-                if not log.HasField("predict_log"):
-                    continue
+        if not file.is_file():
+            return self._warm_up_by_zeros()
+        count = 0
+        for record in tf.compat.v1.io.tf_record_iterator(str(file)):
+            log = prediction_log_pb2.PredictionLog.FromString(record)
+            if log.HasField("predict_log"):
                 payload = log.predict_log.request.SerializeToString()
                 (answer,) = self.answer([(Kind.GRPC_PREDICT, payload)])
                 if isinstance(answer, RequestError):
                     raise answer
-                count += self._warm_up_sizes(self._decode_grpc(payload))
+                count += 1 + self._warm_up_sizes(self._decode_grpc(payload))
         return count
+
+    def _warm_up_by_zeros(self) -> int:
+        signature = self.signatures.get(DEFAULT_SIGNATURE)
+        if signature is None or not signature.batches:
+            return 0
+        shapes = [(1, *(spec.shape or ())[1:]) for spec in signature.inputs.values()]
+        kinds = [spec.dtype for spec in signature.inputs.values()]
+        if any(-1 in shape for shape in shapes) or any(kind.kind == "O" for kind in kinds):
+            return 0
+        arrays = tuple(np.zeros(shape, kind) for shape, kind in zip(shapes, kinds, strict=True))
+        try:
+            call = Call(signature=DEFAULT_SIGNATURE, arrays=arrays, encode=lambda _: b"")
+            return self._warm_up_sizes(call)
+        except tf.errors.OpError:  # zeros are no request of its
+            return 0
 
     def _warm_up_sizes(self, call: Call) -> int:
         signature = self.signatures[call.signature]
         if not signature.batches or not call.rows:
-            return 1
+            return 0
         for size in self._sizes:
             signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
-        return 1 + len(self._sizes)
+        return len(self._sizes)
 
     def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
         """Return the answers to requests, in their order; those that fit share a call."""
@@ -230,12 +257,11 @@ class ServedModel:
         if signature.batches:
             size = next((one for one in self._sizes if one >= size), size)
         columns = zip(*(call.arrays for call in calls), strict=True)
-        fed = signature.call(*[_joined(column, size) for column in columns])
-        outputs = dict(zip(signature.outputs, fed, strict=True))
+        outputs = signature.run([_joined(column, size) for column in columns])
         if not signature.batches:
             return [calls[0].encode(outputs)]
         if any(array.ndim == 0 or len(array) != size for array in outputs.values()):
-            return self._run_unpadded(signature, calls, size)
+            return self._run_unpadded(signature, calls)
         answers: list[bytes | RequestError] = []
         start = 0
         for call, count in zip(calls, rows, strict=True):
@@ -245,13 +271,12 @@ class ServedModel:
         return answers
 
     def _run_unpadded(
-        self, signature: Signature, calls: Sequence[Call], size: int
+        self, signature: Signature, calls: Sequence[Call]
     ) -> list[bytes | RequestError]:
         """Answer calls whose outputs have no row for each example, each by itself."""
         answers: list[bytes | RequestError] = []
         for call in calls:
-            outputs = signature.call(*call.arrays)
-            answers.append(call.encode(dict(zip(signature.outputs, outputs, strict=True))))
+            answers.append(call.encode(signature.run(call.arrays)))
         return answers
 
     def _other_method(self, kind: Kind, payload: bytes) -> RequestError:
@@ -275,17 +300,20 @@ class ServedModel:
         response = get_model_metadata_pb2.GetModelMetadataResponse()
         response.model_spec.name = self.name
         response.model_spec.version.value = self.version
-        definitions = get_model_metadata_pb2.SignatureDefMap(signature_def=self._definitions)
+        definitions = get_model_metadata_pb2.SignatureDefMap()
+        for key, definition in self._definitions.items():
+            definitions.signature_def[key].CopyFrom(definition)
         response.metadata["signature_def"].Pack(definitions)
         return response
 
     def _metadata_json(self) -> bytes:
-        document = json_format.MessageToJson(
+        document = json_format.MessageToDict(
             self._metadata(),
             preserving_proto_field_name=True,
             always_print_fields_with_no_presence=True,
         )
-        return document.encode()
+        document["metadata"]["signature_def"].pop("@type")
+        return json.dumps(document, indent=1).encode()
 
 
 def _spec(info: Any) -> TensorSpec:

@@ -63,6 +63,7 @@ class ServeOptions:
     timeout_s: float = 30.0
     drain_s: float = 30.0
     body_bytes: int = 64 << 20
+    silence_s: float = 30.0
     token: str = ""
     certificate: str = ""
     key: str = ""
@@ -106,7 +107,7 @@ class Supervisor:
         self._starting: set[tuple[str, int, int]] = set()
         self._front: subprocess.Popen[bytes] | None = None
         self._control: asyncio.StreamWriter | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._told = b""
         self._stop = asyncio.Event()
         self._announced: dict[str, int | None] = {}
 
@@ -165,6 +166,7 @@ class Supervisor:
         self._front = _spawn(self._modules["front"], dataclasses.asdict(options), passed)
         theirs.close()
         reader, self._control = await asyncio.open_connection(sock=ours, limit=1 << 24)
+        self._told = b""
         self._tell_front()
         stopper = asyncio.create_task(self._stop_front(self._front))
         try:
@@ -204,11 +206,14 @@ class Supervisor:
             self._replicas[id].process.kill()
 
     def _tell_front(self) -> None:
-        """Send the front all that it needs to know."""
+        """Send the front all that it needs to know, if that has changed."""
         if self._control is None:
             return
         table = {"models": {name: self._table(name) for name in self._models}}
-        self._control.write(json.dumps(table).encode() + b"\n")
+        line = json.dumps(table).encode() + b"\n"
+        if line != self._told:
+            self._told = line
+            self._control.write(line)
 
     def _table(self, name: str) -> dict[str, Any]:
         model = self._models[name]
@@ -231,8 +236,7 @@ class Supervisor:
                 except OSError as error:
                     _LOG.warning("%s: cannot read %s: %s", name, path, error.strerror)
                     continue
-                if found != self._models[name].found:
-                    self._set(name, self._models[name].scanned(found))
+                self._set(name, self._models[name].scanned(found))
             await asyncio.sleep(_SCAN_S)
 
     def _set(self, name: str, model: Model) -> None:
@@ -261,7 +265,10 @@ class Supervisor:
             self._starting.discard(key)
             wanted = self._models[name].actions()
             if any((a.version, a.index) == key[1:] for a in wanted if isinstance(a, Start)):
-                self._start(name, start)
+                try:
+                    self._start(name, start)
+                except (OSError, TfdistError) as error:  # the next scan tries again
+                    _LOG.error("%s: no replica could be started: %s", name, error)
 
         if start.wait_s:
             asyncio.get_running_loop().call_later(start.wait_s, begin)

@@ -6,6 +6,7 @@ Told the same twice it does nothing more, so that a lost message is made good by
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -171,11 +172,18 @@ def find_versions(directory: Path) -> dict[int, str]:
     for path in directory.iterdir():
         if not re.fullmatch(r"[0-9]{1,19}", path.name) or int(path.name) > INT64_MAX:
             continue
-        file = path / "saved_model.pb"
-        if file.is_file():
-            stat = file.stat()
-            found[int(path.name)] = f"{path.name}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_size}"
+        if (path / "saved_model.pb").is_file():
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                found[int(path.name)] = _mark(path)
     return found
+
+
+def _mark(version: Path) -> str:
+    """Return what changes when the files of a version do, as while they are still copied."""
+    files = [version / "saved_model.pb", *sorted((version / "variables").glob("*"))]
+    stats = [(file.name, file.stat()) for file in files]
+    marks = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
+    return " ".join([version.name, *marks])
 
 
 def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
