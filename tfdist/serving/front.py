@@ -329,7 +329,7 @@ class Front:
 
         async def handle(payload: bytes, context: Any) -> bytes:
             start = time.monotonic()
-            name, code = "", Code.OK
+            name, code = "", Code.CANCELLED  # by the client, unless it is answered
             try:
                 if self._token:
                     sent = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -337,6 +337,7 @@ class Front:
                 remaining_s = context.time_remaining()
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
                 name, answer = await method(payload, timeout_s)
+                code = Code.OK
                 return answer
             except RequestError as error:
                 code = error.code
