@@ -34,16 +34,22 @@ class Bench:
         for id in replicas:
             self.connect(id)
 
-    def connect(self, id: int) -> None:
+    def connect(self, id: int, version: int = 1) -> None:
         self.replicas[id] = FakeReplica()
-        self.dispatcher.connected(id, self.replicas[id])
+        self.dispatcher.connected(id, self.replicas[id], version=version)
 
-    def ask(self, payload: bytes, deadline: float = 60.0) -> Ticket:
+    def ask(self, payload: bytes, deadline: float = 60.0, version: int | None = None) -> Ticket:
         def answer(outcome: Outcome) -> None:
             assert payload not in self.outcomes, "answered twice"
             self.outcomes[payload] = outcome
 
-        ticket = Ticket(kind=Kind.REST_PREDICT, payload=payload, deadline=deadline, answer=answer)
+        ticket = Ticket(
+            kind=Kind.REST_PREDICT,
+            payload=payload,
+            deadline=deadline,
+            answer=answer,
+            version=version,
+        )
         self.dispatcher.submit(ticket)
         return ticket
 
@@ -187,3 +193,14 @@ def test_a_replica_that_is_not_routed_to_ends_what_it_has() -> None:
     assert (bench.has(1), bench.has(2)) == ([b"a"], [b"b"])
     bench.answer(1)
     assert bench.dispatcher.route([2]) == [1]
+
+
+def test_a_request_for_a_version_is_never_answered_by_another() -> None:
+    bench = Bench(1)
+    bench.ask(b"a", version=1)
+    bench.ask(b"b")
+    bench.dispatcher.lost(1)
+    bench.connect(2, version=2)
+    bench.answer(2)
+    assert code_of(bench.outcomes.pop(b"a")) is Code.NOT_FOUND
+    assert bench.outcomes == {b"b": b"re:b"}

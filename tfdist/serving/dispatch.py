@@ -31,12 +31,16 @@ class Connection(Protocol):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Ticket:
-    """One request: its bytes, kept until it is answered, and who waits for the outcome."""
+    """One request: its bytes, kept until it is answered, and who waits for the outcome.
+
+    With a `version` no other one answers it, also where it has waited for long.
+    """
 
     kind: Kind
     payload: bytes
     deadline: float
     answer: Callable[[Outcome], None]
+    version: int | None = None
     abandoned: bool = False
     deaths: int = 0
 
@@ -46,6 +50,7 @@ class Link:
     """A replica as the front sees it; `since` is when it last answered, or had nothing to do."""
 
     id: int
+    version: int
     connection: Connection
     serving: bool = True
     outstanding: dict[int, Ticket] = dataclasses.field(default_factory=dict)
@@ -109,9 +114,9 @@ class Dispatcher:
         self._waiting.append(ticket)
         self.pump()
 
-    def connected(self, id: int, connection: Connection) -> None:
-        """Take a replica that is ready."""
-        self._links[id] = Link(id=id, connection=connection)
+    def connected(self, id: int, connection: Connection, *, version: int) -> None:
+        """Take a replica that has loaded a version."""
+        self._links[id] = Link(id=id, version=version, connection=connection)
         self.pump()
 
     def route(self, ids: Iterable[int]) -> list[int]:
@@ -205,6 +210,10 @@ class Dispatcher:
         """Send a request, unless nobody waits for it any more; return whether it was."""
         if ticket.abandoned:
             self._size_bytes -= len(ticket.payload)
+            return False
+        if ticket.version not in (None, link.version):
+            message = f"Version {ticket.version} is served no more, {link.version} is"
+            self._end(ticket, RequestError(Code.NOT_FOUND, message))
             return False
         id = next(self._ids)
         if not link.outstanding:

@@ -113,8 +113,9 @@ class ModelRoute:
 class ReplicaConnection(asyncio.Protocol):
     """The socket to a replica; frames of one turn of the loop are one write."""
 
-    def __init__(self, id: int, dispatcher: Dispatcher) -> None:
+    def __init__(self, id: int, version: int, dispatcher: Dispatcher) -> None:
         self._id = id
+        self._version = version
         self._dispatcher = dispatcher
         self._buffer = FrameBuffer()
         self._unsent: list[bytes] = []
@@ -124,7 +125,7 @@ class ReplicaConnection(asyncio.Protocol):
         """Offer the replica to the dispatcher."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._dispatcher.connected(self._id, self)
+        self._dispatcher.connected(self._id, self, version=self._version)
 
     def send(self, frame: Frame) -> None:
         """Send a frame with the others of this turn."""
@@ -209,7 +210,9 @@ class Front:
                 self.tell(drained=id)
 
     def _connect(self, model: ModelRoute, id: int) -> None:
-        connection = self._connections[id] = ReplicaConnection(id, model.dispatcher)
+        assert model.serving is not None  # there are no replicas to connect to before
+        connection = ReplicaConnection(id, model.serving, model.dispatcher)
+        self._connections[id] = connection
         loop = asyncio.get_running_loop()
 
         async def connect() -> None:
@@ -259,7 +262,9 @@ class Front:
                 future.set_result(outcome)
 
         deadline = time.monotonic() + min(timeout_s, self.options.timeout_s)
-        ticket = Ticket(kind=kind, payload=payload, deadline=deadline, answer=answer)
+        ticket = Ticket(
+            kind=kind, payload=payload, deadline=deadline, answer=answer, version=target.version
+        )
         model.dispatcher.submit(ticket)
         try:
             outcome = await future
