@@ -351,6 +351,7 @@ def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path: Path) -> Non
         os.kill(replica, signal.SIGCONT)
         client.join(DEADLINE_S)
         assert answers[0][0] == 200
+    assert "replaced" not in running.said()
     assert not Path(f"/proc/{replica}").exists()
 
 

@@ -62,6 +62,8 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
         status, answer = running.predict(X.tolist())
         assert status == 200, answer
         np.testing.assert_allclose(answer["predictions"], first, atol=1e-6)
+        digits = [len(str(abs(value))) for row in answer["predictions"] for value in row]
+        assert max(digits) <= 12, answer  # of a float32, not of the double next to it
         second = export(tmp_path / "served", seed=2)
         running.wait_for("m: version 2 is served")
         with grpc.insecure_channel(running.grpc) as channel:
@@ -76,6 +78,7 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
         assert [one.version for one in states.model_version_status] == [2]
         running.process.terminate()
         assert running.process.wait(DEADLINE_S) == 0
+        assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)
     finally:
         running.process.kill()
         running.process.wait()

@@ -182,6 +182,15 @@ def test_predictions_of_several_outputs_name_them() -> None:
     }
 
 
+def test_a_float_is_answered_with_the_digits_of_its_type() -> None:
+    outputs = {"y": np.array([0.1, np.nan], "float32")}
+    assert rest.encode_predict(outputs, row=False) == b'{"outputs":[0.1,NaN]}'
+    outputs = {"y": np.array([0.1], "float32"), "z": np.array([0.1])}
+    assert rest.encode_predict(outputs, row=True) == b'{"predictions":[{"y":0.1,"z":0.1}]}'
+    scalar = {"y": np.array(0.1, "float32"), "z": np.array([[0.1]], "float32")}
+    assert rest.encode_predict(scalar, row=False) == b'{"outputs":{"y":0.1,"z":[[0.1]]}}'
+
+
 def test_bytes_are_answered_as_base64() -> None:
     answer = rest.encode_predict({"raw_bytes": np.array([b"\xff\x00"], object)}, row=False)
     assert json.loads(answer) == {"outputs": [{"b64": "/wA="}]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import socket
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor ends replicas
     if options.cores:
         os.sched_setaffinity(0, options.cores)
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns of what a Session is
     status = os.fdopen(options.status, "w", buffering=1)
     try:
         from tfdist.serving.model import ServedModel  # TensorFlow, on the cores that were given

@@ -385,11 +385,21 @@ def dumps(document: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return JSON in which what is not finite is NaN or Infinity, as TensorFlow Serving has it."""
     if all(array.dtype.kind != "f" or np.isfinite(array).all() for array in arrays.values()):
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    return json.dumps(document, default=np.ndarray.tolist, separators=(",", ":")).encode()
+    return json.dumps(document, default=_listed_values, separators=(",", ":")).encode()
+
+
+def _listed_values(values: Any) -> Any:
+    """Return an array or a number of NumPy as JSON's values, a float with the digits of its type.
+
+    0.1 of float32 is 0.10000000149 where it is read as a double.
+    """
+    return (values.astype(str).astype(float) if values.dtype.kind == "f" else values).tolist()
 
 
 def _plain(name: str, array: np.ndarray) -> Any:
-    """Return values that are JSON's; those of an output ``..._bytes`` as base64."""
+    """Return values that `dumps` takes; those of an output ``..._bytes`` as base64."""
+    if array.dtype.kind in "fiub":
+        return array if array.ndim else array[()]
     if array.dtype.kind != "O":
         return array.tolist()
     if name.endswith("_bytes"):

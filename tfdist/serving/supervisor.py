@@ -354,7 +354,7 @@ class Supervisor:
             kept.timeout.cancel()
         Path(kept.path).unlink(missing_ok=True)
         how = _how(kept.process.returncode)
-        if self._draining.pop(id, None) is None:
+        if self._draining.pop(id, None) is None and not self._stop.is_set():
             _LOG.warning("%s: replica %d %s; it is replaced", kept.model, id, how)
         if not self._stop.is_set():
             self._set(kept.model, self._models[kept.model].ended(id, how))
