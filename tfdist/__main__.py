@@ -21,6 +21,7 @@ PROGRAMS = {
     "find": "find a learning rate, a batch size that fits, or what memory a training takes",
     "bench": "measure speed, busy cores and memory of a training by its batch size",
     "export": "check a trained model and publish it as a version to serve",
+    "serve": "serve exported models by REST and gRPC, in replicas",
     "submit": "give a job to Slurm or Kubernetes",
     "doctor": "say what is wrong with the hosts of a job before it starts",
     "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests",

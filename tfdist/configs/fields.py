@@ -176,6 +176,7 @@ FREE = frozenset(
         "data_dir",
         "strategy",
         "devices_per_worker",
+        "backup_every",
         "keep_checkpoints",
         "save_model",
         "ledger",
