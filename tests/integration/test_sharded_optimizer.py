@@ -27,7 +27,7 @@ def refusal_of(*, job, optimizer="adam", callbacks=None, dtype=None):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype=dtype)])
     model.compile(optimizer, "mse")
     with pytest.raises(UsageError) as raised:
-        building.shards(model, job, callbacks, sharded_optimizer=True)
+        building.shards(model.optimizer, model.trainable_variables, job, callbacks=callbacks)
     assert raised.value.code == "not-sharded"
     assert "\n" not in str(raised.value)
     return str(raised.value.received)

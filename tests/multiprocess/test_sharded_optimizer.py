@@ -53,8 +53,11 @@ def test_gradients_by_rows_and_checkpoints_are_those_of_whole_slots(tmp_path, wo
         assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])
 
 
-def test_refusals_and_the_file_of_a_model(tmp_path):
-    tasks = seen_by(tmp_path, 2, "refusals")["refusals"]
+def test_step_functions_refusals_and_the_file_of_a_model(tmp_path):
+    seen = seen_by(tmp_path, 2, "step_loop", "refusals")
+    for whole, sharded in seen["step_loop"]:
+        assert whole == sharded
+    tasks = seen["refusals"]
     for task in tasks:
         refused = task["refused"]
         for name in ("Adafactor", "Lamb", "Muon"):

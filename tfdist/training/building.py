@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -278,13 +278,23 @@ def require_known_variables(model: keras.Model) -> None:
             )
 
 
-def shards(model: keras.Model, job: Job, callbacks: Any, *, sharded_optimizer: bool) -> bool:
+def build_in_parts(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
+    """Build an optimizer on this worker's part of variables; whole where one has them all.
+
+    A collective. Raises UsageError as `shards`.
+    """
+    sharded = shards(optimizer, variables, job)
+    with job.strategy.scope(), _making("parts" if sharded else "whole", optimizer, job):
+        optimizer.build(list(variables))
+
+
+def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any = None) -> bool:
     """Return whether there are several workers to divide the optimizer's state among.
 
     Raises:
       UsageError: the strategy, the optimizer or a callback needs the state whole.
     """
-    if not sharded_optimizer or (job.num_replicas == 1 and job.kind != "ps"):
+    if job.num_replicas == 1 and job.kind != "ps":
         return False
     if job.ring is None:
         why = "ps, whose servers divide it" if job.kind == "ps" else job.kind
@@ -292,7 +302,7 @@ def shards(model: keras.Model, job: Job, callbacks: Any, *, sharded_optimizer: b
         raise _not_sharded(f"strategy {why}", "multiworker on CPUs, whose workers make a ring")
     if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in keras.tree.flatten(callbacks)):
         raise _not_sharded("SwapEMAWeights", "no callback that needs the averages whole")
-    sharding.require_by_element(model.optimizer, model.trainable_variables)
+    sharding.require_by_element(optimizer, variables)
     return True
 
 

@@ -89,7 +89,8 @@ def fit(
     """
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
-    sharded = building.shards(model, job, callbacks, sharded_optimizer=sharded_optimizer)
+    optimizer, variables = model.optimizer, model.trainable_variables
+    sharded = sharded_optimizer and building.shards(optimizer, variables, job, callbacks=callbacks)
     require_int("initial_epoch", initial_epoch, least=0)
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)

@@ -31,7 +31,6 @@ from tfdist.training.callbacks import (
     steps_between_calls,
     wants_logs,
 )
-from tfdist.training.keras_compat import sharding
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class TrainLoop:
                 break
             logs = self._run_epoch(epoch)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
-            sharding.finalize(model.optimizer, model.trainable_weights, self._job)
+            model.optimizer.finalize_variable_values(model.trainable_weights)
         with phases.entered("callback"):
             self._callbacks.on_train_end(logs)
         self._finish()

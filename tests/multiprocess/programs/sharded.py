@@ -11,6 +11,7 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 from tests.multiprocess.programs import zoo
@@ -177,6 +178,35 @@ def checkpoints_seen():
     }
 
 
+def step_loop_seen():
+    """What a step function with an optimizer of its own trains, with averages at the end."""
+    seen = []
+    for sharded in (False, True):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((6,)), keras.layers.Dense(101), keras.layers.Dense(1)]
+            )
+            optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
+            if not sharded:
+                optimizer.build(model.trainable_variables)
+
+        def step(data, model=model, optimizer=optimizer):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+            return {"loss": loss}
+
+        built = [(optimizer, model.trainable_variables)] if sharded else []
+        data = (zoo.X, zoo.CALM)
+        loop = tfdist.StepLoop(step, data, global_batch_size=8, seed=3, sharded_optimizers=built)
+        loop.run(20)
+        optimizer.finalize_variable_values(model.trainable_variables)
+        seen.append(zoo.sha(model))
+    return seen
+
+
 def refusals_seen():
     """Refusals, and whether the file of a sharded model has its weights."""
     whole = dense(OPTIMIZERS["adam"])
@@ -198,6 +228,7 @@ SECTIONS = {
     "weights": weights_seen,
     "sparse": sparse_seen,
     "checkpoints": checkpoints_seen,
+    "step_loop": step_loop_seen,
     "refusals": refusals_seen,
 }
 strategy = tfdist.make_strategy()

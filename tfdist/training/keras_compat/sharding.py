@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.strategy.job import Job
-from tfdist.strategy.parts import Part, gathered, mark, own_initial_values, own_part, part_of
+from tfdist.strategy.parts import Part, mark, own_initial_values, own_part, part_of, whole
 from tfdist.training.keras_compat.reduction import (
     gather_over_workers,
     own_copy,
@@ -129,19 +129,6 @@ def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
         for name, method in _METHODS.items():
             if hasattr(one, name):
                 object.__setattr__(one, name, functools.partial(method, one))
-
-
-def finalize(optimizer: Any, weights: Sequence[Any], job: Job) -> None:
-    """Have averaged weights take the place of the last ones, as Keras does. A collective."""
-    division = division_of(optimizer)
-    if division is None:
-        optimizer.finalize_variable_values(weights)
-        return
-    inner = _innermost(optimizer)
-    if inner.use_ema:
-        averages = inner._model_variables_moving_average
-        for variable, average in zip(division.wholes, averages, strict=True):
-            variable.assign(gathered(job, average))
 
 
 def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
@@ -271,7 +258,17 @@ def _save_nothing(optimizer: Any, store: Any) -> None:
     )
 
 
+def _take_averages(optimizer: Any, variables: Any) -> None:
+    """Have averaged weights take the place of the last ones, as Keras does. A collective."""
+    inner = _innermost(optimizer)
+    if inner.use_ema:
+        averages = inner._model_variables_moving_average
+        for variable, average in zip(_divisions[inner].wholes, averages, strict=True):
+            variable.assign(whole(average))
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
+    "finalize_variable_values": _take_averages,
     "_backend_apply_gradients": _apply_to_parts,
     "_clip_gradients": _clip_whole,
     "check_finite": _check_finite,
