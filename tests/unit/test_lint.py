@@ -259,25 +259,6 @@ def test_a_grace_period_outlasts_the_launcher_in_the_pod() -> None:
 
 
 @pytest.mark.parametrize(
-    ("port", "variable", "expected"),
-    [
-        (2222, "", set()),
-        (2222, '{name: TFDIST_PORT, value: "7000"}', {"K8S045"}),
-        (7000, '{name: TFDIST_PORT, value: "7000"}', set()),
-        (7050, '{name: TFDIST_PORTS, value: "7000-7100"}', set()),
-        (2222, '{name: TFDIST_PORTS, value: "7000-7100"}', {"K8S045"}),
-        (7050, '{name: TFDIST_PORT, value: "seven"}', {"ENV001"}),
-    ],
-)
-def test_ports_are_held_against_where_tasks_listen(
-    port: int, variable: str, expected: set[str]
-) -> None:
-    env = "          env:\n" + (f"            - {variable}\n" if variable else "")
-    ports = f"          ports: [{{containerPort: {port}}}]\n"
-    assert codes(MANIFEST.replace("          env:\n", ports + env), "x.yaml") == expected
-
-
-@pytest.mark.parametrize(
     ("text", "kind"),
     [
         ('{"cluster": {}}', "tf_config"),

@@ -122,7 +122,6 @@ K8S025 warning: the job is given up for exit code 75, 130 or 143, which mean: ag
 K8S026 warning: the pod's grace period is shorter than a save or the launcher's grace
 K8S034 error: a TFJob sets a variable that its operator sets
 K8S035 error: all pods have the TF_CONFIG or the rank of one
-K8S045 warning: the container names ports, and none is the task's
 """)
 
 RULES: dict[str, Rule] = {rule.code: rule for rule in _ALL}
