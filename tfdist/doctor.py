@@ -14,7 +14,7 @@ from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
 from tfdist.ops.doctor import report
 from tfdist.ops.doctor.checks import RULES
-from tfdist.ops.doctor.examine import PreflightResult, Wanted, follow, lead
+from tfdist.ops.doctor.examine import PreflightOptions, PreflightResult, follow, lead
 from tfdist.ops.doctor.preflight_job import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 
@@ -91,18 +91,18 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if job.task != job.speaker:
         _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
         return EXIT_OK
-    wanted = Wanted(
+    options = PreflightOptions(
         shared_dir=command.shared_dir,
         quick=command.quick,
         startup_timeout_s=command.startup_timeout_s or job.startup_timeout_s,
     )
     if job.index:
-        done = follow(job, wanted, environ=environ)
+        done = follow(job, options, environ=environ)
         if isinstance(done, int):
             _note(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
             return done
         return _show(done, command)
-    result, barrier = lead(job, wanted, environ=environ)
+    result, barrier = lead(job, options, environ=environ)
     barrier.end(report.exit_code(result.findings))
     return _show(result, command)
 
