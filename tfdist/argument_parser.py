@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError, given_twice, near
+from tfdist.errors import EXIT_INTERRUPTED, Stopped, TfdistError, UsageError, given_twice, near
 
 _EXIT_SIGPIPE = 141
 
@@ -23,17 +23,25 @@ _OTHER = ("a value that it can read", "VALUE", "bad-value")
 """By the function that reads the text of a flag: what it is to be, what to write, and the code."""
 
 
-def run_program(name: str, run: Callable[[], int]) -> int:
-    """Return the exit code of a program: what `run` returns, or that of the error it ends with."""
+def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
+    """Return the exit code of a program: what `run` returns, or that of the error it ends with.
+
+    A program that `is_report` has no pipe or socket of its own but standard output: where that is
+    closed nobody reads it to its end, which is no error.
+    """
     try:
         return run()
     except TfdistError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
+    except Stopped as stopped:  # the chief has said so
+        return stopped.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # nobody reads the output to its end; nor is Python's end to write
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except BrokenPipeError:
+        if not is_report:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's end would write to it again
         return _EXIT_SIGPIPE
 
 

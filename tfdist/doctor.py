@@ -24,7 +24,9 @@ _MAX_TIMEOUT_S = 1e6
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.doctor", lambda: _run(parse(words), dict(os.environ)))
+    return run_program(
+        "tfdist.doctor", lambda: _run(parse(words), dict(os.environ)), is_report=True
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    return run_program("tfdist.ledger", lambda: _run(_parser().parse_args(argv)))
+    return run_program("tfdist.ledger", lambda: _run(_parser().parse_args(argv)), is_report=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ _MAX_BYTES = 16 << 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.lint", lambda: _run(parse(words)))
+    return run_program("tfdist.lint", lambda: _run(parse(words)), is_report=True)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from tfdist.ops.submit.pods import INSTANCE
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line asks for and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.submit", lambda: _run(parse(words)))
+    return run_program("tfdist.submit", lambda: _run(parse(words)), is_report=True)
 
 
 def _run(command: Command | None) -> int:
