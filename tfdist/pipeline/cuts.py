@@ -202,8 +202,8 @@ class LayerGraph:
             index=k,
             num_stages=stages,
             module=keras.Model(
-                _one_or_list(given),
-                _one_or_list(list(made.values())),
+                one_or_list(given),
+                one_or_list(list(made.values())),
                 name=f"{self.model.name}_stage{k}",
             ),
             received=tuple(received),
@@ -309,5 +309,6 @@ def _example_bytes(tensor: Any) -> int:
     return values * ways * tf.as_dtype(tensor.dtype).size
 
 
-def _one_or_list(tensors: list[Any]) -> Any:
+def one_or_list(tensors: list[Any]) -> Any:
+    """Return the only one, or the list: a list of one warns at each call of a model."""
     return tensors[0] if len(tensors) == 1 else tensors

@@ -6,6 +6,7 @@ Pure: each stage knows its order, and those of all others, before anything runs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def micro_sizes(batch: int, *, split_size: int) -> list[int]:
     split_size = require_int("split_size", split_size, least=1, fix="give examples, such as 12")
     count = max(1, -(-batch // split_size))
     bounds = [batch * k // count for k in range(count + 1)]
-    return [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [high - low for low, high in itertools.pairwise(bounds)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import require_one_of
-from tfdist.pipeline.cuts import Part, has_mask
+from tfdist.pipeline.cuts import Part, has_mask, one_or_list
 from tfdist.training import keras_compat
 
 KEEPS = ("tape", "recompute")
@@ -196,6 +196,7 @@ class Stage:
         for index, mask in zip(self._masked, received.masks, strict=True):
             inputs[index]._keras_mask = mask  # as Keras keeps them
         masks = [getattr(tensor, "_keras_mask", None) for tensor in inputs]
+        given = {"mask": one_or_list(masks)} if any(m is not None for m in masks) else {}
         trace = keras_compat.StepTrace(
             num_replicas=1,
             share=1.0,
@@ -207,13 +208,7 @@ class Stage:
         trace.draws = self.part.draws_before
         module = self.part.module
         with keras_compat.tracing(trace):
-            outputs = module(
-                inputs if len(inputs) > 1 else inputs[0],
-                training=training,
-                mask=(masks if len(masks) > 1 else masks[0])
-                if any(m is not None for m in masks)
-                else None,
-            )
+            outputs = module(one_or_list(inputs), training=training, **given)
             losses = [keras.ops.sum(keras.ops.cast(one, "float32")) for one in module.losses]
         self._adds = bool(losses)
         flat = [*inputs, *keras.tree.flatten(outputs)]
