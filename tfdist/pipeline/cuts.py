@@ -72,6 +72,7 @@ class LayerGraph:
 
     Attributes:
       model: the model.
+      functional: what holds its graph; the model itself, or what a Sequential has inside.
       nodes: Keras' nodes; a layer that is used twice has two.
 
     Raises:
@@ -88,6 +89,7 @@ class LayerGraph:
             for node in by_depth[depth]
             if not node.is_input
         ]
+        self.functional = functional
         self.inputs: list[Any] = list(functional.inputs)
         self.outputs: list[Any] = list(functional.outputs)
         self._made_by = {id(t): i for i, n in enumerate(self.nodes) for t in n.output_tensors}
@@ -181,6 +183,10 @@ class LayerGraph:
             with another one.
         """
         self._require_possible(assignment, num_stages=num_stages)
+        return self.divided(assignment, num_stages=num_stages)
+
+    def divided(self, assignment: Assignment, *, num_stages: int) -> list[Part]:
+        """Return the parts as `cut` does, without a look at their weights."""
         crossing = [self.crossing(assignment, stage=k) for k in range(num_stages - 1)]
         received, sent = [[], *crossing], [*crossing, self.outputs]
         return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -88,7 +89,8 @@ class Stage:
         self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
         self._forward = keras_compat.compiled(self._traced_forward)
         self._backward_again = keras_compat.compiled(self._traced_backward)
-        self._predict = keras_compat.compiled(self._traced_prediction)
+        self._predict = keras_compat.compiled(partial(self._traced_inference, loss_of=None))
+        self._evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
 
     def first(self) -> Received:
         """Return what the first stage receives: nothing."""
@@ -130,8 +132,11 @@ class Stage:
 
     def predict(self, batch: MicroBatch, received: Received) -> Tensors:
         """Return the message for the next stage, or the model's flat outputs; without training."""
-        outputs: Tensors = self._predict(batch, received)
-        return outputs
+        return self._predict(batch, received)
+
+    def evaluate(self, batch: MicroBatch, received: Received) -> Tensors:
+        """Return the message for the next stage, or the scalar loss; without training."""
+        return self._evaluate(batch, received)
 
     def take_sums(self) -> list[tf.Tensor | None]:
         """Return the sum of the gradients of each trainable variable, and begin anew.
@@ -176,27 +181,32 @@ class Stage:
     def _traced_backward(
         self, batch: MicroBatch, received: Received, gradients: Tensors
     ) -> tuple[list[tf.Tensor | None], Tensors]:
-        # The first pass has updated statistics and metrics; what this one writes is dropped.
-        with keras.StatelessScope(), tf.GradientTape() as tape:
+        with tf.GradientTape() as tape:
             tape.watch([t for t in received.tensors if t.dtype.is_floating])
-            _, targets = self._traced_forward(batch, received)
+            # The first pass has updated statistics and metrics; what this one writes is dropped.
+            # A regularizer sees None for a variable that such a scope has no value of.
+            weights = [(variable, variable.value) for variable in self.variables]
+            with keras.StatelessScope(state_mapping=weights, collect_losses=True):
+                _, targets = self._traced_forward(batch, received)
         return self._gradients(tape, targets, received, gradients)
 
-    def _traced_prediction(self, batch: MicroBatch, received: Received) -> Tensors:
-        outputs, _ = self._run(batch, received, training=False)
-        if self.part.is_last:
-            return outputs
-        return [*outputs, *self._masks(outputs), received.added]
+    def _traced_inference(
+        self, batch: MicroBatch, received: Received, *, loss_of: LossOf | None
+    ) -> Tensors:
+        outputs, added = self._run(batch, received, training=False)
+        if not self.part.is_last:
+            return [*outputs, *self._masks(outputs), received.added + added]
+        return outputs if loss_of is None else [loss_of(batch, outputs, received.added + added)]
 
     def _run(
         self, batch: MicroBatch, received: Received, *, training: bool
     ) -> tuple[Tensors, tf.Tensor]:
         """Return the part's outputs, and the sum of the losses that its layers add."""
         inputs = [*received.tensors, *batch.inputs]
+        masks: list[Any] = [None] * len(inputs)
         for index, mask in zip(self._masked, received.masks, strict=True):
-            inputs[index]._keras_mask = mask  # as Keras keeps them
-        masks = [getattr(tensor, "_keras_mask", None) for tensor in inputs]
-        given = {"mask": one_or_list(masks)} if any(m is not None for m in masks) else {}
+            masks[index] = mask
+        given = {"mask": one_or_list(masks)} if self._masked else {}
         trace = keras_compat.StepTrace(
             num_replicas=1,
             share=1.0,
@@ -211,6 +221,8 @@ class Stage:
             outputs = module(one_or_list(inputs), training=training, **given)
             losses = [keras.ops.sum(keras.ops.cast(one, "float32")) for one in module.losses]
         self._adds = bool(losses)
+        for index in self._masked:  # one may pass through
+            inputs[index]._keras_mask = masks[index]
         flat = [*inputs, *keras.tree.flatten(outputs)]
         return [flat[i] for i in self.part.sources], tf.add_n([tf.constant(0.0), *losses])
 
