@@ -36,6 +36,7 @@ _HOME_OF = {
     "export_model": "tfdist.serving.export",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
+    "PipelineOptions": "tfdist.strategy.stages",
     "tuning": "tfdist.tuning",
 }
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
+    from tfdist.strategy.stages import PipelineOptions
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import evaluate, predict
     from tfdist.training.evaluator import Evaluator
@@ -62,6 +64,7 @@ __all__ = [
     "Ledger",
     "ModelCheckpoint",
     "PeerLost",
+    "PipelineOptions",
     "StartupTimeout",
     "StepLoop",
     "Stopped",

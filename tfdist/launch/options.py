@@ -99,6 +99,8 @@ class LaunchOptions:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("start", self.start, STARTS)
         _check_counts(self)
+        if self.stages is not None and self.strategy == "auto":
+            object.__setattr__(self, "strategy", "pipeline")
         if self.stages is not None and self.workers == 1:
             object.__setattr__(self, "workers", self.stages)  # a task for each
         _check_times(self)

@@ -65,7 +65,8 @@ class PipelineEngine:
             for step in range(first, last):
                 rows = self._infer(program, step, staged.stage.predict)
                 columns = [
-                    np.concatenate([np.asarray(t) for t in c]) for c in zip(*rows, strict=True)
+                    np.concatenate([np.asarray(tensor) for tensor in column])
+                    for column in zip(*rows, strict=True)
                 ]
                 yield staged.packed(self._from_last(columns, count=len(staged.graph.outputs)))
 
