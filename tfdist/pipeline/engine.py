@@ -224,7 +224,8 @@ class PipelineEngine:
                 yield
         except Exception as error:
             name = self._place.names[self._place.index]
-            reason = str(error) if isinstance(error, PeerLost) else f"{name} failed: {error}"
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            reason = first if isinstance(error, PeerLost) else f"{name} failed: {first}"
             for link in (self._before, self._after):
                 if link is not None:
                     link.fail(reason)

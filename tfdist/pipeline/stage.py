@@ -167,16 +167,15 @@ class Stage:
 
     def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
         """Return the message, and what the backward pass starts from."""
-        outputs, added = self._run(batch, received, training=True)
         if self.part.is_last:
-            assert self._loss_of is not None
-            loss = self._loss_of(batch, outputs, received.added + added) * batch.share
-            # What stages before have added has its gradient there.
+            (loss,), _ = self._run(batch, received, training=True, loss_of=self._loss_of)
+            loss *= batch.share  # what stages before have added has its gradient there
             return [loss], [loss]
+        outputs, added = self._run(batch, received, training=True)
         targets = [t for t in outputs if t.dtype.is_floating]
-        if self._adds:
+        if added is not None:
             targets.append(added * batch.share)
-        return [*outputs, *self._masks(outputs), received.added + added], targets
+        return self._message(outputs, received, added), targets
 
     def _traced_backward(
         self, batch: MicroBatch, received: Received, gradients: Tensors
@@ -193,20 +192,39 @@ class Stage:
     def _traced_inference(
         self, batch: MicroBatch, received: Received, *, loss_of: LossOf | None
     ) -> Tensors:
-        outputs, added = self._run(batch, received, training=False)
-        if not self.part.is_last:
-            return [*outputs, *self._masks(outputs), received.added + added]
-        return outputs if loss_of is None else [loss_of(batch, outputs, received.added + added)]
+        outputs, added = self._run(batch, received, training=False, loss_of=loss_of)
+        return outputs if self.part.is_last else self._message(outputs, received, added)
 
     def _run(
-        self, batch: MicroBatch, received: Received, *, training: bool
-    ) -> tuple[Tensors, tf.Tensor]:
-        """Return the part's outputs, and the sum of the losses that its layers add."""
+        self,
+        batch: MicroBatch,
+        received: Received,
+        *,
+        training: bool,
+        loss_of: LossOf | None = None,
+    ) -> tuple[Tensors, tf.Tensor | None]:
+        """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
         inputs = [*received.tensors, *batch.inputs]
         masks: list[Any] = [None] * len(inputs)
         for index, mask in zip(self._masked, received.masks, strict=True):
             masks[index] = mask
         given = {"mask": one_or_list(masks)} if self._masked else {}
+        module = self.part.module
+        with keras_compat.tracing(self._trace(batch, inputs, training=training)):
+            outputs = keras.tree.flatten(module(one_or_list(inputs), training=training, **given))
+            for index in self._masked:  # one may pass through
+                inputs[index]._keras_mask = masks[index]
+            outputs = [[*inputs, *outputs][i] for i in self.part.sources]
+            losses = [keras.ops.sum(keras.ops.cast(one, "float32")) for one in module.losses]
+            added = tf.add_n(losses) if losses else None
+            if loss_of is not None:
+                total = received.added if added is None else received.added + added
+                outputs = [loss_of(batch, outputs, total)]
+        return outputs, added
+
+    def _trace(
+        self, batch: MicroBatch, inputs: Tensors, *, training: bool
+    ) -> keras_compat.StepTrace:
         trace = keras_compat.StepTrace(
             num_replicas=1,
             share=1.0,
@@ -215,20 +233,13 @@ class Stage:
             batch=inputs,
             training=training,
         )
-        trace.draws = self.part.draws_before
-        module = self.part.module
-        with keras_compat.tracing(trace):
-            outputs = module(one_or_list(inputs), training=training, **given)
-            losses = [keras.ops.sum(keras.ops.cast(one, "float32")) for one in module.losses]
-        self._adds = bool(losses)
-        for index in self._masked:  # one may pass through
-            inputs[index]._keras_mask = masks[index]
-        flat = [*inputs, *keras.tree.flatten(outputs)]
-        return [flat[i] for i in self.part.sources], tf.add_n([tf.constant(0.0), *losses])
+        trace.draws = self.part.draws_before  # those of the whole model
+        return trace
 
-    def _masks(self, outputs: Tensors) -> Tensors:
+    def _message(self, outputs: Tensors, received: Received, added: tf.Tensor | None) -> Tensors:
         pairs = zip(self.part.sent, outputs, strict=True)
-        return [output._keras_mask for sent, output in pairs if has_mask(sent)]
+        masks = [output._keras_mask for sent, output in pairs if has_mask(sent)]
+        return [*outputs, *masks, received.added if added is None else received.added + added]
 
     def _gradients(
         self, tape: tf.GradientTape, targets: Tensors, received: Received, gradients: Tensors

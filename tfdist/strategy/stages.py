@@ -147,7 +147,10 @@ def meeting(config: TaskConfig, *, timeout_s: float) -> Iterator[neighbours.Sum]
             stack.enter_context(end)
             end.settimeout(timeout_s)
         chief = config.task == config.cluster.chief_task
-        yield lambda values: _total(values, ends, chief=chief)
+        try:
+            yield lambda values: _total(values, ends, chief=chief)
+        except OSError as error:
+            raise StartupTimeout(f"{config.task}: a task left the meeting: {error}") from error
 
 
 def _total(values: np.ndarray, ends: Sequence[socket.socket], *, chief: bool) -> np.ndarray:
