@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -64,6 +65,7 @@ class StagedModel:
             variable.assign(state.from_chief(job, value, like=variable))
         optimizer = getattr(model, "optimizer", None)
         self.global_clipnorm: float | None = getattr(optimizer, "global_clipnorm", None)
+        self._strategy = job.strategy
         self.update = keras_compat.compiled(self._update)
         self._log(parts, place.index)
 
@@ -86,7 +88,7 @@ class StagedModel:
         graph = self.graph
         if count == 1:
             return graph.cut(graph.behind([]), num_stages=1)
-        if isinstance(cut, dict):
+        if isinstance(cut, Mapping):
             return graph.cut(graph.by_patterns(cut), num_stages=count)
         if cut is not None:
             require(
@@ -120,7 +122,7 @@ class StagedModel:
         optimizer = self._model.optimizer
         clip, optimizer.global_clipnorm = optimizer.global_clipnorm, None  # done over all stages
         try:
-            optimizer.apply(gradients, self.stage.variables)
+            self._strategy.run(lambda: optimizer.apply(gradients, self.stage.variables))
         finally:
             optimizer.global_clipnorm = clip
 

@@ -28,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 _HELLO = struct.Struct("<12sI")
 _MAGIC = b"tfdist-stage"
 _RETRY_S = 0.05
+_HELLO_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,19 +177,26 @@ def _accepted(
         listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
         try:
             end, _ = listener.accept()
-            end.settimeout(max(deadline_s - time.monotonic(), 0.01))
-            magic, index = _HELLO.unpack(_exactly(end, _HELLO.size))
         except TimeoutError:
             named = rendezvous.named(config.cluster, missing)
             raise StartupTimeout(_waited(config, named, timeout_s)) from None
-        except OSError as error:
-            _LOG.debug("a client at the meeting: %s", error)
-            continue
-        if magic == _MAGIC and 0 < index < len(tasks):
+        index = _said(end)
+        if 0 < index < len(tasks):
             ends[index] = end
         else:
             end.close()
     return [ends[index] for index in sorted(ends)]
+
+
+def _said(end: socket.socket) -> int:
+    """Return which task a client says it is, -1 for one that says nothing or something else."""
+    end.settimeout(_HELLO_S)
+    try:
+        magic, index = _HELLO.unpack(_exactly(end, _HELLO.size))
+    except OSError as error:
+        _LOG.debug("a client at the meeting: %s", error)
+        return -1
+    return int(index) if magic == _MAGIC else -1
 
 
 def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: float) -> socket.socket:
