@@ -167,7 +167,7 @@ class PipelineEngine:
         inputs = [staged.inputs_of(x)[i] for i in staged.stage.part.inputs]
         if not staged.stage.part.is_last:
             y = weights = None
-        rows = program.feed.plan.span(step).size
+        rows = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(x) if leaf is not None)
         found, start = [], 0
         for micro, size in enumerate(micro_sizes(rows, split_size=staged.split_size)):
             piece = slice(start, start + size)
