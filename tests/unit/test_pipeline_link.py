@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.pipeline.link import Link
 
@@ -92,3 +93,11 @@ def test_what_is_no_message_is_refused():
         link.receive("F0")
     link.close()
     far.close()
+
+
+def test_a_stage_that_waits_for_its_neighbour_says_that_it_waits(ends, monkeypatch):
+    told = []
+    monkeypatch.setattr(phases, "set_at_sum", told.append)
+    ends[0].send("F0", [])
+    ends[1].receive("F0")
+    assert told == [True, False]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdist import phases
 from tfdist.errors import PeerLost
 
 _LOG = logging.getLogger(__name__)
@@ -66,7 +67,11 @@ class Link:
         if self._lost:
             raise PeerLost(self._lost)
         start = time.monotonic()
-        found, arrays = self._inbox.get()
+        phases.set_at_sum(True)  # who hangs is the one that waits for nobody
+        try:
+            found, arrays = self._inbox.get()
+        finally:
+            phases.set_at_sum(False)
         self.waited_s += time.monotonic() - start
         if found == tag:
             return list(arrays)
