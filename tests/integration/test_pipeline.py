@@ -351,7 +351,7 @@ def test_a_step_of_the_models_own_is_refused(one_stage):
 @pytest.mark.parametrize(
     ("given", "code"),
     [
-        ({"optimizer": keras.optimizers.LossScaleOptimizer("sgd")}, "loss-scale"),
+        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, "loss-scale"),
         (
             {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
             "loss-reduction",
