@@ -281,6 +281,7 @@ def model_with(optimizer="adam", loss="sparse_categorical_crossentropy", **compi
     model = keras.Sequential(
         [keras.Input((5,)), *layers, L.Dense(3, activation="softmax", name="head")]
     )
+    optimizer = optimizer() if callable(optimizer) else optimizer
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **compiled)
     return model
 
@@ -313,18 +314,17 @@ def fitted(strategy, **given):
     return model.get_weights(), history.history, predicted, evaluated
 
 
-def optimizers():
-    return {
-        "sgd": keras.optimizers.SGD(0.1, momentum=0.9),
-        "adamw": keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
-        "ema": keras.optimizers.Adam(0.01, use_ema=True),
-    }
+OPTIMIZERS = {  # made in the scope
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
+    "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+}
 
 
-@pytest.mark.parametrize("name", list(optimizers()))
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, name):
-    expected = fitted(strategies[1], optimizer=optimizers()[name])
-    found = fitted(one_stage(), optimizer=optimizers()[name])
+    expected = fitted(strategies[1], optimizer=OPTIMIZERS[name])
+    found = fitted(one_stage(), optimizer=OPTIMIZERS[name])
     for one, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert found[1].keys() == expected[1].keys()
@@ -351,7 +351,10 @@ def test_a_step_of_the_models_own_is_refused(one_stage):
 @pytest.mark.parametrize(
     ("given", "code"),
     [
-        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, "loss-scale"),
+        (
+            {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
+            "loss-scale",
+        ),
         (
             {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
             "loss-reduction",
