@@ -22,7 +22,7 @@ from tfdist.files import one_line_errors, write_text
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second"})
 """What a line of `metrics.jsonl` says beside the metrics."""
-_LAUNCHERS_OWN = frozenset({"logs", "report.json"})
+_LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3
 
 
