@@ -57,7 +57,7 @@ def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
 
 def versions_of_job() -> dict[str, str]:
     """Return the versions it runs with; takes 20 ms, and so is not for a job's start."""
-    return {"python": platform.python_version(), **versions()}
+    return {**versions(), "Python": platform.python_version()}
 
 
 @dataclass(kw_only=True, slots=True)

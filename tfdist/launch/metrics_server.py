@@ -1,7 +1,7 @@
 """Metrics of a job for Prometheus, on a port of this machine's loopback.
 
-The launcher has one thread, since it forks: the sockets are looked after whenever it is awake, and a
-request wakes it.
+The launcher has one thread, since it forks: the sockets are looked after whenever it is awake, and
+a request wakes it.
 """
 
 from __future__ import annotations
