@@ -16,12 +16,22 @@ _MAX_HITS = 120
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line: points ``(x, y)``, a colour by its number, and whether it is dashed."""
+    """One line: points ``(x, y)``, a colour by its number, and whether it is dashed.
+
+    A point whose y is NaN breaks the line.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
     is_dashed: bool = False
+    is_dots: bool = False
+    """Whether the points are shown alone, without a line."""
+
+    @property
+    def known(self) -> list[tuple[float, float]]:
+        """Return the points that are finite."""
+        return [(x, y) for x, y in self.points if math.isfinite(y)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +92,11 @@ def line_chart(
     marks: Sequence[Mark] = (),
 ) -> str:
     """Return a chart of lines; the empty text where there is no point."""
-    shown = [one for one in series if one.points]
+    shown = [one for one in series if one.known]
     if not shown:
         return ""
-    xs = [x for one in shown for x, _ in one.points]
-    ys = [y for one in shown for _, y in one.points]
+    xs = [x for one in shown for x, _ in one.known]
+    ys = [y for one in shown for _, y in one.known]
     low = min(0.0, *ys) if from_zero or min(ys) == max(ys) else min(ys)
     high = max(ys) if max(ys) > low else low + 1
     x_of = _Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
@@ -128,12 +138,22 @@ def _grid(x_of: _Scale, y_of: _Scale, x_label: str) -> list[str]:
 
 
 def _line(one: Series, x_of: _Scale, y_of: _Scale) -> str:
-    points = " ".join(f"{x_of.at(x):.1f},{y_of.at(y):.1f}" for x, y in one.points)
     css = f"line c{one.colour % NUM_COLOURS}" + " dashed" * one.is_dashed
-    if len(one.points) == 1:
-        x, y = points.split(",")
-        return f'<circle class="{css}" cx="{x}" cy="{y}" r="3"/>'
-    return f'<polyline class="{css}" points="{points}"/>'
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in one.points:
+        if not math.isfinite(y) or one.is_dots:
+            pieces.append([])
+        if math.isfinite(y):
+            pieces[-1].append((x_of.at(x), y_of.at(y)))
+    return "".join(_piece(piece, css) for piece in pieces if piece)
+
+
+def _piece(points: Sequence[tuple[float, float]], css: str) -> str:
+    if len(points) == 1:
+        x, y = points[0]
+        return f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline class="{css}" points="{text}"/>'
 
 
 def _mark(mark: Mark, x_of: _Scale) -> str:
@@ -147,9 +167,9 @@ def _mark(mark: Mark, x_of: _Scale) -> str:
 
 def _hits(shown: Sequence[Series], x_of: _Scale, x_label: str) -> list[str]:
     """Return bars that nobody sees: the one under the pointer tells the values there."""
-    xs = sorted({x for one in shown for x, _ in one.points})
+    xs = sorted({x for one in shown for x, _ in one.known})
     xs = xs[:: -(-len(xs) // _MAX_HITS)]
-    values = [dict(one.points) for one in shown]
+    values = [dict(one.known) for one in shown]
     parts = []
     for index, x in enumerate(xs):
         left = (x_of.at(xs[index - 1]) + x_of.at(x)) / 2 if index else _LEFT
@@ -173,7 +193,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
-    """A line through the axes, None where it leaves one out; `rank` is 0 for the best, 1 the worst."""
+    """A line through the axes, None where it leaves one out; `rank` is 0 for the best."""
 
     heights: Sequence[float | None]
     rank: float
@@ -209,28 +229,26 @@ def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis,
 def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, label: str) -> str:
     """Return parallel coordinates: the best line thick, the better the stronger."""
     width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
-    step = (width - 110) / max(1, len(axes) - 1)
-    x_of = [40 + step * i for i in range(len(axes))]
+    step = (width - 150) / max(1, len(axes) - 1)
+    x_of = [75 + step * i for i in range(len(axes))]
     y_of = _Scale(0.0, 1.0, height - bottom, top)
     parts = []
     for line in sorted(lines, key=lambda line: (line.is_best, -line.rank)):
         css = "cross best" if line.is_best else "cross"
         opacity = 1.0 if line.is_best else 0.9 - 0.65 * line.rank
-        pieces = [
-            f"{'M' if i == 0 or line.heights[i - 1] is None else 'L'}{x:.1f} {y_of.at(y):.1f}"
-            for i, (x, y) in enumerate(zip(x_of, line.heights, strict=True))
-            if y is not None
-        ]
+        at = [(x, y_of.at(y)) for x, y in zip(x_of, line.heights, strict=True) if y is not None]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
         parts.append(
-            f'<path class="{css}" style="opacity:{opacity:.2f}" d="{" ".join(pieces)}" '
-            f'data-tip="{escape(line.tip)}"/>'
+            f'<g class="{css}" style="opacity:{opacity:.2f}" data-tip="{escape(line.tip)}">'
+            f'<polyline points="{points}"/>{dots}</g>'
         )
     for x, axis in zip(x_of, axes, strict=True):
         parts.append(
             f'<line class="spine" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>'
         )
         parts.append(
-            f'<text class="axis-name" x="{x - 4:.1f}" y="{top - 18}">{escape(axis.name)}</text>'
+            f'<text class="axis-name mid" x="{x:.1f}" y="{top - 18}">{escape(axis.name)}</text>'
         )
         parts += [
             f'<text class="tick halo" x="{x + 5:.1f}" y="{y_of.at(at) + 4:.1f}">'

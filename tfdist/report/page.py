@@ -104,7 +104,7 @@ def _comparison(runs: Sequence[Run]) -> str:
             Series(name=run.name, points=_points(run, name), colour=i, is_dashed=i >= NUM_COLOURS)
             for i, run in enumerate(runs)
         ]
-        charts.append(_chart(_words(name), series, x_label="step", from_zero=name == "loss"))
+        charts.append(_chart(_words(name), series, x_label="step", from_zero="loss" in name))
     return (
         f"<h2>Side by side</h2>{_overview(runs)}"
         f'<div class="grid-of-charts" style="margin-top:12px">{"".join(charts)}</div>'
@@ -172,7 +172,7 @@ def _figures(run: Run, verdict: Verdict | None) -> str:
          "examples per second"),
         (str(len({span.task for span in tasks})), f"tasks, {_strategy(run)}"),
         (str(len(run.attempts)), "attempts" if len(run.attempts) != 1 else "attempt"),
-        *((number(value), f"last {_words(name)}") for name, value in _last_metrics(run).items()),
+        *((number(value), f"last {_words(name).lower()}") for name, value in _last_metrics(run).items()),
     ]  # fmt: skip
     if verdict is not None and verdict.is_proved is not None:
         figures.append(
@@ -232,7 +232,7 @@ def _metric_chart(run: Run, name: str, marks: Sequence[Mark]) -> str:
         Series(name="validation", points=_points(run, f"val_{name}"), colour=1, is_dashed=True),
         Series(name="evaluator", points=evaluations, colour=2, is_dashed=True),
     ]
-    return _chart(_words(name), series, x_label="step", marks=marks, from_zero=name == "loss")
+    return _chart(_words(name), series, x_label="step", marks=marks, from_zero="loss" in name)
 
 
 def _rates(run: Run) -> str:
@@ -244,11 +244,11 @@ def _rates(run: Run) -> str:
         for task, history in attempt.history.items():
             offset = history.begin - begin
             points = [(offset + at, rate * factor) for at, rate in history.rates()]
-            series.setdefault(task, []).extend(points)
+            series.setdefault(task, []).extend([*points, (offset, math.nan)])
     lines = [
         Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
         for i, (task, points) in enumerate(sorted(series.items())[:NUM_COLOURS])
-        if any(rate for _, rate in points)
+        if any(rate > 0 for _, rate in points)
     ]
     return _chart(f"{unit} per second, by task", lines, x_label="seconds from the first start")
 
@@ -267,11 +267,13 @@ def _memory(run: Run) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for attempt in run.attempts:
         for task, one in attempt.history.items():
-            series.setdefault(task, []).extend(
-                (one.begin - begin + i * one.width_s, size / 2**20)
+            offset = one.begin - begin
+            points = [
+                (offset + i * one.width_s, size / 2**20)
                 for i, size in enumerate(one.memory_bytes)
                 if size
-            )
+            ]
+            series.setdefault(task, []).extend([*points, (offset, math.nan)])
     lines = [
         Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
         for i, (task, points) in enumerate(sorted(series.items())[:NUM_COLOURS])
@@ -598,7 +600,7 @@ def _scores(sweep: Sweep) -> str:
         pick = max if sweep.is_max else min
         best.append(pick(score, best[-1]) if best else score)
     series = [
-        Series(name="trial", points=list(enumerate(scores, 1)), colour=0),
+        Series(name="trial", points=list(enumerate(scores, 1)), is_dots=True),
         Series(name="best so far", points=list(enumerate(best, 1)), colour=1, is_dashed=True),
     ]
     chart = _chart(_words(sweep.objective), series, x_label="completed trials", from_zero=False)
@@ -638,13 +640,13 @@ def _chart(
     marks: Sequence[Mark] = (),
     from_zero: bool = True,
 ) -> str:
-    shown = [one for one in series if one.points]
+    shown = [one for one in series if one.known]
     svg = line_chart(shown, label=title, x_label=x_label, marks=marks, from_zero=from_zero)
     if not svg:
         return ""
     items = "".join(
         f'<li><span class="key c{one.colour % NUM_COLOURS}{" dashed" * one.is_dashed}"></span>'
-        f"{escape(one.name)}, last {number(one.points[-1][1])}</li>"
+        f"{escape(one.name)}, last {number(one.known[-1][1])}</li>"
         for one in shown
     )
     return f'<div class="card"><h3>{escape(title)}</h3><ul class="legend">{items}</ul>{svg}</div>'

@@ -36,7 +36,7 @@ p { margin: 0 0 8px; }
 .path { overflow-wrap: anywhere; font-size: .875rem; color: var(--soft); }
 nav { display: flex; flex-wrap: wrap; gap: 8px 16px; margin: 12px 0 0; }
 a { color: var(--live); }
-.run + .run { border-top: 2px solid var(--rule); margin-top: 48px; padding-top: 32px; }
+* + .run { border-top: 2px solid var(--rule); margin-top: 48px; padding-top: 32px; }
 .badge {
   display: inline-block; padding: 1px 10px; border-radius: 999px; font-size: .8125rem;
   font-weight: 600; border: 1.5px solid currentColor; vertical-align: 3px; white-space: nowrap;
@@ -54,7 +54,7 @@ a { color: var(--live); }
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
   padding: 14px; min-width: 0; }
-.card + .card.wide { margin-top: 12px; }
+.card + .card.wide, .grid-of-charts + .card.wide { margin-top: 12px; }
 .scroll { overflow-x: auto; }
 svg { display: block; width: 100%; height: auto; font-size: 12px; }
 svg text { fill: var(--soft); }
@@ -67,9 +67,11 @@ circle.line { fill: currentColor; }
 .hit { fill: transparent; } .hit:hover { fill: color-mix(in srgb, var(--ink) 8%, transparent); }
 .failure { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 3 3; }
 .failure-head { fill: var(--bad); }
-.cross { fill: none; stroke: var(--c0); stroke-width: 1.6; }
-.cross:hover { stroke-width: 4; opacity: 1 !important; }
-.cross.best { stroke: var(--c1); stroke-width: 3.2; }
+.cross polyline { fill: none; stroke: var(--c0); stroke-width: 1.6; }
+.cross circle { fill: var(--c0); }
+.cross:hover { opacity: 1 !important; } .cross:hover polyline { stroke-width: 4; }
+.cross.best polyline { stroke: var(--c1); stroke-width: 3.2; }
+.cross.best circle { fill: var(--c1); }
 .spine { stroke: var(--soft); stroke-width: 1; }
 .halo { paint-order: stroke; stroke: var(--card); stroke-width: 3px; fill: var(--ink); }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; margin: 0 0 6px; padding: 0;
