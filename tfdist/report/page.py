@@ -172,7 +172,7 @@ def _figures(run: Run, verdict: Verdict | None) -> str:
          "examples per second"),
         (str(len({span.task for span in tasks})), f"tasks, {_strategy(run)}"),
         (str(len(run.attempts)), "attempts" if len(run.attempts) != 1 else "attempt"),
-        *((number(value), f"last {_words(name).lower()}") for name, value in _last_metrics(run).items()),
+        *((number(v), f"last {_words(name).lower()}") for name, v in _last_metrics(run).items()),
     ]  # fmt: skip
     if verdict is not None and verdict.is_proved is not None:
         figures.append(
