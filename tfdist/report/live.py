@@ -49,11 +49,13 @@ def view(run_dir: Path) -> RenderableType:
     status = read_live(run_dir)
     if not status:
         return Text("starting")
+    is_going, lines = is_running(run_dir), RunDirectory(run_dir).read_metrics()
     try:
-        lines = RunDirectory(run_dir).read_metrics()
-        return Group(
-            _head(status, is_running=is_running(run_dir)), _table(status), _metrics(lines[-1:])
-        )
+        if not is_going:  # the guardian has ended them with their launcher
+            gone = [{**task, "state": "ended"} for task in status["tasks"]]
+            status = {**status, "tasks": gone}
+        head = _head(status, is_running=is_going)
+        return Group(head, _table(status), _metrics(lines[-1:]))
     except (AttributeError, KeyError, TypeError) as error:
         raise UsageError(
             str(run_dir / LIVE_FILE),
