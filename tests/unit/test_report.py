@@ -17,10 +17,11 @@ import pytest
 from tfdist.errors import UsageError
 from tfdist.report import __main__ as program
 from tfdist.report.charts import Series, axis_of, line_chart, ticks
-from tfdist.report.page import PARTS, Verdict, duration, render
+from tfdist.report.page import PARTS, Verdict, render
 from tfdist.report.run import TaskHistory, read_run
 from tfdist.report.serve import make_server
 from tfdist.report.sweep import read_sweep
+from tfdist.report.text import duration
 
 RUNS = Path(__file__).parent / "data" / "report"
 _VOID = {"meta", "link", "br"}

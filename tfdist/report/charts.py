@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tfdist.report.text import number
+
 NUM_COLOURS = 8
-UNKNOWN = "\N{EN DASH}"
 _WIDTH, _HEIGHT = 400.0, 230.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 10.0, 12.0, 34.0
 _MAX_HITS = 120
@@ -40,15 +41,6 @@ class Mark:
 
     x: float
     text: str
-
-
-def number(value: float | None) -> str:
-    """Return a number as a person reads it: 12,345 or 0.00123."""
-    if value is None or not math.isfinite(value):
-        return UNKNOWN
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _tick(value: float) -> str:

@@ -14,9 +14,8 @@ from rich.text import Text
 from tfdist.errors import UsageError, require
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory
-from tfdist.report.charts import UNKNOWN, number
-from tfdist.report.page import clock, duration
 from tfdist.report.run import LIVE_FILE, is_run, read_json
+from tfdist.report.text import UNKNOWN, clock, duration, number
 
 _LATE_S = 5.0
 """Without a heartbeat for so long a task is shown as late."""

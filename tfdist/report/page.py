@@ -6,25 +6,23 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
 from tfdist.report.charts import (
     NUM_COLOURS,
-    UNKNOWN,
     Crossing,
     Mark,
     Series,
     axis_of,
     line_chart,
-    number,
     parallel_coordinates,
     ticks,
 )
 from tfdist.report.run import Attempt, Run
 from tfdist.report.style import FOLLOW, STYLE, TIPS
 from tfdist.report.sweep import Sweep, TrialEntry
+from tfdist.report.text import UNKNOWN, clock, duration, number
 
 PARTS = {
     "start": ("start", ("import", "rendezvous")),
@@ -723,19 +721,3 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping)
         flat.update(_flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
     return flat
-
-
-def duration(seconds: float | None) -> str:
-    """Return a time as ``1 h 02 min``, ``3 min 20 s``, ``12.3 s``."""
-    if seconds is None:
-        return UNKNOWN
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02} min"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02} s"
-    return f"{seconds:.1f} s".replace(".0 s", " s")
-
-
-def clock(at: float | None) -> str:
-    """Return a moment as date and time, UTC."""
-    return UNKNOWN if at is None else f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
