@@ -5,23 +5,29 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tfdist.errors import UsageError
 from tfdist.report import __main__ as program
 from tfdist.report.charts import Series, axis_of, line_chart, ticks
-from tfdist.report.page import PARTS, Verdict, render
+from tfdist.report.page import render
 from tfdist.report.run import TaskHistory, read_run
+from tfdist.report.run_section import Verdict
 from tfdist.report.serve import make_server
-from tfdist.report.sweep import read_sweep
+from tfdist.report.style import STYLE
+from tfdist.report.sweep import read_sweep, runs_of_best
 from tfdist.report.text import duration
+from tfdist.report.timeline import PARTS
 
 RUNS = Path(__file__).parent / "data" / "report"
 _VOID = {"meta", "link", "br"}
@@ -89,6 +95,7 @@ def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
     counts = json.loads((RUNS / "ps" / "summary.json").read_text())["staleness"]
     total = sum(counts.values())
     assert f"0: {counts['0']:,} steps, {100 * counts['0'] / total:.1f} %" in page.tips
+    assert any(re.fullmatch(r"worker-1: .* examples/s on average", tip) for tip in page.tips)
 
 
 def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
@@ -108,6 +115,20 @@ def test_a_sweep_shows_parallel_coordinates_and_every_trial():
     assert sum(tip.startswith("trial ") and "learning_rate" in tip for tip in page.tips) == 8
     assert "learning_rate" in sweep.on_log_scale
     assert "5 ★" in page.text
+    assert page.links == ["data:,"]
+
+
+def test_a_trial_whose_run_is_there_is_on_the_page_of_its_sweep_and_linked(tmp_path, capsys):
+    sweep = Path(shutil.copytree(RUNS / "sweep", tmp_path / "sweep"))
+    shutil.copytree(RUNS / "multiworker", sweep / "trials" / "5")
+    (sweep / "trials" / "1").mkdir()
+    (sweep / "trials" / "1" / "report.json").write_text("{")
+    (run,) = runs_of_best(read_sweep(sweep), most=8)
+    assert run.name == "sweep, trial 5"
+    assert program.main([str(sweep)]) == 0
+    page = Page((sweep / "report.html").read_text())
+    assert page.links.count("#run-0") == 2
+    assert "worker-1 at step 225, attempt 1" in page.text
 
 
 def test_the_page_loads_nothing():
@@ -133,7 +154,7 @@ def test_what_a_task_has_printed_stays_text(run_dir):
 def test_a_ledgers_verdict_is_shown():
     run = read_run(RUNS / "ps")
     verdict = Verdict(is_proved=False, text="pass 3: 2 missed: 7, 9")
-    page = Page(render([run], verdicts={str(run.path): verdict}))
+    page = Page(render([run], verdicts={run.path: verdict}))
     assert "not proved" in page.text
     assert "pass 3: 2 missed: 7, 9" in page.text
 
@@ -182,17 +203,72 @@ def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
         ("summary.json", "PK\3\4", "not-json"),
         ("live.json", '{"state": "running"}', "not-a-run"),
         ("logs/attempt-1/history.json", '{"begin": 1}', "not-a-run"),
+        ("logs/attempt-1/history.json", "{}", "not-a-run"),
     ],
 )
 def test_what_is_half_written_or_anothers_is_one_line(run_dir, file, text, code, capsys):
     (run_dir / file).write_text(text)
     if file == "live.json":
-        (run_dir / "report.json").unlink()
+        report = json.loads((run_dir / "report.json").read_text())
+        (run_dir / "report.json").write_text(json.dumps({**report, "attempts": []}))
     with pytest.raises(UsageError) as caught:
         read_run(run_dir)
     assert caught.value.code == code
     assert program.main([str(run_dir)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a document: one item of a list stands for all."""
+    yield path
+    items = content.items() if isinstance(content, dict) else ()
+    items = list(enumerate(content))[:1] if isinstance(content, list) else items
+    for key, value in items:
+        yield from places(value, (*path, key))
+
+
+def spoilt(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A document with another value at a place; without it for `...`."""
+    if not path:
+        return value
+    copy = content.copy()
+    if value is ... and len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = spoilt(content[path[0]], path[1:], value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        *((run, file) for run in ("multiworker", "ps") for file in ("report.json", "summary.json")),
+        *(("multiworker", file) for file in ("config.json", "live.json")),
+        *(("ps", "logs/attempt-1/history.json"), ("sweep", "sweep.json")),
+    ],
+)
+def test_whatever_stands_in_a_file_it_is_a_page_or_one_line(name, file, tmp_path, capsys):
+    run_dir = Path(shutil.copytree(RUNS / name, tmp_path / "run"))
+    content = json.loads((run_dir / file).read_text())
+    if file == "live.json":
+        (run_dir / "report.json").write_text('{"attempts": [], "exit_code": null}')
+    seen = set()
+    for path in places(content):
+        for value in (..., None, -1, "x", [None], {"x": "x"}):
+            if path or value is not ...:
+                (run_dir / file).write_text(json.dumps(spoilt(content, path, value)))
+                code = program.main([str(run_dir)])
+                assert capsys.readouterr().err.count("\n") == (code == 2), (path, value)
+                seen.add(code)
+    assert seen <= {0, 2}
+    assert 0 in seen
+
+
+@pytest.mark.parametrize("file", ["config.json", "summary.json", "report.json", "live.json"])
+def test_the_directory_of_another_program_is_one_line(file, tmp_path, capsys):
+    (tmp_path / file).write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    assert program.main([str(tmp_path)]) == 2
+    assert "no run of tfdist has written to" in capsys.readouterr().err
 
 
 def test_a_directory_of_no_run_is_one_line(tmp_path, capsys):
@@ -231,12 +307,12 @@ def test_the_served_page_is_made_anew_and_only_for_this_machine():
     assert len(made) == 2
 
 
-def test_rates_are_between_the_stretches_with_a_step():
+def test_rates_are_between_stretches_with_a_step_after_the_one_that_it_resumed_from():
     history = TaskHistory(
         begin=0.0,
         width_s=2.0,
         phases={},
-        steps=(None, 10, None, 30, 40),
+        steps=(0, 10, None, 30, 40),
         memory_bytes=(None,) * 5,
     )
     assert history.rates() == [(6.0, 5.0), (9.0, 5.0)]
@@ -265,7 +341,6 @@ def test_an_axis_is_by_size_for_numbers_and_by_turn_for_words():
 
 def test_every_phase_has_a_part_and_a_colour():
     from tfdist.phases import PHASES, SUM
-    from tfdist.report.style import STYLE
 
     assert {*PHASES, SUM} <= {phase for _, phases in PARTS.values() for phase in phases}
     assert all(f".p-{part} " in STYLE for part in PARTS)
@@ -276,3 +351,23 @@ def test_every_phase_has_a_part_and_a_colour():
 )
 def test_durations_are_read_at_a_glance(seconds, text):
     assert duration(seconds) == text
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of a colour, as WCAG 2.2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_have_the_contrast_of_wcag_aa(scheme):
+    block = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--([\w]+): (#\w{6})", block))
+    behind = {name: colours.pop(name) for name in ("bg", "card")}
+    del colours["rule"]  # lines that say nothing
+    text = {"ink", "soft", "good", "bad", "warn", "live"}
+    for name, colour in colours.items():
+        for other in behind.values():
+            low, high = sorted((luminance(colour), luminance(other)))
+            assert (high + 0.05) / (low + 0.05) >= (4.5 if name in text else 3), name

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError, mutually_exclusive
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
-from tfdist.report.page import Verdict, render
-from tfdist.report.run import Run, read_run
+from tfdist.report.charts import NUM_COLOURS
+from tfdist.report.page import render
+from tfdist.report.run import Run, read_run, reading
+from tfdist.report.run_section import Verdict
 from tfdist.report.serve import make_server
-from tfdist.report.sweep import Sweep, is_sweep, read_sweep
+from tfdist.report.sweep import Sweep, is_sweep, read_sweep, runs_of_best
 
 _LEDGER_TIMEOUT_S = 120.0
 _FILE = "report.html"
@@ -36,7 +39,7 @@ def _main(argv: Sequence[str] | None) -> int:
     paths = [Path(path) for path in arguments.run_dirs]
     if arguments.serve:
         return _serve(paths, port=arguments.port)
-    page = _page(paths, verdicts={}, is_followed=False)
+    page = _page(paths)
     out = Path(arguments.out) if arguments.out else _default_file(paths)
     with one_line_errors(out):
         write_text(out, page, durable=False)
@@ -65,35 +68,38 @@ def _default_file(paths: Sequence[Path]) -> Path:
 
 
 def _serve(paths: Sequence[Path], *, port: int) -> int:
-    verdicts: dict[str, Verdict] = {}
-
-    def make_page() -> str:
-        return _page(paths, verdicts=verdicts, is_followed=True)
-
-    make_page()  # a directory that is none is told here
-    if not 0 <= port <= 65_535:
-        raise UsageError(
-            "--port", received=port, expected="0 to 65535", fix="use --port 8765", code="range"
-        )
-    with make_server(make_page, port=port) as server:
+    _read(paths)  # a directory that is none is told here
+    with make_server(lambda: _page(paths, is_followed=True), port=port) as server:
         print(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return EXIT_OK
 
 
-def _page(paths: Sequence[Path], *, verdicts: dict[str, Verdict], is_followed: bool) -> str:
-    """Return the page; the ledger of a run that is over is asked once."""
+def _read(paths: Sequence[Path]) -> tuple[list[Run], list[Sweep]]:
     found = [read_sweep(path) if is_sweep(path) else read_run(path) for path in paths]
     runs = [one for one in found if isinstance(one, Run)]
-    for run in runs:
-        if not run.is_running and str(run.path) not in verdicts and (run.path / "ledger").is_dir():
-            verdicts[str(run.path)] = ledger_verdict(run.path)
-    sweeps = [one for one in found if isinstance(one, Sweep)]
-    return render(runs, sweeps, verdicts=verdicts, is_followed=is_followed)
+    return runs, [one for one in found if isinstance(one, Sweep)]
 
 
-def ledger_verdict(path: Path) -> Verdict:
-    """Return what `tfdist.ledger` says, in a process of its own: it may load TensorFlow."""
+def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:
+    runs, sweeps = _read(paths)
+    verdicts = {
+        run.path: ledger_verdict(run.path, len(run.attempts))
+        for run in runs
+        if not run.is_running and (run.path / "ledger").is_dir()
+    }
+    with reading(", ".join(map(str, paths))):
+        for sweep in sweeps:
+            runs += runs_of_best(sweep, most=NUM_COLOURS)
+        return render(runs, sweeps, verdicts=verdicts, is_followed=is_followed)
+
+
+@functools.cache
+def ledger_verdict(path: Path, num_attempts: int) -> Verdict:
+    """Return what `tfdist.ledger` says, in a process of its own: it may load TensorFlow.
+
+    It is asked once, and again when the run has had more attempts.
+    """
     command = [sys.executable, "-m", "tfdist.ledger", str(path)]
     try:
         done = subprocess.run(

@@ -227,7 +227,7 @@ def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, lab
     parts = []
     for line in sorted(lines, key=lambda line: (line.is_best, -line.rank)):
         css = "cross best" if line.is_best else "cross"
-        opacity = 1.0 if line.is_best else 0.9 - 0.65 * line.rank
+        opacity = 1.0 if line.is_best else 1.0 - 0.3 * line.rank
         at = [(x, y_of.at(y)) for x, y in zip(x_of, line.heights, strict=True) if y is not None]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)

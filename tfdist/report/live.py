@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tfdist.errors import UsageError, require
+from tfdist.errors import require
 from tfdist.files import is_held
-from tfdist.outputs.run_directory import COUNTERS, RunDirectory
-from tfdist.report.run import LIVE_FILE, is_run, read_json
+from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
+from tfdist.report.run import LIVE_FILE, reading
 from tfdist.report.text import UNKNOWN, clock, duration, number
 
 _LATE_S = 5.0
@@ -30,10 +30,9 @@ def is_running(run_dir: Path) -> bool:
 
 def read_live(run_dir: Path) -> dict[str, Any]:
     """Return the status that the launcher has written last; UsageError where there is none."""
-    status = read_json(run_dir / LIVE_FILE)
-    is_known = is_run(run_dir)
+    status = read_json(run_dir / LIVE_FILE) or {}
     require(
-        status or (is_known and is_running(run_dir)),
+        status or is_running(run_dir),
         str(run_dir),
         received=f"a directory without {LIVE_FILE}" if run_dir.is_dir() else "no directory",
         expected="the run directory of a job that the launcher has started",
@@ -49,20 +48,12 @@ def view(run_dir: Path) -> RenderableType:
     if not status:
         return Text("starting")
     is_going, lines = is_running(run_dir), RunDirectory(run_dir).read_metrics()
-    try:
+    with reading(run_dir / LIVE_FILE):
         if not is_going:  # the guardian has ended them with their launcher
             gone = [{**task, "state": "ended"} for task in status["tasks"]]
             status = {**status, "tasks": gone}
         head = _head(status, is_running=is_going)
         return Group(head, _table(status), _metrics(lines[-1:]))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UsageError(
-            str(run_dir / LIVE_FILE),
-            received=f"a file of another program ({error!r})",
-            expected="what the launcher writes",
-            fix="name the run directory of a job",
-            code="not-a-run",
-        ) from error
 
 
 def _head(status: Mapping[str, Any], *, is_running: bool) -> Text:

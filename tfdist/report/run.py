@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from tfdist.errors import UsageError, require
 from tfdist.files import is_held
-from tfdist.outputs.run_directory import COUNTERS, Evaluations, RunDirectory
+from tfdist.outputs.run_directory import COUNTERS, Evaluations, RunDirectory, read_json
 
 REPORT_FILE, LIVE_FILE, HISTORY_FILE = "report.json", "live.json", "history.json"
 _CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -60,8 +60,11 @@ class TaskHistory:
     memory_bytes: tuple[int | None, ...]
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return steps per second at the middle of each stretch, in seconds from the begin."""
-        known = [(i * self.width_s, step) for i, step in enumerate(self.steps) if step is not None]
+        """Return steps per second at the middle of each stretch, in seconds from the begin.
+
+        Not up to the first steps, which may be those of the checkpoint that it resumed from.
+        """
+        known = [(i * self.width_s, step) for i, step in enumerate(self.steps) if step]
         return [
             ((before_s + at_s) / 2 + self.width_s, (step - before) / (at_s - before_s))
             for (before_s, before), (at_s, step) in itertools.pairwise(known)
@@ -76,10 +79,10 @@ class Attempt:
     exit_code: int | None
     begin: float | None
     end: float | None
-    first_step_s: float | None
-    restart_s: float | None
     tasks: tuple[TaskSpan, ...]
-    failures: tuple[FailureEntry, ...]
+    first_step_s: float | None = None
+    restart_s: float | None = None
+    failures: tuple[FailureEntry, ...] = ()
     phases: Mapping[str, Mapping[str, float]]
     """Seconds of each task in each phase."""
     peak_memory_bytes: Mapping[str, int]
@@ -131,16 +134,63 @@ class Run:
         return sorted(names, key=lambda name: name != "loss")
 
     @property
+    def last_metrics(self) -> dict[str, float]:
+        """Return the last value of each metric that has one."""
+        names = [prefix + name for name in self.metric_names for prefix in ("", "val_")]
+        return {n: value for n in names if (value := self.last(n)) is not None}
+
+    @property
+    def steps(self) -> int | None:
+        """Return how many steps it has done."""
+        told = [self.summary.get("steps"), self.live.get("step"), self.last("step")]
+        return max((int(step) for step in told if isinstance(step, int | float)), default=None)
+
+    @property
+    def strategy(self) -> str:
+        """Return its strategy, empty if that is not known."""
+        sources = (self.summary, self.job, self.live)
+        return str(next((told["strategy"] for told in sources if told.get("strategy")), ""))
+
+    @property
+    def begin(self) -> float:
+        """Return when its first attempt began, 0 if that is not known."""
+        return min((a.begin for a in self.attempts if a.begin is not None), default=0.0)
+
+    @property
     def seconds(self) -> float | None:
         """Return the time from the first start to the last end."""
-        begins = [a.begin for a in self.attempts if a.begin is not None]
         ends = [a.end for a in self.attempts if a.end is not None]
-        return max(ends) - min(begins) if begins and ends else None
+        return max(ends) - self.begin if self.begin and ends else None
+
+    def points(self, name: str) -> list[tuple[float, float]]:
+        """Return a metric over the steps."""
+        return [
+            (float(line["step"]), float(line[name]))
+            for line in self.metrics
+            if isinstance(line.get(name), int | float) and isinstance(line.get("step"), int | float)
+        ]
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a metric, None without one."""
+        points = self.points(name)
+        return points[-1][1] if points else None
 
 
-def is_run(path: Path) -> bool:
-    """Return whether a launcher or `tfdist.train` has written something there."""
-    return any((path / name).is_file() for name in (REPORT_FILE, "config.json", "summary.json"))
+@contextlib.contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Raise UsageError, which names `where`, for content of another form than tfdist writes."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            str(where),
+            received=f"files that are half written or another program's ({error!r})",
+            expected="what tfdist wrote",
+            fix="start the run again there, or name another directory",
+            code="not-a-run",
+        ) from error
 
 
 def read_run(path: Path) -> Run:
@@ -149,35 +199,25 @@ def read_run(path: Path) -> Run:
     Raises:
         UsageError: it is none, or a file in it is damaged.
     """
+    with reading(path):
+        return _read(path)
+
+
+def _read(path: Path) -> Run:
+    directory = RunDirectory(path)
+    report = read_json(path / REPORT_FILE) or {}
+    live = read_json(path / LIVE_FILE) or {}
+    summary, config = directory.read_summary() or {}, directory.read_config() or {}
     require(
-        path.is_dir() and is_run(path),
+        "attempts" in report or "status" in summary or "global_batch_size" in config,
         str(path),
-        received="a directory without report.json, config.json or summary.json"
+        received="a directory that no run of tfdist has written to"
         if path.is_dir()
         else "no directory",
         expected="the run directory of tfdist.launch or tfdist.train, or that of a sweep",
         fix="name the directory that the launcher's first line names",
         code="not-a-run",
     )
-    try:
-        return _read(path)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(
-            str(path),
-            received=f"files that are half written or another program's ({error!r})",
-            expected="what tfdist wrote",
-            fix="start the run again there, or name another directory",
-            code="not-a-run",
-        ) from error
-
-
-def _read(path: Path) -> Run:
-    directory = RunDirectory(path)
-    report = read_json(path / REPORT_FILE)
-    live = read_json(path / LIVE_FILE)
-    summary = directory.read_summary() or {}
     is_running = is_held(path / "logs")
     attempts = [_attempt(entry, path) for entry in report.get("attempts", ())]
     is_reported = any(attempt.number == live.get("attempt") for attempt in attempts)
@@ -188,9 +228,9 @@ def _read(path: Path) -> Run:
         name=path.resolve().name,
         status=_status(report, summary, is_running=is_running),
         job=report.get("job", {}),
-        config=directory.read_config() or {},
+        config=config,
         summary=summary,
-        metrics=tuple(line for line in directory.read_metrics() if isinstance(line, dict)),
+        metrics=tuple(directory.read_metrics()),
         evaluations=tuple(Evaluations(directory.checkpoints).lines()),
         attempts=tuple(attempts),
         checkpoints=tuple(_checkpoints(directory.checkpoints)),
@@ -209,33 +249,6 @@ def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_running
     if code:
         return f"failed (exit code {code})"
     return str(summary.get("status", "done" if report else "unfinished"))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file, {} without one; UsageError where it is something else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UsageError(
-            str(file),
-            received=error.strerror or str(error),
-            expected="a file that can be read",
-            fix="give yourself the right to read it",
-            code="not-readable",
-        ) from error
-    except ValueError:
-        content = None
-    if isinstance(content, dict):
-        return content
-    raise UsageError(
-        str(file),
-        received="a file that is half written or not JSON",
-        expected="what tfdist wrote",
-        fix="start the run again there, or name another directory",
-        code="not-json",
-    )
 
 
 def moment(text: str | None) -> float | None:
@@ -307,7 +320,7 @@ def _failures(entry: Mapping[str, Any]) -> tuple[FailureEntry, ...]:
 def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHistory]]:
     """Return when an attempt began, and its tasks over time."""
     told = read_json(path / "logs" / f"attempt-{number}" / HISTORY_FILE)
-    if not told:
+    if told is None:
         return None, {}
     begin, width_s = float(told["begin"]), float(told["width_s"])
     return begin, {
@@ -324,37 +337,33 @@ def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHisto
 
 def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Attempt:
     """Return the attempt that runs, or whose launcher was killed: it is in no report."""
-    number = int(live["attempt"])
+    number, begin, end = int(live["attempt"]), float(live["began_at"]), float(live["at"])
     _, history = _history(path, number)
-    totals = {
-        task: {phase: sum(seconds) for phase, seconds in one.phases.items()}
-        for task, one in history.items()
-    }
     spans = tuple(
         TaskSpan(
             task=str(task["task"]),
             host=task["host"] or "",
-            begin=live["began_at"],
-            end=live["at"],
+            begin=begin,
+            end=end,
             outcome=task["state"] if is_running else "no end seen",
             is_failure=False,
             restart=task["restarts"],
         )
         for task in live["tasks"]
     )
+    phases = {
+        task: {phase: sum(seconds) for phase, seconds in one.phases.items()}
+        for task, one in history.items()
+    }
+    peaks = {str(task["task"]): task["peak_memory_bytes"] or 0 for task in live["tasks"]}
     return Attempt(
         number=number,
         exit_code=None,
-        begin=live["began_at"],
-        end=live["at"],
-        first_step_s=None,
-        restart_s=None,
+        begin=begin,
+        end=end,
         tasks=spans,
-        failures=(),
-        phases=totals,
-        peak_memory_bytes={
-            str(t["task"]): t["peak_memory_bytes"] for t in live["tasks"] if t["peak_memory_bytes"]
-        },
+        phases=phases,
+        peak_memory_bytes=peaks,
         history=history,
     )
 

@@ -1,7 +1,8 @@
-"""The report over HTTP, on this machine's loopback, made anew for each request."""
+"""A page on loopback that is made anew for each request."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,7 +12,12 @@ _NAMES = ("127.0.0.1", "localhost")
 
 
 def make_server(make_page: Callable[[], str], *, port: int) -> ThreadingHTTPServer:
-    """Return a server that listens on `port`, 0 for any; UsageError where it is taken."""
+    """Return a server that listens on `port`, 0 for any; UsageError where it cannot.
+
+    It makes one page at a time. A thread for each connection, as browsers open some that say
+    nothing for long.
+    """
+    turn = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -20,7 +26,9 @@ def make_server(make_page: Callable[[], str], *, port: int) -> ThreadingHTTPServ
             elif self.path.partition("?")[0] != "/":
                 self._answer(404, "the report is at /")
             else:
-                self._answer(*_made(make_page))
+                with turn:
+                    status, text = _made(make_page)
+                self._answer(status, text)
 
         def _answer(self, status: int, text: str) -> None:
             body = text.encode()
@@ -37,10 +45,10 @@ def make_server(make_page: Callable[[], str], *, port: int) -> ThreadingHTTPServ
 
     try:
         return ThreadingHTTPServer((_NAMES[0], port), Handler)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise UsageError(
             "--port",
-            received=f"{port} ({error.strerror})",
+            received=f"{port} ({getattr(error, 'strerror', None) or error})",
             expected="a port of this machine that is free",
             fix="give another one, or 0 for any",
             code="port-taken",

@@ -8,8 +8,8 @@ STYLE = (
   --good: #1a7f4b; --bad: #b42318; --warn: #8a5a00; --live: #1f5fa8;
   --c0: #1f5fa8; --c1: #c2410c; --c2: #0f766e; --c3: #9333a8; --c4: #7a5b00; --c5: #be185d;
   --c6: #475569; --c7: #3f7d20;
-  --start: #94a3b8; --trace: #c026a3; --step: #2f6fbd; --wait: #e0a100; --validate: #0f9488;
-  --save: #d9541e; --callback: #7c5cd6; --serve: #6aa5de; --other: #c6cdd7;
+  --start: #64748b; --trace: #c026a3; --step: #2f6fbd; --wait: #a87700; --validate: #0f9488;
+  --save: #d9541e; --callback: #7c5cd6; --serve: #3d85c6; --other: #848d9b;
 }
 @media (prefers-color-scheme: dark) {
   :root {
@@ -18,7 +18,7 @@ STYLE = (
     --c0: #7db4f0; --c1: #ff9d66; --c2: #4fd1c0; --c3: #d79bea; --c4: #e3c04d; --c5: #ff8fbd;
     --c6: #b3c0d1; --c7: #9bd770;
     --start: #7c8899; --trace: #e06fcb; --step: #5b9be6; --wait: #e8b530; --validate: #35b8aa;
-    --save: #f0763f; --callback: #a48cf0; --serve: #9cc6f0; --other: #4a5463;
+    --save: #f0763f; --callback: #a48cf0; --serve: #9cc6f0; --other: #6c7788;
   }
 }
 * { box-sizing: border-box; }
@@ -41,7 +41,7 @@ a { color: var(--live); }
   display: inline-block; padding: 1px 10px; border-radius: 999px; font-size: .8125rem;
   font-weight: 600; border: 1.5px solid currentColor; vertical-align: 3px; white-space: nowrap;
 }
-.good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
+.good { color: var(--good); } .bad, .failed { color: var(--bad); } .warn { color: var(--warn); }
 .live { color: var(--live); }
 .figures { display: grid; gap: 12px; margin: 16px 0 0;
   grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
@@ -54,7 +54,7 @@ a { color: var(--live); }
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
   padding: 14px; min-width: 0; }
-.card + .card.wide, .grid-of-charts + .card.wide { margin-top: 12px; }
+.card + .grid-of-charts, .card + .card.wide, .grid-of-charts + .card.wide { margin-top: 12px; }
 .scroll { overflow-x: auto; }
 svg { display: block; width: 100%; height: auto; font-size: 12px; }
 svg text { fill: var(--soft); }
@@ -103,15 +103,16 @@ details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); font
 .rows .head span { font-weight: 400; color: var(--soft); }
 .track { position: relative; height: 20px; background: var(--bg); border-radius: 4px;
   overflow: hidden; }
-.bar { position: absolute; top: 0; bottom: 0; min-width: 2px; }
-.stack { display: flex; height: 20px; border-radius: 4px; overflow: hidden; background: var(--bg); }
-.stack > * { min-width: 0; }
+.bar { position: absolute; top: 0; bottom: 0; min-width: 1px; }
 .fail-at { position: absolute; top: 0; bottom: 0; width: 3px; margin-left: -3px;
   background: var(--bad); }
 .scale { position: relative; height: 18px; color: var(--soft); }
 .scale span { position: absolute; transform: translateX(-50%); white-space: nowrap; }
 .scale span:first-child { transform: none; }
 .scale span:last-child { transform: translateX(-100%); }
+.lost::before { content: "tfdist.report does not answer: what follows is old"; display: block;
+  position: sticky; top: 0; z-index: 8; padding: 4px 16px; background: var(--bad);
+  color: var(--bg); }
 #tip { position: fixed; display: none; pointer-events: none; z-index: 9; max-width: 300px;
   white-space: pre-line; background: var(--ink); color: var(--bg); border-radius: 6px;
   padding: 6px 10px; font-size: .8125rem; line-height: 1.4; overflow-wrap: anywhere; }
@@ -145,13 +146,20 @@ document.addEventListener("pointermove", (event) => {
 """
 
 FOLLOW = """
-setInterval(async () => {
-  if (document.hidden || document.querySelector("main").dataset.state === "over") return;
-  const answer = await fetch(location.href).catch(() => null);
-  if (!answer || !answer.ok) return;
-  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const open = [...document.querySelectorAll("details")].map((one) => one.open);
-  document.querySelector("main").replaceWith(page.querySelector("main"));
-  document.querySelectorAll("details").forEach((one, i) => { one.open = !!open[i]; });
-}, 3000);
+async function follow() {
+  const main = document.querySelector("main");
+  if (main.dataset.state === "over") return;
+  if (!document.hidden) {
+    const answer = await fetch(location.href).catch(() => null);
+    document.body.classList.toggle("lost", !(answer && answer.ok));
+    if (answer && answer.ok) {
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const open = [...document.querySelectorAll("details")].map((one) => one.open);
+      main.replaceWith(page.querySelector("main"));
+      document.querySelectorAll("details").forEach((one, i) => { one.open = !!open[i]; });
+    }
+  }
+  setTimeout(follow, 3000);
+}
+setTimeout(follow, 3000);
 """

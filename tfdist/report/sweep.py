@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import UsageError
-from tfdist.report.run import read_json
+from tfdist.errors import TfdistError, require
+from tfdist.outputs.run_directory import read_json
+from tfdist.report.run import Run, read_run, reading
 
 SWEEP_FILE, JOURNAL_FILE = "sweep.json", "journal.jsonl"
 
@@ -25,6 +27,8 @@ class TrialEntry:
     starts: int
     reason: str
     seconds: float | None
+    path: Path
+    """Its run directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,12 @@ class Sweep:
         return [trial for trial in self.trials if trial.score is not None]
 
     @property
+    def ranked(self) -> list[TrialEntry]:
+        """Return all trials, the best first and those without a score last."""
+        sign = -1 if self.is_max else 1
+        return sorted(self.trials, key=lambda t: (t.score is None, sign * (t.score or 0.0)))
+
+    @property
     def varied(self) -> list[str]:
         """Return the hyperparameters that differ between trials."""
         seen: dict[str, set[str]] = {}
@@ -67,16 +77,26 @@ def is_sweep(path: Path) -> bool:
 def read_sweep(path: Path) -> Sweep:
     """Return what is in a sweep's directory; UsageError where it is damaged or has begun only."""
     content = read_json(path / SWEEP_FILE)
-    try:
-        return _sweep(path, content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            str(path / SWEEP_FILE),
-            received="nothing yet" if not content else f"a file without {error}",
-            expected="a sweep of which a trial has begun",
-            fix="wait for its first trial, or name another directory",
-            code="not-a-sweep",
-        ) from error
+    require(
+        content,
+        str(path / SWEEP_FILE),
+        received="nothing yet",
+        expected="a sweep of which a trial has begun",
+        fix="wait for its first trial, or name another directory",
+        code="not-a-sweep",
+    )
+    with reading(path):
+        return _sweep(path, content or {})
+
+
+def runs_of_best(sweep: Sweep, *, most: int) -> list[Run]:
+    """Return the runs of the best trials, without those that are not there, or not whole."""
+    runs = []
+    for trial in sweep.ranked[:most]:
+        with contextlib.suppress(TfdistError):
+            run = read_run(trial.path)
+            runs.append(replace(run, name=f"{sweep.name}, trial {trial.trial}"))
+    return runs
 
 
 def _sweep(path: Path, content: Mapping[str, Any]) -> Sweep:
@@ -89,13 +109,13 @@ def _sweep(path: Path, content: Mapping[str, Any]) -> Sweep:
         objective=content["objective"],
         is_max=content["direction"] == "max",
         seed=content.get("seed"),
-        trials=tuple(map(_trial, content["trials"])),
+        trials=tuple(_trial(entry, path) for entry in content["trials"]),
         best=(content.get("best") or {}).get("trial", ""),
         on_log_scale=_on_log_scale(path / JOURNAL_FILE),
     )
 
 
-def _trial(entry: Mapping[str, Any]) -> TrialEntry:
+def _trial(entry: Mapping[str, Any], sweep: Path) -> TrialEntry:
     began, ended = entry.get("began_at"), entry.get("ended_at")
     return TrialEntry(
         trial=str(entry["trial"]),
@@ -105,6 +125,7 @@ def _trial(entry: Mapping[str, Any]) -> TrialEntry:
         starts=entry.get("starts", 1),
         reason=entry.get("reason") or "",
         seconds=ended - began if began is not None and ended is not None else None,
+        path=sweep / entry.get("run_dir", ""),
     )
 
 
