@@ -52,7 +52,11 @@ def render(
 
 
 def _contents(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> str:
-    counts = [f"{len(some)} {name}" for some, name in ((sweeps, "sweeps"), (runs, "runs")) if some]
+    counts = [
+        f"{len(some)} {name}{'s' * (len(some) > 1)}"
+        for some, name in ((sweeps, "sweep"), (runs, "run"))
+        if some
+    ]
     links = [f'<a href="#sweep-{i}">{escape(s.name)}</a>' for i, s in enumerate(sweeps)]
     links += [f'<a href="#run-{i}">{escape(run.name)}</a>' for i, run in enumerate(runs)]
     return f"<h1>{', '.join(counts)}</h1><nav>{''.join(links)}</nav>"

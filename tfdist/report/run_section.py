@@ -61,19 +61,19 @@ def run_section(run: Run, index: int, verdict: Verdict | None) -> str:
 def _figures(run: Run, verdict: Verdict | None) -> str:
     tasks = {span.task for span in run.attempts[-1].tasks} if run.attempts else set()
     rate = run.summary.get("examples_per_second") or run.last("examples_per_second")
-    metrics = list(run.last_metrics.items())[:4]
     known = [
         (number(run.steps), "steps"),
         (duration(run.seconds), "so far" if run.status == "running" else "from start to end"),
         (number(rate), "examples per second"),
         (str(len(tasks)), f"tasks, {run.strategy}"),
         (str(len(run.attempts)), "attempts" if len(run.attempts) != 1 else "attempt"),
-        *((number(value), f"last {words(name).lower()}") for name, value in metrics),
     ]
     if verdict is not None and verdict.is_proved is not None:
         proved = "proved" if verdict.is_proved else "NOT proved"
         known.append((proved, "each example exactly once"))
-    return figures(known)
+    metrics = run.last_metrics.items()
+    known += [(number(value), f"last {words(name).lower()}") for name, value in metrics]
+    return figures(known[:8])
 
 
 def _failures(run: Run) -> str:

@@ -44,10 +44,10 @@ a { color: var(--live); }
 .good { color: var(--good); } .bad, .failed { color: var(--bad); } .warn { color: var(--warn); }
 .live { color: var(--live); }
 .figures { display: grid; gap: 12px; margin: 16px 0 0;
-  grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); }
 .figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
   padding: 10px 14px; min-width: 0; }
-.figure b { display: block; font-size: 1.35rem; line-height: 1.3; font-weight: 600;
+.figure b { display: block; font-size: 1.25rem; line-height: 1.3; font-weight: 600;
   font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .figure span { font-size: .8125rem; color: var(--soft); }
 .grid-of-charts { display: grid; gap: 12px;

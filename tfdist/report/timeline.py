@@ -65,13 +65,14 @@ def timeline(run: Run, legend: str) -> str:
 def _scale(seconds: float) -> str:
     """Return round times; on a narrow screen a label takes a quarter of the track."""
     unit = 3600 if seconds >= 3600 else 60 if seconds >= 60 else 1
-    marks = [at * unit for at in ticks(0, seconds / unit, most=3)]
+    shown = [0.0]
+    for at in (unit * tick for tick in ticks(0, seconds / unit, most=4)):
+        if 0.3 * seconds <= at - shown[-1] and at <= 0.6 * seconds:
+            shown.append(at)
     labels = "".join(
         f'<span style="left:{100 * at / seconds:.2f}%">{duration(at)}</span>'
-        for at in marks
-        if at <= 0.6 * seconds
+        for at in (*shown, seconds)
     )
-    labels += f'<span style="left:100%">{duration(seconds)}</span>'
     return f'<span></span><div class="scale">{labels}</div>'
 
 
