@@ -30,6 +30,11 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def is_listening(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def metrics_with(port, wanted):
     """Asks until the metrics have a line; returns them."""
     deadline_s = time.monotonic() + DEADLINE_S
@@ -76,6 +81,17 @@ def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch):
     assert Path("run/logs/attempt-1/history.json").is_file()
     with socket.create_server(("127.0.0.1", port)):  # given back
         pass
+
+
+def test_metrics_end_with_a_launcher_that_is_killed(launch):
+    port = free_port()
+    job = launch(SOURCE, f"--metrics_port={port}", "--run_dir=run")
+    job.ready(1)
+    metrics_with(port, 'tfdist_step{task="worker-0"} 7')
+    job.signal(signal.SIGKILL)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while is_listening(port):
+        assert time.monotonic() < deadline_s
 
 
 def test_a_metrics_port_that_is_taken_is_one_line_and_nothing_is_started(launch, tmp_path):

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
+from tfdist.loopback import listen, make_server
 from tfdist.report import __main__ as program
 from tfdist.report.charts import Series, axis_of, line_chart, ticks
 from tfdist.report.page import render
 from tfdist.report.run import TaskHistory, read_run
 from tfdist.report.run_section import Verdict
-from tfdist.report.serve import make_server
 from tfdist.report.style import STYLE
 from tfdist.report.sweep import read_sweep, runs_of_best
 from tfdist.report.text import duration
@@ -290,7 +290,8 @@ def test_the_served_page_is_made_anew_and_only_for_this_machine():
         made.append("page")
         return f"page {len(made)}"
 
-    with make_server(make_page, port=0) as server:
+    listener = listen(0, flag="--port")
+    with make_server(listener, make_page, path="/", content_type="text/html") as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}/"
@@ -301,7 +302,7 @@ def test_the_served_page_is_made_anew_and_only_for_this_machine():
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(foreign, timeout=10)
         with pytest.raises(UsageError, match="--port"):
-            make_server(make_page, port=server.server_address[1])
+            listen(server.server_address[1], flag="--port")
         server.shutdown()
         thread.join()
     assert len(made) == 2

@@ -169,7 +169,6 @@ class LiveStatus:
         epoch_s: The time of day when the clock stood at 0.
         hosts: Where each task is, in a job on several hosts.
         is_here: Whether a task runs on this machine, so that its memory can be read.
-        tell: Is given each status, besides.
     """
 
     def __init__(
@@ -182,7 +181,6 @@ class LiveStatus:
         epoch_s: float,
         hosts: Mapping[Task, str],
         is_here: Callable[[Task], bool] = lambda task: True,
-        tell: Callable[[dict[str, Any]], None] = lambda status: None,
     ) -> None:
         self._path = run_dir / LIVE_FILE
         self._history_path = logs / HISTORY_FILE
@@ -191,7 +189,6 @@ class LiveStatus:
         self._epoch_s = epoch_s
         self._hosts = hosts
         self._is_here = is_here
-        self._tell = tell
         self._seen: dict[Task, _Seen] = {}
         self._history: History | None = None
         self._written_s = self._history_written_s = -math.inf
@@ -237,16 +234,14 @@ class LiveStatus:
             seen.memory_bytes = memory_bytes(seen.pid)
             seen.peak_bytes = max(seen.peak_bytes or 0, seen.memory_bytes or 0) or None
         history.note(beat.task, at_s=beat.at_s, step=beat.step, memory_bytes=seen.memory_bytes)
-        if beat.step is not None:
+        if beat.step:  # from the first ones on, which may be those of a checkpoint
             seen.past.append((beat.at_s, beat.step))
             while seen.past[0][0] < beat.at_s - _RATE_OVER_S:
                 seen.past.popleft()
 
     def _write(self, state: JobState, history: History) -> None:
-        status = self._status(state)
-        self._tell(status)
         with contextlib.suppress(OSError):  # of no use to the job itself
-            write_json(self._path, status, durable=False)
+            write_json(self._path, self._status(state), durable=False)
             if self._written_s - self._history_written_s >= _HISTORY_EVERY_S or state.is_over:
                 self._history_written_s = self._written_s
                 document = history.as_json(epoch_s=self._epoch_s)
