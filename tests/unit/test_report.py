@@ -168,7 +168,7 @@ def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):
     run = read_run(run_dir)
     assert run.status == "unfinished: its launcher was killed"
     assert [attempt.number for attempt in run.attempts] == [1, 2]
-    assert run.attempts[1].phases["worker-0"]["trace"] > 0
+    assert sum(run.attempts[1].history["worker-0"].phases["trace"]) > 0
     assert "no end seen" in str(Page(render([run])).tips)
 
 

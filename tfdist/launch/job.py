@@ -18,7 +18,6 @@ from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
-from tfdist.launch.events import Awakening
 from tfdist.launch.live import LIVE_FILE, LiveStatus, description_of_job, versions_of_job
 from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.hosts import (
@@ -394,7 +393,6 @@ class JobRun:
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
         self._entries = earlier_attempts(job.run_dir)
-        self._live: LiveStatus | None = None
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
         self._policy = RestartPolicy(
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
@@ -461,9 +459,9 @@ class JobRun:
         state = JobState.of(
             specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
         )
-        self._follow(logs)
+        live = self._live_status(logs)
         supervisor = Supervisor(
-            state, processes=processes, screen=screen, clock=time.monotonic, observe=self._observe
+            state, processes=processes, screen=screen, clock=time.monotonic, observe=live.see
         )
         try:
             return supervisor.run()
@@ -477,10 +475,9 @@ class JobRun:
         self._stack.enter_context(MetricsServer(port, live_file))
         self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
 
-    def _follow(self, logs: Path) -> None:
-        """Have `live.json` follow an attempt."""
+    def _live_status(self, logs: Path) -> LiveStatus:
         team = self._team
-        self._live = LiveStatus(
+        return LiveStatus(
             self._job.run_dir,
             logs=logs,
             attempt=self._run_dir.attempt,
@@ -489,10 +486,6 @@ class JobRun:
             hosts=self._screen.hosts,
             is_here=lambda task: team is None or not team.host_of[task],
         )
-
-    def _observe(self, state: JobState, awakening: Awakening) -> None:
-        if self._live is not None:
-            self._live.see(state, awakening)
 
     def _specs(self) -> tuple[ProcessSpec, ...]:
         attempt = self._run_dir.attempt
@@ -559,7 +552,6 @@ class JobRun:
             number=self._run_dir.attempt,
             epoch_s=self._epoch_s,
             hosts=self._screen.hosts,
-            observed=self._live.observed() if self._live else None,
         )
         self._entries.append(entry)
 

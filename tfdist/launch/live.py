@@ -101,13 +101,6 @@ class History:
         _, found = self._at(task, at_s)
         found.merge(_Bin(step=step, memory_bytes=memory_bytes))
 
-    def totals(self, task: Task) -> dict[str, float]:
-        """Return the seconds that a task has been in each phase."""
-        total = _Bin()
-        for one in self._bins.get(task, ()):
-            total.merge(one)
-        return {phase: round(seconds, 1) for phase, seconds in total.phases.items()}
-
     def as_json(self, *, epoch_s: float) -> dict[str, Any]:
         """Return the history with the time of day at which it begins."""
         return {
@@ -208,16 +201,6 @@ class LiveStatus:
         if now_s - self._written_s >= every_s or state.is_over:
             self._written_s = now_s
             self._write(state, self._history)
-
-    def observed(self) -> dict[str, Any]:
-        """Return the seconds of each task in each phase and its peak memory, for the report."""
-        history, tasks = self._history, sorted(self._seen)
-        phases = {str(task): history.totals(task) for task in tasks} if history else {}
-        peaks = {str(task): self._seen[task].peak_bytes for task in tasks}
-        return {
-            "phases": {name: spent for name, spent in phases.items() if spent},
-            "peak_memory_bytes": {name: peak for name, peak in peaks.items() if peak},
-        }
 
     def _see_beat(self, seen: _Seen, beat: Beat, history: History) -> None:
         before = seen.beat

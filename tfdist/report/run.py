@@ -83,9 +83,6 @@ class Attempt:
     first_step_s: float | None = None
     restart_s: float | None = None
     failures: tuple[FailureEntry, ...] = ()
-    phases: Mapping[str, Mapping[str, float]]
-    """Seconds of each task in each phase."""
-    peak_memory_bytes: Mapping[str, int]
     history: Mapping[str, TaskHistory]
 
 
@@ -273,8 +270,6 @@ def _attempt(entry: Mapping[str, Any], path: Path) -> Attempt:
         restart_s=entry.get("restart_s"),
         tasks=spans,
         failures=failures,
-        phases=entry.get("phases", {}),
-        peak_memory_bytes=entry.get("peak_memory_bytes", {}),
         history=history,
     )
 
@@ -351,19 +346,12 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Att
         )
         for task in live["tasks"]
     )
-    phases = {
-        task: {phase: sum(seconds) for phase, seconds in one.phases.items()}
-        for task, one in history.items()
-    }
-    peaks = {str(task["task"]): task["peak_memory_bytes"] or 0 for task in live["tasks"]}
     return Attempt(
         number=number,
         exit_code=None,
         begin=begin,
         end=end,
         tasks=spans,
-        phases=phases,
-        peak_memory_bytes=peaks,
         history=history,
     )
 
