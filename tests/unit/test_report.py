@@ -344,7 +344,7 @@ def test_every_phase_has_a_part_and_a_colour():
     from tfdist.phases import PHASES, SUM
 
     assert {*PHASES, SUM} <= {phase for _, phases in PARTS.values() for phase in phases}
-    assert all(f".p-{part} " in STYLE for part in PARTS)
+    assert all(f"--{part}: #" in STYLE for part in PARTS)
 
 
 @pytest.mark.parametrize(

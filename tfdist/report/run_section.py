@@ -43,7 +43,10 @@ def run_section(run: Run, index: int, verdict: Verdict | None) -> str:
     """Return all that is known of a run."""
     totals = _totals(run)
     used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
-    legend = "".join(f'<li><span class="box p-{p}"></span>{PARTS[p][0]}</li>' for p in used)
+    legend = "".join(
+        f'<li><span class="box" style="background:var(--{part})"></span>{PARTS[part][0]}</li>'
+        for part in used
+    )
     legend = f'<ul class="legend">{legend}</ul>'
     return (
         f'<section class="run" id="run-{index}"><h1>{escape(run.name)} {badge(run.status)}</h1>'
