@@ -184,6 +184,22 @@ def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
     assert not read_run(run_dir).is_running
 
 
+def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run_dir, monkeypatch):
+    for step in ("step-1", "step-2"):
+        (run_dir / "checkpoints" / step).mkdir(parents=True)
+        (run_dir / "checkpoints" / step / "data").write_text("x" * 10)
+    search = Path.rglob
+
+    def removed(path, pattern):
+        if path.name == "step-1":
+            raise FileNotFoundError
+        return search(path, pattern)
+
+    monkeypatch.setattr(Path, "rglob", removed)
+    (found,) = read_run(run_dir).checkpoints
+    assert (found.step, found.size_bytes, found.is_whole) == (2, 10, False)
+
+
 @pytest.mark.parametrize("kept", [["metrics.jsonl", "config.json"], ["report.json"]])
 def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
     for path in run_dir.iterdir():

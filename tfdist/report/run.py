@@ -91,7 +91,7 @@ class Checkpoint:
     """A checkpoint that is on the disk."""
 
     name: str
-    step: int | None
+    step: int
     size_bytes: int
     at: float
     is_whole: bool
@@ -358,18 +358,18 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Att
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
-    for path in sorted(folder.glob("step-*")) if folder.is_dir() else ():
+    for path in sorted(folder.glob("step-*")):
         match = _CHECKPOINT.fullmatch(path.name)
-        if match is None or not path.is_dir():
-            continue
-        files = [file.stat() for file in path.rglob("*") if file.is_file()]
-        found.append(
-            Checkpoint(
-                name=path.name,
-                step=int(match[1]),
-                size_bytes=sum(file.st_size for file in files),
-                at=max((file.st_mtime for file in files), default=path.stat().st_mtime),
-                is_whole=(path / "manifest.json").is_file(),
-            )
-        )
+        with contextlib.suppress(OSError):  # it is removed meanwhile
+            files = [file.stat() for file in path.rglob("*") if file.is_file()]
+            if match is not None and files:
+                found.append(
+                    Checkpoint(
+                        name=path.name,
+                        step=int(match[1]),
+                        size_bytes=sum(file.st_size for file in files),
+                        at=max(file.st_mtime for file in files),
+                        is_whole=(path / "manifest.json").is_file(),
+                    )
+                )
     return found
