@@ -241,7 +241,6 @@ class LiveStatus:
             "step": state.step,
             "steps_per_s": max((rate for rate in rates if rate is not None), default=None),
             "failure": f"{state.failure.task}: {state.failure.cause}" if state.failure else None,
-            "lost": [str(failure.task) for failure in state.lost],
             "tasks": [self._task(state, task) for task in state.tasks],
         }
 
