@@ -83,7 +83,13 @@ def test_a_plan_is_divided_by_case_with_its_runs_and_all_of_the_kills() -> None:
     assert [part.cases for part in parts] == [(case,) for case in plan.cases]
     assert sum(part.kills for part in parts) == plan.kills
     kills = {part.cases[0].name: part.kills for part in parts}
-    assert kills == {"multiworker-2": 12, "single": 9, "mirrored-2": 6, "multiworker-3": 3}
+    assert kills == {
+        "multiworker-2": 12,
+        "single": 9,
+        "mirrored-2": 6,
+        "multiworker-3": 3,
+        "sharded-2": 0,
+    }
     for part in parts:
         (case,) = part.cases
         assert part.placed == tuple(entry for entry in plan.placed if entry.case == case.name)

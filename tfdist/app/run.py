@@ -24,6 +24,7 @@ from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.outputs.tensorboard import StepProfiler
 from tfdist.outputs.terminal import ProgressDisplay, show_result, strategy_line
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
+from tfdist.strategy.parts import whole
 from tfdist.training.building import bytes_on_servers
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
@@ -124,16 +125,19 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
             model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
         done = _fit(config, model, datasets, directory, reporter, seed=seed)
     except Stopped:
+        digest = _state_digest(model)
         if is_chief():
-            summary = _summary(model, reporter, directory, plan)
+            summary = _summary(model, reporter, directory, plan, state_digest=digest)
             directory.write_summary({"status": STOPPED, **summary})
         raise
     finally:
         reporter.close()
         keras.config.set_dtype_policy(policy)
+    digest = _state_digest(model)
     if not is_chief():
         return {}
-    summary = {"status": DONE if done else STOPPED, **_summary(model, reporter, directory, plan)}
+    found = _summary(model, reporter, directory, plan, state_digest=digest)
+    summary = {"status": DONE if done else STOPPED, **found}
     if config.save_model and done:
         save_whole(model, directory.model_file)
     directory.write_summary(summary)
@@ -173,6 +177,7 @@ def _fit(
         virtual_epochs=recipe.virtual_epochs(config),
         seed=seed,
         max_staleness=config.max_staleness,
+        sharded_optimizer=config.sharded_optimizer,
         **{name: value for name, value in options.items() if value},
     )
     losses = history.history.get("loss", [])
@@ -219,8 +224,18 @@ def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:
     return StepProfiler(directory.tensorboard, first=first, last=last)
 
 
+def _state_digest(model: keras.Model) -> str:
+    """Return the digest of weights and optimizer. A collective where it is sharded."""
+    return state_sha256(model, read=whole)
+
+
 def _summary(
-    model: keras.Model, reporter: RunReporter, directory: RunDirectory, plan: EpochPlan
+    model: keras.Model,
+    reporter: RunReporter,
+    directory: RunDirectory,
+    plan: EpochPlan,
+    *,
+    state_digest: str,
 ) -> dict[str, Any]:
     job = current_job()
     assert job is not None
@@ -240,7 +255,7 @@ def _summary(
         "metrics": {k: v for k, v in (lines[-1] if lines else {}).items() if k not in COUNTERS},
         "examples_per_second": reporter.examples_per_second,
         "weights_sha256": weights_sha256(model),
-        "state_sha256": state_sha256(model),
+        "state_sha256": state_digest,
         "resumed_from_step": reporter.first_step or None,
         **(_of_ps_job(model, job) if job.kind == "ps" else {}),
     }

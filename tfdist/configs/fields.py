@@ -155,6 +155,11 @@ FIELDS: tuple[Field, ...] = (
         least=0,
         help="under ps: steps of others between a step's reading and its writing; null for any",
     ),
+    Field(
+        name="sharded_optimizer",
+        default=False,
+        help="under multiworker: each worker keeps the optimizer's state of its part alone",
+    ),
     # To look into a run
     Field(
         name="overfit_batches",
@@ -181,6 +186,7 @@ FREE = frozenset(
         "save_model",
         "ledger",
         "max_staleness",
+        "sharded_optimizer",
         "profile_steps",
     }
 )
