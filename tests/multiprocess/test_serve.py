@@ -33,6 +33,22 @@ from tfdist.serving.protocol import Target
 
 DEADLINE_S = 120.0
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
+RETRY = json.dumps(  # of docs/serve.md
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 5,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
 KEY_AND_CERTIFICATE = Path(__file__).parent / "programs" / "localhost.pem"  # of no other use
 
 
@@ -133,7 +149,7 @@ def wait_until_healthy(running: Service) -> None:
 
 
 @contextlib.contextmanager
-def load(running: Service, clients: int = 4) -> Iterator[Counter[str]]:
+def load(running: Service, clients: int = 4, send: Any = None) -> Iterator[Counter[str]]:
     """Send requests all the time; yield the outcomes, of which all must be ok at the end."""
     outcomes: Counter[str] = Counter()
     stop = threading.Event()
@@ -144,9 +160,7 @@ def load(running: Service, clients: int = 4) -> Iterator[Counter[str]]:
             while not stop.is_set():
                 number += 1
                 asked = [client, number]
-                body = json.dumps({"instances": asked})
-                connection.request("POST", "/v1/models/m:predict", body)
-                answer = json.loads(connection.getresponse().read())
+                answer = (send or send_once)(connection, json.dumps({"instances": asked}))
                 outcomes["ok" if answer.get("predictions") == asked else str(answer)] += 1
 
     threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
@@ -159,6 +173,20 @@ def load(running: Service, clients: int = 4) -> Iterator[Counter[str]]:
         for thread in threads:
             thread.join(DEADLINE_S)
     assert set(outcomes) == {"ok"}, outcomes
+
+
+def send_again(connection: http.client.HTTPConnection, body: str) -> Any:
+    """Return the answer to a request, which is sent once more if its connection breaks."""
+    try:
+        return send_once(connection, body)
+    except ConnectionError:
+        connection.close()
+        return send_once(connection, body)
+
+
+def send_once(connection: http.client.HTTPConnection, body: str) -> Any:
+    connection.request("POST", "/v1/models/m:predict", body)
+    return json.loads(connection.getresponse().read())
 
 
 def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
@@ -323,6 +351,58 @@ def test_a_front_that_is_killed_is_replaced_and_replicas_stay(tmp_path: Path) ->
         running.wait_for("front: was killed by SIGKILL; another one is started")
         wait_until_healthy(running)  # connections wait in the socket, none is refused
         assert running.predict([1])[1]["by"] == before
+
+
+def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with (
+        service(tmp_path, replicas=2) as running,
+        load(running, send=send_again) as outcomes,
+        load_by_grpc(running.grpc) as by_grpc,
+    ):
+        for kills in range(1, 4):
+            wait_for_more(outcomes)
+            wait_for_more(by_grpc)
+            os.kill(front_of(running.process.pid), signal.SIGKILL)
+            running.wait_for("front: was killed by SIGKILL", kills)
+            call_by_grpc(running.grpc)  # a new connection, refused by nobody
+            assert running.predict([1])[0] == 200
+        wait_for_more(outcomes)
+        wait_for_more(by_grpc)
+
+
+def call_by_grpc(address: str) -> None:
+    request = b"\x0a\x03\x0a\x01m"
+    with grpc.insecure_channel(address) as channel:
+        method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        assert method(request, timeout=DEADLINE_S) == request
+
+
+@contextlib.contextmanager
+def load_by_grpc(address: str) -> Iterator[Counter[str]]:
+    """Call all the time by a channel that tries again, as the docs have it."""
+    outcomes: Counter[str] = Counter()
+    stop = threading.Event()
+    request = b"\x0a\x03\x0a\x01m"
+
+    def work() -> None:
+        with grpc.insecure_channel(address, options=[("grpc.service_config", RETRY)]) as channel:
+            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+            while not stop.is_set():
+                try:
+                    method(request, timeout=DEADLINE_S)
+                    outcomes["ok"] += 1
+                except grpc.RpcError as error:
+                    outcomes[str(error)] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield outcomes
+    finally:
+        stop.set()
+        thread.join(DEADLINE_S)
+    assert set(outcomes) == {"ok"}, outcomes
 
 
 def front_of(supervisor: int) -> int:

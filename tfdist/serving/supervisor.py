@@ -19,20 +19,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import one_line_errors
 from tfdist.serving.dispatch import Limits
+from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import FrontOptions
 from tfdist.serving.replica import ReplicaOptions
 from tfdist.serving.versions import Drain, Model, Replica, Start, find_models, find_versions
 
 _LOG = logging.getLogger("tfdist.serve")
 _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
-_SCAN_S = 1.0
+_SCAN_S = 0.25
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 5.0
 
@@ -109,6 +111,7 @@ class Supervisor:
         self._control: asyncio.StreamWriter | None = None
         self._told = b""
         self._stop = asyncio.Event()
+        self._door = Door(self._grpc)
         self._announced: dict[str, int | None] = {}
 
     @property
@@ -128,14 +131,16 @@ class Supervisor:
             loop.add_signal_handler(signum, self._stop.set)
         front = asyncio.create_task(self._keep_front())
         scan = asyncio.create_task(self._keep_scanning())
+        door = asyncio.create_task(self._door.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([front, scan, stop], return_when=asyncio.FIRST_COMPLETED)
-            for task in (front, scan):
+            await asyncio.wait([front, scan, door, stop], return_when=asyncio.FIRST_COMPLETED)
+            for task in (front, scan, door):
                 if task.done():
                     task.result()
             _LOG.info("stopping: requests that have come are answered")
             self._rest.close()
+            door.cancel()
             await front
         finally:
             self._end()
@@ -174,6 +179,7 @@ class Supervisor:
                 self._hear(json.loads(line))
         except ConnectionError:
             pass
+        self._door.is_front_there.clear()
         code = await asyncio.to_thread(self._front.wait)
         stopper.cancel()
         self._control.close()
@@ -200,6 +206,8 @@ class Supervisor:
         )
 
     def _hear(self, message: Mapping[str, Any]) -> None:
+        if "listening" in message:
+            self._door.is_front_there.set()
         if (id := message.get("drained")) in self._replicas:
             self._replicas[id].process.kill()  # it has no request left
         if (id := message.get("hung")) in self._replicas:
@@ -228,7 +236,7 @@ class Supervisor:
     # Models
 
     async def _keep_scanning(self) -> None:
-        """Look for versions every second."""
+        """Look for versions four times a second."""
         while True:
             for name, path in self._paths.items():
                 try:
@@ -251,9 +259,17 @@ class Supervisor:
             else:
                 self._start_later(name, action)
         if self._announced.get(name) != model.serving:
+            age = self._age(name, model.serving) if name in self._announced else ""
             self._announced[name] = model.serving
-            _LOG.info("%s: version %s is served", name, model.serving)
+            _LOG.info("%s: version %s is served%s", name, model.serving, age)
         self._tell_front()
+
+    def _age(self, name: str, version: int | None) -> str:
+        """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            manifest = json.loads((self._paths[name] / f"{version}" / "manifest.json").read_text())
+            return f", {time.time() - manifest['saved_at']:.1f} s after its checkpoint was whole"
+        return ""
 
     def _start_later(self, name: str, start: Start) -> None:
         key = (name, start.version, start.index)
@@ -388,31 +404,30 @@ def _models(options: ServeOptions) -> dict[str, Path]:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return the listening socket of REST, which fronts share, one after the other."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _bind(listener, host, port, "--rest_port")
-    listener.listen(2048)
-    return listener
+    with _free(host, port, "--rest_port"):
+        return socket.create_server((host, port), backlog=2048)
 
 
 def _reserve(host: str, port: int) -> socket.socket:
-    """Return a socket that holds the port of gRPC, at which fronts listen by SO_REUSEPORT."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    _bind(holder, host, port, "--grpc_port")
+    """Return the socket at the port of gRPC to which connections go while no front listens."""
+    with _free(host, port, "--grpc_port"):
+        holder = bound(host, port)
+    prefer_the_next(holder)
+    holder.listen(2048)
     return holder
 
 
-def _address(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
+def _address(of: socket.socket) -> str:
+    host, port = address_of(of)
     return f"{host}:{port}"
 
 
-def _bind(bound: socket.socket, host: str, port: int, flag: str) -> None:
+@contextlib.contextmanager
+def _free(host: str, port: int, flag: str) -> Iterator[None]:
+    """Raise UsageError for an OSError in the block."""
     try:
-        bound.bind((host, port))
+        yield
     except OSError as error:
-        bound.close()
         raise UsageError(
             flag,
             received=f"{host}:{port} ({error.strerror})",
