@@ -34,7 +34,10 @@ class FakeModel:
     def _one(self, kind: Kind, payload: bytes) -> bytes | RequestError:
         if kind is not Kind.REST_PREDICT:
             return payload
-        asked = json.loads(payload)["instances"]
+        try:
+            asked = json.loads(payload)["instances"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return RequestError(Code.INVALID_ARGUMENT, "no request of this model")
         if asked == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if asked == "hang":
