@@ -273,17 +273,19 @@ def mutated(valid: bytes, random: Random) -> bytes:
         elif what == "repeat":
             data[at:at] = data[at : min(end, at + 200)]
         elif what == "insert":
-            data[at:at] = random.choice([b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"["])
+            data[at:at] = random.choice(
+                [b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"["]
+            )
     return bytes(data)
 
 
 def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     """All that a server says to some bytes until it closes, after we have closed our side."""
-    with socket.create_connection(address, timeout=DEADLINE_S) as connection:
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(sent)
-            connection.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    connection = socket.create_connection(address, timeout=DEADLINE_S)
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
     return b""
 
 

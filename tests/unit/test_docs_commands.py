@@ -16,11 +16,14 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import doctor, export, ledger, lint, replay, serve, submit
+from tfdist import bench, doctor, export, ledger, lint, replay, serve, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
+from tfdist.find import __main__ as find
 from tfdist.launch import options
+from tfdist.ops.submit import kserve
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
+from tfdist.serving import bench as load
 
 _COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
 
@@ -35,6 +38,13 @@ def _submit(words: Sequence[str]) -> None:
     assert submit.main([*["--dry_run"] * ("--dry_run" not in words), *words]) == 0
 
 
+def _bench(words: Sequence[str]) -> None:
+    if words[0] == "serve":
+        load._parser().parse_args(words[1:])
+    else:
+        bench.parse(words)
+
+
 READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "launch": _launch,
     "train": command_line.parse,
@@ -44,6 +54,8 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "lint": lint.parse,
     "export": lambda words: export._parser().parse_args(words),
     "serve": lambda words: serve._parser().parse_args(words),
+    "find": find.parse,
+    "bench": _bench,
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
 }
@@ -85,7 +97,16 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
             *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
         ],
         "serve.md": [
-            a.option_strings[-1][2:] for a in serve._parser()._actions if a.option_strings
+            action.option_strings[-1][2:]
+            for parser in (serve._parser(), load._parser())
+            for action in parser._actions
+            if action.option_strings
+        ],
+        "serving.md": [
+            action.option_strings[-1][2:]
+            for parser in (export._parser(), kserve._parser())
+            for action in parser._actions
+            if action.option_strings
         ],
         "ledger.md": [
             action.option_strings[-1][2:]

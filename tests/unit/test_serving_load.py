@@ -115,7 +115,6 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "127.0.0.1:8501"], "URL: received '127.0.0.1:8501'"),
         (["serve", "http://a/v1/models/m", "--rate", "0"], "--rate"),
         (["serve", "http://a/v1/models/m", "--connections", "0"], "--connections"),
-        (["train", "http://a/v1/models/m"], "what: received 'train'"),
     ],
 )
 def test_a_mistake_is_one_line(
