@@ -44,6 +44,7 @@ def _parser() -> Parser:
     add("--seconds", type=float, default=10.0, help="to measure; default 10")
     add("--warm_up_s", type=float, default=1.0, help="before that; default 1")
     add("--rate", type=float, metavar="N", help="requests a second, for an open loop")
+    add("--tries", type=int, default=1, help="of a request whose connection breaks; default 1")
     add("--examples", type=int, default=1, help="in a request made from the signature; default 1")
     add("--body", type=Path, metavar="FILE.json", help="the request; default of the signature")
     add("--token", type=Path, metavar="FILE", help="has the server's secret")
@@ -69,6 +70,7 @@ def _bench(argv: Sequence[str]) -> int:
         seconds=options.seconds,
         warm_up_s=options.warm_up_s,
         rate=options.rate,
+        tries=options.tries,
         token=token,
     )
     try:
@@ -107,6 +109,7 @@ def _check(options: Any) -> None:
             code="no-file",
         )
     require_int("--connections", options.connections, least=1)
+    require_int("--tries", options.tries, least=1)
     require_int("--examples", options.examples, least=1)
     require_number("--seconds", options.seconds, above=0, unit="seconds")
     require_number("--warm_up_s", options.warm_up_s, least=0, unit="seconds")

@@ -17,7 +17,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httptools
@@ -38,6 +38,7 @@ class Load:
       connections: requests that are under way at a time, at most.
       seconds: that are measured; before them `warm_up_s` that are not.
       rate: requests a second, for an open loop; None for a closed one.
+      tries: how often a request is sent, at most, where its connection breaks.
       token: the server's secret.
     """
 
@@ -47,6 +48,7 @@ class Load:
     seconds: float = 10.0
     warm_up_s: float = 1.0
     rate: float | None = None
+    tries: int = 1
     token: str = ""
 
     def request(self) -> bytes:
@@ -87,8 +89,11 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
 
 
-async def run(load: Load) -> Measured:
-    """Send the load; return what came of it. Raises OSError where nobody listens at the start."""
+async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
+    """Send the load, until `stop` says so at the latest; return what came of it.
+
+    Raises OSError where nobody listens at the start.
+    """
     start = time.perf_counter()
     first, end = start + load.warm_up_s, start + load.warm_up_s + load.seconds
     measured = Measured(seconds=load.seconds)
@@ -99,7 +104,7 @@ async def run(load: Load) -> Measured:
     for client in clients:
         await client.connect()
     try:
-        await asyncio.gather(*(_ask(client, due, first, end, measured) for client in clients))
+        await asyncio.gather(*(_ask(client, due, first, end, measured, stop) for client in clients))
     finally:
         for client in clients:
             client.close()
@@ -107,7 +112,12 @@ async def run(load: Load) -> Measured:
 
 
 async def _ask(
-    client: _Client, due: Iterator[float] | None, first: float, end: float, measured: Measured
+    client: _Client,
+    due: Iterator[float] | None,
+    first: float,
+    end: float,
+    measured: Measured,
+    stop: Callable[[], bool],
 ) -> None:
     """Send one request after the other until the end."""
     while True:
@@ -115,13 +125,9 @@ async def _ask(
         if due is not None:
             sent = next(due)
             await asyncio.sleep(max(0.0, sent - time.perf_counter()))
-        if sent >= end:
+        if sent >= end or stop():
             return
-        try:
-            outcome = f"{await client.ask()}"
-        except (OSError, httptools.HttpParserError) as error:
-            outcome = type(error).__name__
-            await asyncio.sleep(_AGAIN_AFTER_S)
+        outcome = await client.outcome()
         if sent < first:
             continue
         if outcome == "200":
@@ -135,6 +141,7 @@ class _Client(asyncio.Protocol):
 
     def __init__(self, load: Load) -> None:
         self._request = load.request()
+        self._tries = load.tries
         self._parts = urllib.parse.urlsplit(load.url)
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[int] | None = None
@@ -144,10 +151,20 @@ class _Client(asyncio.Protocol):
         secure = self._parts.scheme == "https"
         await asyncio.get_running_loop().create_connection(
             lambda: self,
-            self._parts.hostname,
+            self._parts.hostname or "",
             self._parts.port or (443 if secure else 80),
             ssl=ssl.create_default_context() if secure else None,
         )
+
+    async def outcome(self) -> str:
+        """Return the status of the answer, or by what error there is none after all tries."""
+        for _ in range(self._tries):
+            try:
+                return f"{await self.ask()}"
+            except (OSError, httptools.HttpParserError) as error:
+                failed = type(error).__name__
+                await asyncio.sleep(_AGAIN_AFTER_S)
+        return failed
 
     async def ask(self) -> int:
         """Return the status of the answer; raise OSError where the connection breaks."""
