@@ -122,7 +122,7 @@ def _answers(model: ServedModel, frames: list[Frame]) -> Iterable[bytes]:
         if isinstance(answer, RequestError):
             yield encode_error(frame.id, answer)
         else:
-            yield encode_frame(Frame(frame.id, Kind.ANSWER, answer))
+            yield encode_frame(Frame(frame.id, Kind.ANSWER, answer, len(frames)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ from tfdist.serving import replica
 from tfdist.serving.protocol import Code, Kind, RequestError
 
 
+INPUT = {"dtype": "DT_FLOAT", "tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
+SIGNATURES = {"serving_default": {"inputs": {"x": INPUT}}}
+
+
 class FakeModel:
     """Answers a request with its version and process, and what it was sent."""
 
@@ -32,6 +36,10 @@ class FakeModel:
         return [self._one(kind, payload) for kind, payload in requests]
 
     def _one(self, kind: Kind, payload: bytes) -> bytes | RequestError:
+        if kind is Kind.REST_METADATA:
+            return json.dumps(
+                {"metadata": {"signature_def": {"signature_def": SIGNATURES}}}
+            ).encode()
         if kind is not Kind.REST_PREDICT:
             return payload
         try:
