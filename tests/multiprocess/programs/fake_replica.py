@@ -16,7 +16,6 @@ from pathlib import Path
 from tfdist.serving import replica
 from tfdist.serving.protocol import Code, Kind, RequestError
 
-
 INPUT = {"dtype": "DT_FLOAT", "tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
 SIGNATURES = {"serving_default": {"inputs": {"x": INPUT}}}
 
