@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import keras
@@ -268,3 +269,50 @@ def test_examples_are_checked(of_examples, document, text) -> None:
     assert isinstance(answer, RequestError)
     assert answer.code is Code.INVALID_ARGUMENT
     assert text in str(answer)
+
+
+def mutated(valid: bytes, random: Random) -> bytes:
+    data = bytearray(valid)
+    for _ in range(random.randrange(1, 8)):
+        at = random.randrange(len(data) + 1)
+        end = min(len(data), at + random.randrange(30))
+        what = random.randrange(4)
+        if what == 0 and at < len(data):
+            data[at] = random.randrange(256)
+        elif what == 1:
+            del data[at:end]
+        elif what == 2:
+            data[at:at] = data[at:end] * random.randrange(1, 5)
+        else:
+            data[at:at] = random.choice(
+                [b"[", b"]", b"{", b"NaN", b"1e999", b"-", b'"b64"', b"null", b"\x80\xff\xff\x7f"]
+            )
+    return bytes(data)
+
+
+def test_mutated_requests_are_answered_or_refused(served, odd, of_examples) -> None:
+    random = Random(0)
+    example = classification_pb2.ClassificationRequest()
+    example.input.example_list.examples.add().features.feature["age"].float_list.value.append(2.0)
+    document = json.dumps({"instances": X[:2].tolist(), "signature_name": "serving_default"})
+    text = b'{"signature_name": "text", "inputs": ["ab", {"b64": "/w=="}]}'
+    by_grpc = grpc_request(features=X[:2])
+    in_fields = grpc_request(features=X[:2])
+    in_fields.inputs["features"].ClearField("tensor_content")
+    in_fields.inputs["features"].float_val.extend(X[:2].ravel().tolist())
+    seeds = [
+        (served, Kind.REST_PREDICT, document.encode()),
+        (odd, Kind.REST_PREDICT, text),
+        (served, Kind.GRPC_PREDICT, by_grpc.SerializeToString()),
+        (served, Kind.GRPC_PREDICT, in_fields.SerializeToString()),
+        (served, Kind.GRPC_METADATA, b"\x0a\x07\x0a\x05small\x12\x0dsignature_def"),
+        (of_examples, Kind.REST_CLASSIFY, b'{"context": {"a": 1}, "examples": [{"age": [1.5]}]}'),
+        (of_examples, Kind.GRPC_CLASSIFY, example.SerializeToString()),
+    ]
+    for _ in range(300):
+        for model, kind, valid in seeds:
+            first, second = model.answer([(kind, mutated(valid, random)), (kind, valid)])
+            assert isinstance(second, bytes), f"{kind.name}: a neighbour was refused: {second}"
+            if isinstance(first, RequestError):
+                assert first.code is not Code.OK
+                assert str(first)
