@@ -195,7 +195,7 @@ def processor(args: argparse.Namespace) -> list[str]:
             "-c", OWN.format(width=16, calls=20_000), str(served / "m" / "1"), capture_output=True
         )
         own_us = 1e6 * float(own.stdout)
-        with service(served) as running:
+        with service(served, "--spares=0") as running:
             for _ in range(args.rounds):
                 for connections in (1, 16):
                     before = running.processor_s()
@@ -223,7 +223,7 @@ def batching(args: argparse.Namespace) -> list[str]:
         )
         for _ in range(args.rounds):
             for size in (32, 1):
-                with service(served, "--max_batch", f"{size}") as running:
+                with service(served, "--spares=0", "--max_batch", f"{size}") as running:
                     summary = running.load(connections=32, seconds=5.0)
                     found.setdefault(size, []).append(summary["per_s"])
     ratios = [a / b for a, b in zip(found[32], found[1], strict=True)]
