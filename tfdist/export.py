@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive
 
 _LOG = logging.getLogger("tfdist.export")
 _LOOK_EVERY_S = 0.25
@@ -23,13 +23,8 @@ _LOOK_EVERY_S = 0.25
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        return _export(sys.argv[1:] if argv is None else argv)
-    except TfdistError as error:
-        print(f"tfdist.export: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.export", lambda: _export(words))
 
 
 def _parser() -> Parser:

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser
+from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import (
-    EXIT_INTERRUPTED,
     EXIT_OK,
-    TfdistError,
     require,
     require_int,
     require_number,
@@ -29,13 +27,8 @@ _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        return _serve(sys.argv[1:] if argv is None else argv)
-    except TfdistError as error:
-        print(f"tfdist.serve: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.serve", lambda: _serve(words))
 
 
 def _parser() -> Parser:

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser
+from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import (
-    EXIT_INTERRUPTED,
     EXIT_OK,
     TfdistError,
     require,
@@ -27,13 +26,8 @@ from tfdist.errors import (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code: 1 where a request failed."""
-    try:
-        return _bench(sys.argv[1:] if argv is None else argv)
-    except TfdistError as error:
-        print(f"tfdist.bench: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.bench", lambda: _bench(words))
 
 
 def _parser() -> Parser:
