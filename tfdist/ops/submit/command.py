@@ -234,6 +234,7 @@ def help_text() -> str:
         "           [script.py | -m module] [the program's own flags]",
         "",
         "Gives a job to a scheduler; with --dry_run, prints what it would be given.",
+        "A model that was exported: python -m tfdist.submit --to kserve --help",
         "",
     ]
     for flag in FLAGS:
