@@ -90,14 +90,14 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
         "lint.md": [
             *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
         ],
+        "serve.md": [
+            a.option_strings[-1][2:] for a in serve._parser()._actions if a.option_strings
+        ],
         "report.md": [
             action.option_strings[-1][2:]
             for parser in (report._parser(), top._parser())
             for action in parser._actions
             if action.option_strings
-        ],
-        "serve.md": [
-            a.option_strings[-1][2:] for a in serve._parser()._actions if a.option_strings
         ],
         "ledger.md": [
             action.option_strings[-1][2:]

@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "cluster", "strategy", "data"},
     "training": {"errors", "cluster", "strategy", "data", "checkpoint", "configs", "outputs"},
     "ps": {"errors", "cluster", "strategy", "training"},
+    "pipeline": {"errors", "cluster", "strategy", "data", "checkpoint", "training"},
     "app": {
         *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
     },
@@ -52,7 +53,7 @@ MAY_IMPORT = {
 # Inside functions alone, in a job of strategy ps or with a ledger; and for types.
 WHERE_ASKED_FOR = {
     "strategy": {"ps"},
-    "training": {"ps", "audit"},
+    "training": {"ps", "pipeline", "audit"},
     "app": {"ps", "audit"},
     "serving": {"app"},
 }

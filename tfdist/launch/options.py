@@ -69,6 +69,7 @@ class LaunchOptions:
     strategy: str = "auto"
     workers: int = 1
     ps: int | None = None
+    stages: int | None = None
     min_workers: int | None = None
     evaluator: bool = False
     devices_per_worker: int | None = None
@@ -99,6 +100,10 @@ class LaunchOptions:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("start", self.start, STARTS)
         _check_counts(self)
+        if self.stages is not None and self.strategy == "auto":
+            object.__setattr__(self, "strategy", "pipeline")
+        if self.stages is not None and self.workers == 1:
+            object.__setattr__(self, "workers", self.stages)  # a task for each
         _check_times(self)
         if self.run_dir is not None and not self.run_dir.strip():
             fix = "give one, or leave --run_dir out"
@@ -126,7 +131,14 @@ def _check_name(flag: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _check_counts(options: LaunchOptions) -> None:
-    for name in ("workers", "ps", "min_workers", "devices_per_worker", "threads_per_task"):
+    for name in (
+        "workers",
+        "ps",
+        "stages",
+        "min_workers",
+        "devices_per_worker",
+        "threads_per_task",
+    ):
         value = getattr(options, name)
         if value is None or 1 <= value <= _MAX_TASKS:
             continue
@@ -173,6 +185,13 @@ def _check_together(options: LaunchOptions) -> None:
     if ps is not None and strategy not in ("auto", "ps"):
         fix = "leave --ps out, or use --strategy ps"
         _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix, code="exclusive")
+    stages = options.stages
+    if stages is not None and strategy != "pipeline":
+        fix = "leave --stages out, or use --strategy pipeline"
+        _refuse("stages", f"{stages} with --strategy {strategy}", "no --stages", fix)
+    if stages is not None and stages != workers:
+        fix = "leave --workers out"
+        _refuse("stages", f"{stages} with --workers {workers}", "a task for each stage", fix)
     for flag in ("split_bytes", "profile_ps"):
         value = getattr(options, flag)
         if value and strategy != "ps" and ps is None:
@@ -244,11 +263,12 @@ FLAGS = (
     _Flag(
         "strategy",
         str,
-        "auto|single|mirrored|multiworker|ps",
+        "auto|single|mirrored|multiworker|ps|pipeline",
         "how the job is spread; auto decides by the next three flags",
     ),
     _Flag("workers", int, "N", "processes that compute (1)"),
     _Flag("ps", int, "M", "parameter servers of a ps job (1)"),
+    _Flag("stages", int, "K", "stages of a pipeline job, a task for each"),
     _Flag(
         "min_workers",
         int,
