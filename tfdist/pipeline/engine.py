@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +18,9 @@ import tensorflow as tf
 
 from tfdist.errors import PeerLost
 from tfdist.pipeline.link import Link
-from tfdist.pipeline.schedule import Pass, micro_sizes, passes
+from tfdist.pipeline.schedule import Pass, passes
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
-from tfdist.pipeline.staged import StagedModel
-from tfdist.pipeline.union import from_owners
+from tfdist.pipeline.staged import StagedModel, staged_model
 from tfdist.strategy import Job
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
@@ -30,7 +28,7 @@ from tfdist.training import keras_compat
 from tfdist.training.feed import Part as FeedPart
 from tfdist.training.program import StepProgram
 
-_LOG = logging.getLogger(__name__)
+_MAX_NDIM = 16
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -42,7 +40,7 @@ class PipelineEngine:
         self._job = job
         self._place = job.stages
         self._before, self._after = links_of(job.stages)
-        self._models: dict[int, StagedModel] = {}
+        self._begun: StagedModel | None = None
         self._batches: dict[StepProgram, Callable[[tf.Tensor], Any]] = {}
 
     def run(
@@ -51,11 +49,15 @@ class PipelineEngine:
         """Run the steps ``[first, last)``. A collective: every task calls it alike."""
         with self._telling_neighbours():
             staged = self._staged(program)
+            if program.training:
+                staged.divide()
             for step in range(first, last):
+                before = staged.values_of_last(staged.metrics)
                 if program.training:
-                    self._train(staged, program, step)
+                    self._train(staged, program, step, before)
                 else:
-                    self._infer(program, step, staged.stage.evaluate)
+                    self._infer(staged, program, step, staged.stage.evaluate)
+                    self._summed(staged, [], before)
         return {}
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
@@ -63,12 +65,12 @@ class PipelineEngine:
         with self._telling_neighbours():
             staged = self._staged(program)
             for step in range(first, last):
-                rows = self._infer(program, step, staged.stage.predict)
+                rows = self._infer(staged, program, step, staged.stage.predict)
                 columns = [
                     np.concatenate([np.asarray(tensor) for tensor in column])
                     for column in zip(*rows, strict=True)
                 ]
-                yield staged.packed(self._from_last(columns, count=len(staged.graph.outputs)))
+                yield staged.packed(self._whole(columns, count=len(staged.graph.outputs)))
 
     def finish(self, program: StepProgram) -> dict[str, float]:
         """Do nothing: all are done when `run` returns."""
@@ -87,28 +89,37 @@ class PipelineEngine:
 
     def publish_metrics(self, program: StepProgram) -> None:
         """Give all tasks the metrics of the last stage. A collective."""
-        from_owners(self._job, list(program.metrics), self._staged(program).owners)
+        with self._telling_neighbours():
+            self._staged(program).gather_metrics()
 
     def publish_state(self, program: StepProgram) -> None:
-        """Give all tasks each stage's variables, slots and metrics. A collective."""
-        staged = self._staged(program)
-        from_owners(self._job, staged.variables(), staged.owners)
+        """Give all tasks the weights and metrics, and the chief the slots. A collective."""
+        with self._telling_neighbours():
+            self._staged(program).gather()
 
     def take_state(self, program: StepProgram) -> None:
         """Do nothing: what is restored is in all tasks."""
 
     def _staged(self, program: StepProgram) -> StagedModel:
-        """Return the model in stages; cuts it at the first call, which is a collective."""
+        """Return the model in stages; the first call is a collective."""
         model = program.function.__self__  # type: ignore[attr-defined]
-        if id(model) not in self._models:
-            self._models[id(model)] = StagedModel(
-                model, self._job, batch=program.feed.plan.global_batch_size
-            )
-        return self._models[id(model)]
+        staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)
+        if staged is not self._begun:
+            staged.begin()
+            self._begun = staged
+        return staged
 
-    def _train(self, staged: StagedModel, program: StepProgram, step: int) -> None:
+    def _train(
+        self, staged: StagedModel, program: StepProgram, step: int, metrics: list[np.ndarray]
+    ) -> None:
         """Run one step: all passes of the schedule, and the update."""
         batches = self._micro_batches(staged, program, step)
+        self._run_passes(staged.stage, step, batches)
+        part = sum(float(batch.share) for batch in batches)
+        gradients = self._summed(staged, staged.stage.take_sums(), metrics, part=part)
+        staged.update(self._clipped(staged, gradients))
+
+    def _run_passes(self, stage: Stage, step: int, batches: list[MicroBatch]) -> None:
         order = passes(
             self._place.options.schedule,
             stage=self._place.index,
@@ -117,32 +128,80 @@ class PipelineEngine:
         )
         for one in order:
             if one.forward:
-                message = staged.stage.forward(
-                    one.micro, batches[one.micro], self._received(staged.stage, step, one)
+                message = stage.forward(
+                    one.micro, batches[one.micro], self._received(stage, step, one)
                 )
                 self._send(self._after, step, one, message)
             else:
                 gradients = [] if self._after is None else _receive(self._after, step, one)
-                back = staged.stage.backward(one.micro, gradients)
+                back = stage.backward(one.micro, gradients)
                 self._send(self._before, step, one, back)
-        self._update(staged)
 
-    def _update(self, staged: StagedModel) -> None:
-        """Update the stage's variables; gradients are clipped by the norm over all stages."""
-        gradients = staged.stage.take_sums()
-        clip = staged.global_clipnorm
-        if clip:
-            own = sum(float(tf.reduce_sum(tf.square(g))) for g in gradients if g is not None)
-            total = sum_over_tasks(self._job, np.array([own]), of="squares of gradients")[0]
-            factor = tf.constant(clip / max(np.sqrt(total), clip), tf.float32)
-            gradients = [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
-        staged.update(gradients)
+    def _summed(
+        self,
+        staged: StagedModel,
+        gradients: list[tf.Tensor | None],
+        metrics: list[np.ndarray],
+        *,
+        part: float = 0.0,
+    ) -> list[tf.Tensor | None]:
+        """Sum what the equal stages of all pipelines have made of a step; return the gradients.
+
+        Metrics grow by what each pipeline has added to them. With the gradients go the layers'
+        statistics: they become the mean of all pipelines', each by its `part` of the examples.
+        """
+        peers, now = self._place.peers, staged.values_of_last(staged.metrics)
+        if peers is None or not (gradients or now):
+            return gradients
+        variables = staged.stage.variables[: len(gradients)]
+        mine = [
+            np.zeros(v.shape, v.value.dtype.as_numpy_dtype) if g is None else np.asarray(g)
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+        there = np.array([g is not None for g in gradients], np.int32)
+        changed = staged.statistics if gradients else []
+        statistics = [np.asarray(v.value) * np.float32(part) for v in changed]
+        added = [np.float64(new) - old for new, old in zip(now, metrics, strict=True)]
+        try:
+            sums = peers.sum(there, *mine, *statistics, *added, of=f"step of {len(mine)} gradients")
+        except ConnectionError as error:
+            raise PeerLost(peers.lost) from error
+        total, sums = sums[0], sums[1:]
+        for variable, value in zip(changed, sums[len(mine) :], strict=False):
+            variable.assign(value)
+        for variable, old, more in zip(
+            staged.metrics if now else [], metrics, sums[len(mine) + len(changed) :], strict=True
+        ):
+            variable.assign(old + more)
+        return [tf.constant(g) if some else None for g, some in zip(sums, total, strict=False)]
+
+    def _clipped(
+        self, staged: StagedModel, gradients: list[tf.Tensor | None]
+    ) -> list[tf.Tensor | None]:
+        """Return gradients clipped by their norm over all stages, or all NaN where some stage's
+        are not finite and the optimizer leaves such a step out."""
+        clip, scale = staged.global_clipnorm, staged.loss_scale
+        if not clip and not staged.skips_overflows:
+            return gradients
+        own = sum(float(tf.reduce_sum(tf.square(g / scale))) for g in gradients if g is not None)
+        counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
+        squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
+        if clip and np.isfinite(squares):
+            factor = clip / max(np.sqrt(squares), clip)
+        elif staged.skips_overflows and not np.isfinite(squares):
+            factor = np.nan
+        else:
+            return gradients
+        return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
 
     def _infer(
-        self, program: StepProgram, step: int, run: Callable[[MicroBatch, Received], Tensors]
+        self,
+        staged: StagedModel,
+        program: StepProgram,
+        step: int,
+        run: Callable[[MicroBatch, Received], Tensors],
     ) -> list[Tensors]:
         """Run one step's forward passes; return what the last stage makes of each micro-batch."""
-        staged = self._staged(program)
         found = []
         for micro, batch in enumerate(self._micro_batches(staged, program, step)):
             one = Pass(True, micro)
@@ -168,10 +227,10 @@ class PipelineEngine:
         if not staged.stage.part.is_last:
             y = weights = None
         rows = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(x) if leaf is not None)
-        found, start = [], 0
-        for micro, size in enumerate(micro_sizes(rows, split_size=staged.split_size)):
+        sizes, found = staged.sizes_of(rows), []
+        for micro in self._own_micros(len(sizes)):
+            start, size = sum(sizes[:micro]), sizes[micro]
             piece = slice(start, start + size)
-            start += size
             found.append(
                 MicroBatch(
                     inputs=[tensor[piece] for tensor in inputs],
@@ -185,6 +244,12 @@ class PipelineEngine:
             )
         return found
 
+    def _own_micros(self, count: int) -> range:
+        """Return which of a step's micro-batches this pipeline computes."""
+        place = self._place
+        low, high = (count * (place.pipeline + i) // place.pipelines for i in (0, 1))
+        return range(low, high)
+
     def _batch(self, program: StepProgram, step: int) -> Any:
         """Return the whole batch of a step."""
         if not program.feed.direct:
@@ -197,22 +262,26 @@ class PipelineEngine:
             )
         return self._batches[program](tf.constant(step, tf.int64))
 
-    def _from_last(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
-        """Return the last stage's arrays in every task. A collective."""
+    def _whole(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
+        """Return the rows of all pipelines' last stages, in every task. A collective."""
         if not self._job.has_peers:
             return columns
-        mine = columns if self._after is None else [np.zeros(0, np.float32)] * count
-        whole = []
-        for array in mine:
-            given = self._after is None
-            shape = np.zeros(9, np.int32)
-            if given:
-                shape[:2] = array.ndim, np.dtype(array.dtype).num
-                shape[2 : 2 + array.ndim] = array.shape
-            shape = sum_over_tasks(self._job, shape, of="the shape of a step's outputs")
-            if not given:
-                size = shape[2 : 2 + shape[0]]
-                array = np.zeros(size, _dtype_of(int(shape[1])))
+        place, whole = self._place, []
+        for index in range(count):
+            column = columns[index] if columns else None
+            table = np.zeros((place.pipelines, _MAX_NDIM + 2), np.int32)
+            if column is not None:
+                kind = tf.as_dtype(column.dtype).as_datatype_enum
+                table[place.pipeline, : column.ndim + 2] = kind, column.ndim, *column.shape
+            table = sum_over_tasks(self._job, table.reshape(-1), of="shapes of a step's outputs")
+            table = table.reshape(place.pipelines, -1)
+            rows = table[:, 2]
+            kind, ndim, _, *shape = table[np.argmax(rows)]
+            dtype = tf.as_dtype(int(kind)).as_numpy_dtype
+            array = np.zeros((rows.sum(), *shape[: ndim - 1]), dtype)
+            if column is not None:
+                start = rows[: place.pipeline].sum()
+                array[start : start + len(column)] = column
             whole.append(sum_bytes(self._job, array, of="a step's outputs"))
         return whole
 
@@ -229,8 +298,8 @@ class PipelineEngine:
             for link in (self._before, self._after):
                 if link is not None:
                     link.fail(reason)
-            for staged in self._models.values():
-                staged.stage.forget()
+            if self._begun is not None:
+                self._begun.stage.forget()
             raise
 
 
@@ -252,8 +321,3 @@ def _tag(step: int, one: Pass) -> str:
 
 def _rows(values: Any, piece: slice) -> Any:
     return keras.tree.map_structure(lambda t: None if t is None else t[piece], values)
-
-
-def _dtype_of(number: int) -> Any:
-    codes = np.typecodes["All"]
-    return next(np.dtype(code) for code in codes if np.dtype(code).num == number)

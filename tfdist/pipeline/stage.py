@@ -74,13 +74,22 @@ class Stage:
       part: of the model.
       keep: ``tape`` keeps activations, ``recompute`` computes them again.
       loss_of: of the last stage; traced in the forward pass, where it may update metrics.
+      scaled: of a loss, what gradients are taken of.
     """
 
-    def __init__(self, part: Part, *, keep: str = "tape", loss_of: LossOf | None = None) -> None:
+    def __init__(
+        self,
+        part: Part,
+        *,
+        keep: str = "tape",
+        loss_of: LossOf | None = None,
+        scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    ) -> None:
         require_one_of("keep", keep, KEEPS)
+        self._scaled = scaled
         self.part = part
         self.variables: list[Any] = list(part.module.trainable_variables)
-        self._keep = keep
+        self.keep = keep
         self._loss_of = loss_of
         self._values = [variable.value for variable in self.variables]
         self._sums: list[tf.Variable | None] = [None] * len(self.variables)
@@ -107,7 +116,7 @@ class Stage:
         The loss is the micro-batch's, by its share of the step.
         """
         kept = self._kept[micro] = _Kept(batch, received)
-        if self._keep == "recompute":
+        if self.keep == "recompute":
             return self._forward(batch, received)[0]
         with tf.GradientTape() as tape:
             tape.watch([t for t in received.tensors if t.dtype.is_floating])
@@ -170,11 +179,11 @@ class Stage:
         if self.part.is_last:
             (loss,), _ = self._run(batch, received, training=True, loss_of=self._loss_of)
             loss *= batch.share  # what stages before have added has its gradient there
-            return [loss], [loss]
+            return [loss], [self._scaled(loss)]
         outputs, added = self._run(batch, received, training=True)
         targets = [t for t in outputs if t.dtype.is_floating]
         if added is not None:
-            targets.append(added * batch.share)
+            targets.append(self._scaled(added * batch.share))
         return self._message(outputs, received, added), targets
 
     def _traced_backward(
