@@ -80,6 +80,7 @@ def assert_same(seen, expected):
     [
         ("fits", 2, 2),
         ("again", 2, 2),
+        ("compiled", 2, 2),
         ("auto", 2, 2),
         ("scales", 2, 2),
         ("fits", 3, 3),
@@ -93,8 +94,8 @@ def test_stages_end_with_what_one_process_ends_with(
     assert code == EXIT_OK, said
     assert len(tasks) == workers
     for seen in tasks:
-        assert_same(seen, in_one_process("fits" if does in ("again", "auto") else does))
-    whole = in_one_process(does)["held"]
+        assert_same(seen, in_one_process("fits" if does in ("again", "compiled", "auto") else does))
+    whole = in_one_process("fits" if does != "scales" else does)["held"]
     for what in ("weights", "slots"):
         each = [seen["held"][what] for seen in tasks[:stages]]
         assert max(each) < whole[what]
@@ -117,6 +118,18 @@ def test_a_run_saved_on_two_stages_ends_on_three(tmp_path):
     assert tasks[0]["slots"] == expected[0]["slots"]
     for seen in tasks:
         assert seen["weights"] == expected[0]["weights"]
+
+
+def test_a_resumed_run_goes_on_with_what_was_measured(tmp_path):
+    code, said, first = run(tmp_path, "tries", stages=2)
+    assert code == EXIT_OK, said
+    assert "split size" in said
+    assert first[0]["history"] == first[1]["history"]
+    assert first[0]["chosen"].keys() == {"cut", "cut_of", "split_size"}
+    code, said, second = run(tmp_path, "tries", stages=2)  # at its end already
+    assert code == EXIT_OK, said
+    assert [seen["chosen"] for seen in second] == [first[0]["chosen"]] * 2
+    assert second[0]["weights"] == first[0]["weights"]
 
 
 @pytest.mark.parametrize("task", [0, 1])

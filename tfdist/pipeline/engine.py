@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,14 +23,17 @@ from tfdist.pipeline.link import Link
 from tfdist.pipeline.schedule import Pass, passes
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
 from tfdist.pipeline.staged import StagedModel, staged_model
-from tfdist.strategy import Job
+from tfdist.pipeline.whole_step import WholeStep
+from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
 from tfdist.training.feed import Part as FeedPart
 from tfdist.training.program import StepProgram
 
+_LOG = logging.getLogger(__name__)
 _MAX_NDIM = 16
+_TRIALS = 3  # the first one compiles
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -41,6 +46,7 @@ class PipelineEngine:
         self._place = job.stages
         self._before, self._after = links_of(job.stages)
         self._begun: StagedModel | None = None
+        self._whole_steps: dict[Stage, WholeStep] = {}
         self._batches: dict[StepProgram, Callable[[tf.Tensor], Any]] = {}
 
     def run(
@@ -52,11 +58,15 @@ class PipelineEngine:
             if program.training:
                 staged.divide()
             for step in range(first, last):
-                before = staged.values_of_last(staged.metrics)
+                data = self._batch(program, step)
                 if program.training:
-                    self._train(staged, program, step, before)
+                    self._choose_size(staged, program, step, data)
+                before = staged.values_of_last(staged.metrics)
+                batches = self._micro_batches(staged, program, step, data)
+                if program.training:
+                    self._train(staged, step, batches, before)
                 else:
-                    self._infer(staged, program, step, staged.stage.evaluate)
+                    self._infer(staged.stage, step, batches, staged.stage.evaluate)
                     self._summed(staged, [], before)
         return {}
 
@@ -65,7 +75,9 @@ class PipelineEngine:
         with self._telling_neighbours():
             staged = self._staged(program)
             for step in range(first, last):
-                rows = self._infer(staged, program, step, staged.stage.predict)
+                data = self._batch(program, step)
+                batches = self._micro_batches(staged, program, step, data)
+                rows = self._infer(staged.stage, step, batches, staged.stage.predict)
                 columns = [
                     np.concatenate([np.asarray(tensor) for tensor in column])
                     for column in zip(*rows, strict=True)
@@ -110,10 +122,13 @@ class PipelineEngine:
         return staged
 
     def _train(
-        self, staged: StagedModel, program: StepProgram, step: int, metrics: list[np.ndarray]
+        self,
+        staged: StagedModel,
+        step: int,
+        batches: list[MicroBatch],
+        metrics: list[np.ndarray],
     ) -> None:
         """Run one step: all passes of the schedule, and the update."""
-        batches = self._micro_batches(staged, program, step)
         self._run_passes(staged.stage, step, batches)
         part = sum(float(batch.share) for batch in batches)
         gradients = self._summed(staged, staged.stage.take_sums(), metrics, part=part)
@@ -126,6 +141,13 @@ class PipelineEngine:
             stages=self._place.count,
             micros=len(batches),
         )
+        if stage.keep == "compiled":
+            if stage not in self._whole_steps:
+                self._whole_steps[stage] = WholeStep(
+                    stage, before=self._before, after=self._after, tag=_tag
+                )
+            self._whole_steps[stage].run(step, order, batches)
+            return
         for one in order:
             if one.forward:
                 message = stage.forward(
@@ -196,19 +218,48 @@ class PipelineEngine:
 
     def _infer(
         self,
-        staged: StagedModel,
-        program: StepProgram,
+        stage: Stage,
         step: int,
+        batches: list[MicroBatch],
         run: Callable[[MicroBatch, Received], Tensors],
     ) -> list[Tensors]:
         """Run one step's forward passes; return what the last stage makes of each micro-batch."""
         found = []
-        for micro, batch in enumerate(self._micro_batches(staged, program, step)):
+        for micro, batch in enumerate(batches):
             one = Pass(True, micro)
-            message = run(batch, self._received(staged.stage, step, one))
+            message = run(batch, self._received(stage, step, one))
             self._send(self._after, step, one, message)
             found.append(message)
         return found if self._after is None else []
+
+    def _choose_size(self, staged: StagedModel, program: StepProgram, step: int, data: Any) -> None:
+        """Try sizes of micro-batches and keep the fastest, once in a run. A collective."""
+        place = self._place
+        if place.options.split_size != "auto" or "split_size" in place.chosen:
+            return
+        tried = {}
+        for size in staged.sizes_to_try(program.feed.plan.span(step).size):
+            staged.split_size = size
+            tried[size] = self._timed(staged, program, step, data)
+        fastest = min(tried, key=lambda size: tried[size])  # by the first stage, which ends last
+        staged.split_size = place.chosen["split_size"] = int(broadcast(fastest))
+        if self._job.is_chief:
+            seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
+            _LOG.info("split size %d: a step of %s", staged.split_size, seconds)
+
+    def _timed(self, staged: StagedModel, program: StepProgram, step: int, data: Any) -> float:
+        """Return the least seconds that a step's passes take; nothing is changed by them."""
+        batches = self._micro_batches(staged, program, step, data)
+        changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
+        seconds = []
+        for _ in range(_TRIALS):
+            start = time.perf_counter()
+            self._run_passes(staged.stage, step, batches)
+            seconds.append(time.perf_counter() - start)
+            staged.stage.forget()
+        for variable, value in changed:
+            variable.assign(value)
+        return min(seconds[1:])
 
     def _received(self, stage: Stage, step: int, one: Pass) -> Received:
         if self._before is None:
@@ -220,9 +271,9 @@ class PipelineEngine:
             link.send(_tag(step, one), [np.asarray(tensor) for tensor in tensors])
 
     def _micro_batches(
-        self, staged: StagedModel, program: StepProgram, step: int
+        self, staged: StagedModel, program: StepProgram, step: int, data: Any
     ) -> list[MicroBatch]:
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(self._batch(program, step))
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         inputs = [staged.inputs_of(x)[i] for i in staged.stage.part.inputs]
         if not staged.stage.part.is_last:
             y = weights = None
@@ -289,7 +340,7 @@ class PipelineEngine:
     def _telling_neighbours(self) -> Iterator[None]:
         """Tell the neighbouring stages why this one fails; they tell theirs."""
         try:
-            with naming_lost_peer(self._job):
+            with naming_lost_peer(self._job), _naming_lost_neighbour(self._before, self._after):
                 yield
         except Exception as error:
             name = self._place.names[self._place.index]
@@ -301,6 +352,18 @@ class PipelineEngine:
             if self._begun is not None:
                 self._begun.stage.forget()
             raise
+
+
+@contextlib.contextmanager
+def _naming_lost_neighbour(*links: Link | None) -> Iterator[None]:
+    """Raise PeerLost where TensorFlow says that a message inside a graph has failed."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        lost = [link.lost for link in links if link is not None and link.lost]
+        if not lost:
+            raise
+        raise PeerLost(lost[0]) from error
 
 
 @functools.cache

@@ -65,7 +65,8 @@ class StagedModel:
         parts = self._parts(rows=micro_sizes(batch, split_size=self.split_size)[0])
         part = parts[place.index]
         # The last stage turns round at once, and keeps one micro-batch only.
-        keep = "tape" if part.is_last and options.schedule != "gpipe" else options.keep
+        turns = part.is_last and options.schedule != "gpipe"
+        keep = "tape" if turns and options.keep == "recompute" else options.keep
         self._optimizer = getattr(model, "optimizer", None)
         self.stage = Stage(
             part,
@@ -109,6 +110,12 @@ class StagedModel:
     def skips_overflows(self) -> bool:
         """Return whether a step with a gradient that is not finite is left out."""
         return isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer)
+
+    def sizes_to_try(self, rows: int) -> list[int]:
+        """Return sizes of micro-batches for a step of so many examples, from the largest on."""
+        micros = [1, *(self._place.count * 2**k for k in range(5))]
+        sizes = {-(-rows // (self._place.pipelines * each)) for each in micros}
+        return sorted(sizes, reverse=True)
 
     def values_of_last(self, variables: list[Any]) -> list[np.ndarray]:
         """Return the values of variables where the last stage has peers, else nothing."""
@@ -237,7 +244,7 @@ class StagedModel:
     def _log(self, part: Part, *, batch: int) -> None:
         place, micros = self._place, len(self.sizes_of(batch)) // self._place.pipelines
         order = passes(place.options.schedule, stage=place.index, stages=place.count, micros=micros)
-        kept = most_kept(order) if self.stage.keep == "tape" else 1
+        kept = most_kept(order) if self.stage.keep != "recompute" else 1
         mine = [slot for slot in self._slots if self._owners[id(slot)] == place.index]
         _LOG.info(
             "%s: %d layers, from %s to %s; %d micro-batches of at most %d examples; weights"

@@ -38,24 +38,25 @@ class PipelineOptions:
 
     Attributes:
       split_size: examples of a micro-batch at the most; None for four times as many micro-batches
-        as there are stages.
+        as there are stages; ``auto`` for the fastest of a few sizes, tried at the first step.
       schedule: ``1f1b`` or ``gpipe``; ``serial`` runs one micro-batch at a time.
       keep: ``tape`` keeps the activations of micro-batches under way, ``recompute`` computes them
-        again.
+        again, ``compiled`` keeps them inside one compiled call for all passes of a step.
       cut: names of the last layer of each stage but the last one, or a map from regular
         expressions over layer paths to stages, or None to divide by measured times.
     """
 
-    split_size: int | None = None
+    split_size: int | str | None = None
     schedule: str = "1f1b"
     keep: str = "tape"
     cut: Sequence[str] | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.split_size is not None:
-            require_int("split_size", self.split_size, least=1, fix="give examples, such as 12")
+        if self.split_size not in (None, "auto"):
+            fix = 'give examples, such as 12, or "auto"'
+            require_int("split_size", self.split_size, least=1, fix=fix)
         require_one_of("schedule", self.schedule, ("1f1b", "gpipe", "serial"))
-        require_one_of("keep", self.keep, ("tape", "recompute"))
+        require_one_of("keep", self.keep, ("tape", "recompute", "compiled"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,8 +1,9 @@
 """A pipeline job that does what its tests look at; each task writes what it saw.
 
 Arguments: where to write, and what it does:
-``fits``, ``again`` (recomputing), ``auto`` (cut by measured times) and ``scales`` (the loss, up to
+``fits``, ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales`` (the loss, up to
 overflows) train, evaluate and predict; ``plain`` does so without statistics of batches;
+``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
 ``dies`` loses task 1 for good.
 """
@@ -90,16 +91,16 @@ def rate(epoch, before):
 if __name__ == "__main__":
     held = {}
     options = PipelineOptions(
-        split_size=4,
-        cut=None if DOES == "auto" else CUTS[STAGES],
-        keep="recompute" if DOES == "again" else "tape",
+        split_size="auto" if DOES == "tries" else 4,
+        cut=None if DOES in ("auto", "tries") else CUTS[STAGES],
+        keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
     keras.utils.set_random_seed(1 if tfdist.is_chief() else 99)
     with strategy.scope():
         model = staged_model()
     callbacks = [keras.callbacks.LearningRateScheduler(rate), Dies()]
-    if DOES.partition("-")[0] in ("saves", "kills"):
+    if DOES.partition("-")[0] in ("saves", "kills", "tries"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
     history = tfdist.fit(
@@ -113,6 +114,7 @@ if __name__ == "__main__":
         if tfdist.is_chief()
         else [],
         "held": held,
+        "chosen": current_job().stages.chosen,
         "evaluated": tfdist.evaluate(model, X, Y, batch_size=8, verbose=0),
         "predicted": tfdist.predict(model, X, batch_size=8, verbose=0).tolist(),
     }
