@@ -1,8 +1,8 @@
 """A pipeline job that does what its tests look at; each task writes what it saw.
 
 Arguments: where to write, and what it does:
-``fits``, ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales`` (the loss, up to
-overflows) train, evaluate and predict; ``plain`` does so without statistics of batches;
+``fits``, ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales``
+(the loss, up to overflows) train, evaluate and predict; ``plain`` does so without statistics of batches;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
 ``dies`` loses task 1 for good.
