@@ -16,7 +16,7 @@ from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
-from tfdist.pipeline.timing import chosen_places
+from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import owners_of
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
@@ -266,6 +266,15 @@ def test_what_cannot_be_cut_is_refused(mistake, code):
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"split_size": 0}, {"split_size": "fast"}, {"schedule": "2f2b"}, {"keep": "nothing"}],
+)
+def test_options_that_cannot_be_are_refused(given):
+    with pytest.raises(UsageError):
+        tfdist.PipelineOptions(**given)
+
+
 # Training by the engine, and how tasks meet.
 
 
@@ -384,10 +393,10 @@ def test_a_slot_belongs_to_the_stage_of_its_variable():
 
 def test_the_places_that_are_chosen_cut_the_model():
     graph = LayerGraph(model_with())
-    places = chosen_places(graph, num_stages=3, rows=4)
+    places = chosen_places(graph, possible_places(graph, num_stages=3), num_stages=3, rows=4)
     assert len(graph.cut(graph.behind([p.position for p in places]), num_stages=3)) == 3
     with pytest.raises(UsageError) as caught:
-        chosen_places(graph, num_stages=9, rows=4)
+        possible_places(graph, num_stages=9)
     assert caught.value.code == "too-many-stages"
 
 

@@ -143,6 +143,14 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
         assert {**seen, "held": None} == {**expected, "held": None}
 
 
+def test_a_cut_behind_no_layer_ends_every_task_in_one_line(tmp_path):
+    code, said, tasks = run(tmp_path, "wrong", stages=2)
+    assert code == EXIT_USAGE
+    assert "'addz' (did you mean 'adds'?)" in said
+    assert "Traceback" not in said
+    assert not tasks
+
+
 def test_a_stage_that_dies_is_named(tmp_path):
     code, said, _ = run(tmp_path, "dies", stages=2)
     assert code != EXIT_OK

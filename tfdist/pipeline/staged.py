@@ -16,7 +16,7 @@ from tfdist.errors import require
 from tfdist.pipeline.cuts import LayerGraph, Part
 from tfdist.pipeline.schedule import micro_sizes, most_kept, passes
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
-from tfdist.pipeline.timing import chosen_places
+from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import bytes_of, from_owners, owners_of, release, slots_of
 from tfdist.strategy import Job, broadcast
 from tfdist.training import keras_compat
@@ -206,9 +206,10 @@ class StagedModel:
         """Return where the chief cuts by measured times, or has, for good. A collective."""
         chosen, what = self._place.chosen, [len(self.graph.nodes), self._place.count]
         if chosen.get("cut_of") != what:
-            positions = None
+            count, positions = self._place.count, None
+            places = possible_places(self.graph, num_stages=count)
             if self._job.is_chief:
-                places = chosen_places(self.graph, num_stages=self._place.count, rows=rows)
+                places = chosen_places(self.graph, places, num_stages=count, rows=rows)
                 positions = [place.position for place in places]
             chosen.update(cut_of=what, cut=broadcast(positions))
         return list(chosen["cut"])

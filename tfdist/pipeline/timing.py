@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.pipeline.balance import balanced
+from tfdist.pipeline.balance import balanced, require_enough
 from tfdist.pipeline.cuts import LayerGraph, Place, one_or_list
 from tfdist.training import keras_compat
 
@@ -17,24 +17,31 @@ _ROUNDS = 3
 _MOST_TENSORS = 2
 
 
-def chosen_places(graph: LayerGraph, *, num_stages: int, rows: int) -> list[Place]:
+def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
+    """Return the places that are looked at: those that no more than a few tensors cross.
+
+    Raises:
+      UsageError: the model has fewer of them than cuts.
+    """
+    places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
+    require_enough(len(places), stages=num_stages)
+    return places
+
+
+def chosen_places(
+    graph: LayerGraph, places: Sequence[Place], *, num_stages: int, rows: int
+) -> list[Place]:
     """Return where to cut so that the slowest stage is as fast as it can be.
 
-    Places that more than a few tensors cross are not looked at. Weights stay as they are.
+    Weights stay as they are.
 
     Args:
       graph: of the model.
+      places: of which to choose.
       num_stages: to make.
       rows: examples of a micro-batch, at which the parts are timed.
-
-    Raises:
-      UsageError: the model has fewer places than cuts.
     """
-    places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
-    if num_stages > len(places) + 1:
-        seconds = [1.0] * (len(places) + 1)  # which is refused
-    else:
-        seconds = _seconds(graph, [place.position for place in places], rows)
+    seconds = _seconds(graph, [place.position for place in places], rows)
     weights = [place.example_bytes for place in places]
     return [places[i] for i in balanced(seconds, weights, stages=num_stages)]
 

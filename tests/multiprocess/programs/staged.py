@@ -2,10 +2,11 @@
 
 Arguments: where to write, and what it does:
 ``fits``, ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales``
-(the loss, up to overflows) train, evaluate and predict; ``plain`` does so without statistics of batches;
+(the loss, up to overflows) train, evaluate and predict; ``plain`` does so without statistics of
+batches;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
-``dies`` loses task 1 for good.
+``dies`` loses task 1 for good; ``wrong`` cuts behind a layer that is not there.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ if __name__ == "__main__":
     held = {}
     options = PipelineOptions(
         split_size="auto" if DOES == "tries" else 4,
-        cut=None if DOES in ("auto", "tries") else CUTS[STAGES],
+        cut={"auto": None, "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
         keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
