@@ -96,10 +96,10 @@ def from_owners(
 def release(variables: Sequence[Any]) -> None:
     """Give the memory of variables back; the next `assign` takes it again."""
     for variable in variables:
+        value = variable.value
+        value._validate_shape = False  # else `assign` compares with the shape that is there
         tf.raw_ops.AssignVariableOp(
-            resource=variable.value.handle,
-            value=tf.zeros([0], variable.value.dtype),
-            validate_shape=False,
+            resource=value.handle, value=tf.zeros([0], value.dtype), validate_shape=False
         )
 
 
