@@ -151,6 +151,13 @@ def test_a_cut_behind_no_layer_ends_every_task_in_one_line(tmp_path):
     assert not tasks
 
 
+def test_stages_that_read_different_data_are_refused(tmp_path):
+    code, said, tasks = run(tmp_path, "differs", stages=2)
+    assert code == EXIT_USAGE
+    assert "examples at the same indices" in said
+    assert not tasks
+
+
 def test_a_stage_that_dies_is_named(tmp_path):
     code, said, _ = run(tmp_path, "dies", stages=2)
     assert code != EXIT_OK

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import PeerLost
+from tfdist.errors import PeerLost, require
 from tfdist.pipeline.link import Link
 from tfdist.pipeline.schedule import Pass, passes
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
@@ -28,6 +28,7 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
+from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part as FeedPart
 from tfdist.training.program import StepProgram
 
@@ -115,6 +116,14 @@ class PipelineEngine:
     def _staged(self, program: StepProgram) -> StagedModel:
         """Return the model in stages; the first call is a collective."""
         model = program.function.__self__  # type: ignore[attr-defined]
+        require(
+            program.recorder is None,
+            "ledger",
+            received="one under strategy pipeline",
+            expected="none, as no ledger is kept of stages",
+            fix="leave it out",
+            code="no-ledger",
+        )
         staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)
         if staged is not self._begun:
             staged.begin()
@@ -306,6 +315,7 @@ class PipelineEngine:
         if not program.feed.direct:
             part = FeedPart(*next(program.feed.iterator(step))[0])
             program.feed.advanced_to(step + 1)
+            require_same_batches(self._job, program.feed, step, step + 1)
             return part.data
         if program not in self._batches:
             self._batches[program] = keras_compat.compiled(

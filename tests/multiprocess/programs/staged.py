@@ -6,7 +6,8 @@ Arguments: where to write, and what it does:
 batches;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
-``dies`` loses task 1 for good; ``wrong`` cuts behind a layer that is not there.
+``dies`` loses task 1 for good; ``wrong`` cuts behind a layer that is not there,
+and in ``differs`` each task has targets of its own.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ if __name__ == "__main__":
     keras.utils.set_random_seed(1 if tfdist.is_chief() else 99)
     with strategy.scope():
         model = staged_model()
+    if DOES == "differs":
+        Y = (Y + int(current_job().name[-1])) % 3
     callbacks = [keras.callbacks.LearningRateScheduler(rate), Dies()]
     if DOES.partition("-")[0] in ("saves", "kills", "tries"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
