@@ -393,7 +393,8 @@ def test_a_slot_belongs_to_the_stage_of_its_variable():
 
 def test_the_places_that_are_chosen_cut_the_model():
     graph = LayerGraph(model_with())
-    places = chosen_places(graph, possible_places(graph, num_stages=3), num_stages=3, rows=4)
+    possible = possible_places(graph, num_stages=3)
+    places = chosen_places(graph, possible, num_stages=3, rows=4, micros=8)
     assert len(graph.cut(graph.behind([p.position for p in places]), num_stages=3)) == 3
     with pytest.raises(UsageError) as caught:
         possible_places(graph, num_stages=9)

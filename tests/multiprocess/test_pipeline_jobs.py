@@ -123,7 +123,10 @@ def test_a_run_saved_on_two_stages_ends_on_three(tmp_path):
 def test_a_resumed_run_goes_on_with_what_was_measured(tmp_path):
     code, said, first = run(tmp_path, "tries", stages=2)
     assert code == EXIT_OK, said
+    assert "cut behind" in said
     assert "split size" in said
+    for task in (0, 1):
+        assert f"worker-{task} (stage {task}): " in said
     assert first[0]["history"] == first[1]["history"]
     assert first[0]["chosen"].keys() == {"cut", "cut_of", "split_size"}
     code, said, second = run(tmp_path, "tries", stages=2)  # at its end already

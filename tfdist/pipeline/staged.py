@@ -62,7 +62,7 @@ class StagedModel:
         self.split_size: int = place.chosen.get("split_size", max(1, -(-batch // micros)))
         if isinstance(options.split_size, int):
             self.split_size = options.split_size
-        parts = self._parts(rows=micro_sizes(batch, split_size=self.split_size)[0])
+        parts = self._parts(self.sizes_of(batch))
         part = parts[place.index]
         # The last stage turns round at once, and keeps one micro-batch only.
         turns = part.is_last and options.schedule != "gpipe"
@@ -159,8 +159,7 @@ class StagedModel:
 
     def sizes_of(self, rows: int) -> list[int]:
         """Return the examples of each micro-batch of a step, of all pipelines, in their order."""
-        most = -(-rows // self._place.pipelines)
-        return micro_sizes(rows, split_size=max(1, min(self.split_size, most)))
+        return micro_sizes(rows, split_size=self.split_size)
 
     def inputs_of(self, x: Any) -> Tensors:
         """Return the model's flat inputs, in the order of its graph."""
@@ -183,7 +182,7 @@ class StagedModel:
     def _inner_optimizer(self) -> Any:
         return getattr(self._optimizer, "inner_optimizer", self._optimizer)
 
-    def _parts(self, *, rows: int) -> list[Part]:
+    def _parts(self, sizes: list[int]) -> list[Part]:
         count, cut = self._place.count, self._place.options.cut
         graph = self.graph
         if count == 1:
@@ -191,7 +190,7 @@ class StagedModel:
         if isinstance(cut, Mapping):
             return graph.cut(graph.by_patterns(cut), num_stages=count)
         if cut is None:
-            return graph.cut(graph.behind(self._chosen_cut(rows)), num_stages=count)
+            return graph.cut(graph.behind(self._chosen_cut(sizes)), num_stages=count)
         require(
             len(cut) == count - 1,
             "cut",
@@ -202,14 +201,17 @@ class StagedModel:
         )
         return graph.cut(graph.behind_layers(list(cut)), num_stages=count)
 
-    def _chosen_cut(self, rows: int) -> list[int]:
+    def _chosen_cut(self, sizes: list[int]) -> list[int]:
         """Return where the chief cuts by measured times, or has, for good. A collective."""
         chosen, what = self._place.chosen, [len(self.graph.nodes), self._place.count]
         if chosen.get("cut_of") != what:
             count, positions = self._place.count, None
             places = possible_places(self.graph, num_stages=count)
             if self._job.is_chief:
-                places = chosen_places(self.graph, places, num_stages=count, rows=rows)
+                micros = -(-len(sizes) // self._place.pipelines)
+                places = chosen_places(
+                    self.graph, places, num_stages=count, rows=sizes[0], micros=micros
+                )
                 positions = [place.position for place in places]
             chosen.update(cut_of=what, cut=broadcast(positions))
         return list(chosen["cut"])
@@ -243,7 +245,7 @@ class StagedModel:
             vars(inner).update(before)
 
     def _log(self, part: Part, *, batch: int) -> None:
-        place, micros = self._place, len(self.sizes_of(batch)) // self._place.pipelines
+        place, micros = self._place, -(-len(self.sizes_of(batch)) // self._place.pipelines)
         order = passes(place.options.schedule, stage=place.index, stages=place.count, micros=micros)
         kept = most_kept(order) if self.stage.keep != "recompute" else 1
         mine = [slot for slot in self._slots if self._owners[id(slot)] == place.index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +13,10 @@ import tensorflow as tf
 
 from tfdist.pipeline.balance import balanced, require_enough
 from tfdist.pipeline.cuts import LayerGraph, Place, one_or_list
+from tfdist.pipeline.schedule import passes, timeline
 from tfdist.training import keras_compat
 
+_LOG = logging.getLogger(__name__)
 _ROUNDS = 3
 _MOST_TENSORS = 2
 
@@ -29,9 +33,9 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
 
 
 def chosen_places(
-    graph: LayerGraph, places: Sequence[Place], *, num_stages: int, rows: int
+    graph: LayerGraph, places: Sequence[Place], *, num_stages: int, rows: int, micros: int
 ) -> list[Place]:
-    """Return where to cut so that the slowest stage is as fast as it can be.
+    """Return where to cut so that the slowest stage is as fast as it can be, and log it.
 
     Weights stay as they are.
 
@@ -40,10 +44,22 @@ def chosen_places(
       places: of which to choose.
       num_stages: to make.
       rows: examples of a micro-batch, at which the parts are timed.
+      micros: micro-batches of a step, for the time that is said to be lost.
     """
     seconds = _seconds(graph, [place.position for place in places], rows)
     weights = [place.example_bytes for place in places]
-    return [places[i] for i in balanced(seconds, weights, stages=num_stages)]
+    chosen = balanced(seconds, weights, stages=num_stages)
+    bounds = [0, *(i + 1 for i in chosen), len(seconds)]
+    each = [sum(seconds[low:high]) for low, high in itertools.pairwise(bounds)]
+    orders = [passes("1f1b", stage=k, stages=num_stages, micros=micros) for k in range(num_stages)]
+    _LOG.info(
+        "cut behind %s: %s s for a micro-batch of %d; of %d micro-batches the stages wait %.0f %%",
+        ", ".join(places[i].name for i in chosen),
+        " + ".join(f"{one:.4f}" for one in each),
+        *(rows, micros),
+        100 * timeline(orders, forward_s=each, backward_s=[2 * s for s in each]).bubble,
+    )
+    return [places[i] for i in chosen]
 
 
 def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:

@@ -37,11 +37,13 @@ def owners_of(model: keras.Model, parts: Sequence[Part]) -> dict[int, int]:
     """
     owners = {id(v): part.index for part in parts for v in part.module.variables}
     owners.update((id(v), len(parts) - 1) for v in model.metrics_variables)
-    for optimizer in _optimizers(model):
+    optimizers = list(_optimizers(model))
+    for optimizer in optimizers:
         trainable = optimizer._trainable_variables
         for slots in _by_variable(optimizer):
             for slot, variable in zip(slots, trainable, strict=True):
                 owners.setdefault(id(slot), owners.get(id(variable), 0))
+    for optimizer in optimizers:
         for variable in optimizer.variables:
             if id(variable) not in owners and tuple(variable.shape):
                 raise UsageError(

@@ -13,6 +13,7 @@ and in ``differs`` each task has targets of its own.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -91,6 +92,7 @@ def rate(epoch, before):
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     held = {}
     options = PipelineOptions(
         split_size="auto" if DOES == "tries" else 4,
