@@ -364,6 +364,14 @@ def test_a_step_of_the_models_own_is_refused(one_stage):
     ("given", "code"),
     [
         (
+            {
+                "optimizer": lambda: keras.optimizers.SGD(
+                    global_clipnorm=1.0, gradient_accumulation_steps=2
+                )
+            },
+            "accumulated-norm",
+        ),
+        (
             {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
             "loss-reduction",
         ),

@@ -286,6 +286,19 @@ def _require_stages_compute_it(model: keras.Model) -> None:
         fix="train it under another strategy",
         code="own-step",
     )
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    both = [
+        getattr(inner, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps")
+    ]
+    require(
+        not all(both),
+        "optimizer",
+        received="global_clipnorm and gradient_accumulation_steps under strategy pipeline",
+        expected="one of them: the norm over all stages is that of each step's gradients",
+        fix="leave gradient_accumulation_steps out, and make the batch larger",
+        code="accumulated-norm",
+    )
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         reduction = getattr(loss, "reduction", "sum_over_batch_size")
         require(
