@@ -28,6 +28,7 @@ MAY_IMPORT = {
         *("training", "argument_parser"),
     },
     "outputs": {"errors"},
+    "report": {"errors", "argument_parser", "outputs"},
     "strategy": {"errors", "cluster"},
     "data": {"errors", "cluster", "strategy"},
     "checkpoint": {"errors", "cluster", "strategy", "data"},
@@ -56,7 +57,7 @@ WHERE_ASKED_FOR = {
     "serving": {"app"},
 }
 WITHOUT_TENSORFLOW = (
-    *("errors", "files", "cluster", "launch", "configs", "outputs"),
+    *("errors", "files", "cluster", "launch", "configs", "outputs", "report"),
     *("ops", "ops.lint", "ops.doctor", "ops.submit"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -123,7 +124,7 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
     # `__main__` runs a program, and so is not imported; it is in the law above.
     names = [dotted(p) for p in MODULES if room_of(p) == room and p.name != "__main__.py"]
     heavy = {"tensorflow", "keras"} | (
-        {"numpy"} if room not in ("configs", "outputs", "ops.lint") else set()
+        {"numpy"} if room not in ("configs", "outputs", "report", "ops.lint") else set()
     )
     program = (
         f"import importlib, sys; [importlib.import_module(name) for name in {names}];"

@@ -86,6 +86,7 @@ class LaunchOptions:
     host_timeout_s: float = 5.0
     ports: str | None = None
     run_dir: str | None = None
+    metrics_port: int | None = None
     split_bytes: int | None = None
     profile_ps: bool = False
     isolate: bool = False
@@ -152,10 +153,11 @@ def _check_counts(options: LaunchOptions) -> None:
     if not 0 <= options.max_restarts <= _MAX_RESTARTS:
         expected = f"an integer from 0 to {_MAX_RESTARTS}"
         _refuse("max_restarts", options.max_restarts, expected, "use --max_restarts 3")
-    port = options.rendezvous_port
-    if port is not None and not 1 <= port <= 65_535:
-        fix = "use --rendezvous_port 2222, for example"
-        _refuse("rendezvous_port", port, "a port from 1 to 65535", fix)
+    for name, example in (("rendezvous_port", 2222), ("metrics_port", 9100)):
+        port = getattr(options, name)
+        if port is not None and not 1 <= port <= 65_535:
+            fix = f"use --{name} {example}, for example"
+            _refuse(name, port, "a port from 1 to 65535", fix)
 
 
 def _check_times(options: LaunchOptions) -> None:
@@ -307,6 +309,7 @@ FLAGS = (
         "how long a task may hang before it has failed; 0: for ever (300)",
     ),
     _Flag("run_dir", str, "D", "where the job writes (runs/<time>-<random>)"),
+    _Flag("metrics_port", int, "P", "serve the job's metrics to Prometheus, on loopback (none)"),
     _Flag(
         "hosts",
         str,
