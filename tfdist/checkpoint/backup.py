@@ -187,6 +187,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "callbacks": callback_state.get_states(others),
             "configuration": self._configuration or state.configuration_of(model),
             "place": _place(job),
+            "stages": {} if job.stages is None else job.stages.chosen,
         }
         self._background.start(lambda: self.store.write(run.step, arrays, meta=meta, best=best))
         if self._auto:
@@ -221,10 +222,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             else {
                 "run": dataclasses.asdict(_run_state(checkpoint)),
                 "callbacks": checkpoint.meta["callbacks"],
+                "stages": checkpoint.meta.get("stages", {}),
             }
         )
         kept = callback_state.best_weights_in(checkpoint.arrays) if checkpoint else None
         self._saved_run = RunState(**saved["run"])
+        if job.stages is not None:
+            job.stages.chosen.update(saved["stages"])
         others = callbacks.callbacks
         callback_state.set_states(others, saved["callbacks"])
         callback_state.set_best_weights(others, state.all_from_chief(job, kept))

@@ -189,9 +189,10 @@ def _check_together(options: LaunchOptions) -> None:
     if stages is not None and strategy != "pipeline":
         fix = "leave --stages out, or use --strategy pipeline"
         _refuse("stages", f"{stages} with --strategy {strategy}", "no --stages", fix)
-    if stages is not None and stages != workers:
-        fix = "leave --workers out"
-        _refuse("stages", f"{stages} with --workers {workers}", "a task for each stage", fix)
+    if stages is not None and workers % stages:
+        fix = "make --workers a multiple of --stages, or leave it out"
+        expected = "a task for each stage of each pipeline"
+        _refuse("stages", f"{stages} with --workers {workers}", expected, fix)
     for flag in ("split_bytes", "profile_ps"):
         value = getattr(options, flag)
         if value and strategy != "ps" and ps is None:
@@ -268,7 +269,12 @@ FLAGS = (
     ),
     _Flag("workers", int, "N", "processes that compute (1)"),
     _Flag("ps", int, "M", "parameter servers of a ps job (1)"),
-    _Flag("stages", int, "K", "stages of a pipeline job, a task for each"),
+    _Flag(
+        "stages",
+        int,
+        "K",
+        "stages of each pipeline, a task for each (--workers)",
+    ),
     _Flag(
         "min_workers",
         int,
