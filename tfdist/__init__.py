@@ -33,7 +33,9 @@ _HOME_OF = {
     "StartupTimeout": "tfdist.errors",
     "PeerLost": "tfdist.errors",
     "Stopped": "tfdist.errors",
+    "JobFailed": "tfdist.errors",
     "export_model": "tfdist.serving.export",
+    "spawn": "tfdist.launch.spawn",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
     "tuning": "tfdist.tuning",
@@ -45,7 +47,15 @@ if TYPE_CHECKING:
     from tfdist import data, errors, tuning
     from tfdist.audit.recorder import Ledger
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
-    from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
+    from tfdist.errors import (
+        JobFailed,
+        PeerLost,
+        StartupTimeout,
+        Stopped,
+        TfdistError,
+        UsageError,
+    )
+    from tfdist.launch.spawn import spawn
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.training.epochs import VirtualEpochs
@@ -59,6 +69,7 @@ __all__ = [
     "BackupAndRestore",
     "Evaluator",
     "InExamples",
+    "JobFailed",
     "Ledger",
     "ModelCheckpoint",
     "PeerLost",
@@ -81,6 +92,7 @@ __all__ = [
     "make_strategy",
     "on_chief",
     "predict",
+    "spawn",
     "tuning",
 ]
 

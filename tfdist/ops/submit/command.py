@@ -152,7 +152,7 @@ _HELP = {
 }
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("start", "fork_server", "isolate", "restart_window_s"),
+        ("start", "fork_server", "keep_fds", "isolate", "restart_window_s"),
         "a flag that a scheduler has a use for",
     ),
     **dict.fromkeys(
