@@ -43,7 +43,7 @@ def environment(tmp_path, monkeypatch):
 
 
 def texts_of(cell):
-    return "".join(output.get("text", "") for output in cell.outputs)
+    return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
 def test_the_notebook_of_the_docs_runs_and_shows_what_its_tasks_print(environment):

@@ -1,0 +1,297 @@
+"""Callbacks of trackers: real MLflow and W&B where they are installed, others by their calls."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist.training import trackers
+from tfdist.training.callbacks import callback_list, wants_every_batch
+from tfdist.training.engines import SynchronousEngine
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(48, 4).astype("float32")
+Y = (X @ RNG.randn(4, 1)).astype("float32")
+STEPS, EPOCHS = 12, 3
+
+
+class Killed(Exception):
+    """What stands for a kill: nothing is saved or closed after it."""
+
+
+class KillAt(keras.callbacks.Callback):
+    """Fails when an epoch has ended, after the callbacks before it."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise Killed
+
+
+def train(strategy, callbacks, **options):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    options = {"batch_size": 4, "epochs": EPOCHS, "verbose": 0, "seed": 1} | options
+    return tfdist.fit(model, X, Y, callbacks=callbacks, **options)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """The blocks of steps that the engine is asked to run."""
+    seen = []
+    run = SynchronousEngine.run
+
+    def noting(self, program, first, last, **kwargs):
+        seen.append((first, last))
+        return run(self, program, first, last, **kwargs)
+
+    monkeypatch.setattr(SynchronousEngine, "run", noting)
+    return seen
+
+
+class Run:
+    """A run of a tracker that is not there, in its own module and in none of its files."""
+
+    def __init__(self, hash):
+        self.hash = hash
+
+
+def fake_aim(monkeypatch, calls, *, fails=""):
+    """A callback as Aim's, with the module, run and hooks of it."""
+    monkeypatch.setitem(sys.modules, "aim", types.ModuleType("aim"))
+
+    class AimCallback(keras.callbacks.Callback):
+        _run_hash = None
+        experiment = None
+
+        def on_train_begin(self, logs=None):
+            self.experiment = Run(self._run_hash or f"run-{len(calls)}")
+            calls.append(("begin", self.experiment.hash))
+
+        def on_train_batch_end(self, batch, logs=None):
+            if fails == "block":
+                raise ConnectionError("nobody there")
+            calls.append(("block", batch, sorted(logs)))
+
+        def on_epoch_end(self, epoch, logs=None):
+            calls.append(("epoch", epoch, sorted(logs)))
+
+    AimCallback.__module__ = "aim.sdk.adapters.keras"
+    return AimCallback()
+
+
+def epochs_in(calls):
+    return [call[1] for call in calls if call[0] == "epoch"]
+
+
+def test_a_tracker_sees_each_epoch_and_block_and_shortens_none(strategies, monkeypatch, blocks):
+    calls = []
+    train(strategies[1], [])
+    alone, blocks[:] = list(blocks), []
+    train(strategies[1], [fake_aim(monkeypatch, calls)])
+    assert len(blocks) < EPOCHS * STEPS
+    assert len(blocks) <= len(alone) + EPOCHS
+    assert [c for c in calls if c[0] == "block"] == [
+        ("block", (last - 1) % STEPS, ["loss"]) for _, last in blocks
+    ]
+    assert epochs_in(calls) == [0, 1, 2]
+
+
+def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(monkeypatch):
+    base = type(fake_aim(monkeypatch, []))
+    assert not wants_every_batch(base(), mode="train")
+    derived = type("Mine", (base,), {"on_train_batch_end": lambda self, batch, logs=None: None})
+    derived.__module__ = "mine"
+    assert trackers.package_of(derived()) == "aim"
+    wrapper = trackers.wrapped(derived())
+    assert isinstance(wrapper, trackers.Tracker)
+    assert wants_every_batch(derived(), mode="train")
+
+
+def test_it_runs_in_the_chief_alone(monkeypatch):
+    job = types.SimpleNamespace(is_chief=False)
+    board = fake_aim(monkeypatch, [])
+    listed = callback_list([board], job=job, model=None, verbose=0, epochs=1, steps=1)
+    assert listed.callbacks == []
+    job.is_chief = True
+    listed = callback_list([board], job=job, model=None, verbose=0, epochs=1, steps=1)
+    assert [c.inner for c in listed.callbacks] == [board]
+
+
+def test_one_that_fails_is_left_out_with_one_warning(strategies, monkeypatch, caplog):
+    calls = []
+    with caplog.at_level(logging.WARNING):
+        history = train(strategies[1], [fake_aim(monkeypatch, calls, fails="block")])
+    assert len(history.history["loss"]) == EPOCHS
+    (warning,) = [r.message for r in caplog.records if r.name == "tfdist.training.trackers"]
+    assert warning == (
+        "Aim: cannot write (ConnectionError: nobody there); the training goes on without it"
+    )
+    assert epochs_in(calls) == []
+
+
+def test_a_killed_run_goes_on_in_its_own_and_logs_each_epoch_once(
+    strategies, monkeypatch, tmp_path
+):
+    calls = []
+    with pytest.raises(Killed):  # epoch 1 is logged, and its checkpoint is not there
+        backup = tfdist.BackupAndRestore(tmp_path)
+        train(strategies[1], [fake_aim(monkeypatch, calls), backup, KillAt(1)])
+    train(strategies[2], [fake_aim(monkeypatch, calls), tfdist.BackupAndRestore(tmp_path)])
+    begins = [call[1] for call in calls if call[0] == "begin"]
+    assert begins == ["run-0", "run-0"]
+    assert epochs_in(calls) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("package", ["comet_ml", "clearml"])
+def test_a_run_of_the_others_is_taken_up_by_their_calls(monkeypatch, package):
+    made = []
+    module = types.ModuleType(package)
+    inner = types.SimpleNamespace()
+
+    def run(name):
+        return types.SimpleNamespace(
+            id=name,
+            get_key=lambda: name,
+            end=lambda: made.append(("end", name)),
+            close=lambda: made.append(("end", name)),
+        )
+
+    inner.experiment = run("new")
+    module.ExistingExperiment = lambda previous_experiment: run(previous_experiment)
+    module.Task = types.SimpleNamespace(
+        current_task=lambda: run("new"),
+        init=lambda continue_last_task: made.append(("go on", continue_last_task)),
+    )
+    monkeypatch.setitem(sys.modules, package, module)
+    assert trackers._RUN[package](inner) == "new"
+    trackers._RESUME[package](inner, "old")
+    if package == "comet_ml":
+        assert inner.experiment.id == "old"
+        assert made == [("end", "new")]
+    else:
+        assert made == [("end", "new"), ("go on", "old")]
+
+
+def test_tensorboard_by_steps_shortens_no_block(strategies, tmp_path, blocks):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(strategies[1], [keras.callbacks.TensorBoard(tmp_path, update_freq=5)])
+    assert len(blocks) < EPOCHS * STEPS
+    events = EventAccumulator(str(tmp_path / "train"), size_guidance={"tensors": 0})
+    steps = [event.step for event in events.Reload().Tensors("batch_loss")]
+    ends = [(first, last) for first, last in blocks if last // 5 > first // 5]
+    assert steps == [last // 5 * 5 for _, last in ends]
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow.keras")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    yield mlflow
+    while mlflow.active_run():
+        mlflow.end_run()
+
+
+def steps_in_mlflow(mlflow, run_id):
+    history = mlflow.MlflowClient().get_metric_history(run_id, "loss")
+    return sorted(metric.step for metric in history)
+
+
+@pytest.mark.parametrize("options", [{}, {"log_every_epoch": False, "log_every_n_steps": 5}])
+def test_mlflow_has_one_run_with_each_step_once(mlflow, strategies, tmp_path, blocks, options):
+    def attempt(*more):
+        run = mlflow.start_run()
+        backup = tfdist.BackupAndRestore(tmp_path / "backup")
+        board = mlflow.keras.MlflowCallback(**options)
+        train(strategies[1], [board, backup, *more], validation_data=(X, Y))
+        return run.info.run_id
+
+    with pytest.raises(Killed):
+        attempt(KillAt(1))
+    mlflow.flush_async_logging()
+    first = mlflow.active_run().info.run_id
+    mlflow.end_run("KILLED")
+    second = attempt()
+    assert second != first
+    assert mlflow.active_run().info.run_id == first
+    assert [run.info.run_id for run in mlflow.MlflowClient().search_runs(["0"])] == [first]
+    steps = steps_in_mlflow(mlflow, first)
+    if options:
+        assert len(steps) == len(set(steps)) >= 3
+        assert set(steps) <= {last for _, last in blocks}
+        assert len(blocks) < EPOCHS * STEPS
+    else:
+        assert steps == list(range(EPOCHS))
+
+
+def test_autolog_is_told_that_it_sees_nothing(mlflow, strategies, caplog):
+    mlflow.keras.autolog()
+    try:
+        with caplog.at_level(logging.WARNING):
+            train(strategies[1], [], epochs=1)
+    finally:
+        mlflow.keras.autolog(disable=True)
+    assert [r for r in caplog.records if "mlflow.autolog sees keras.Model.fit alone" in r.message]
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    wandb = pytest.importorskip("wandb")
+    pytest.importorskip("wandb.integration.keras")
+    yield wandb
+    wandb.finish(quiet=True)
+
+
+@pytest.mark.parametrize("freq", ["epoch", "batch", 5])
+def test_wandb_goes_on_in_its_run_with_each_step_once(
+    wandb, strategies, tmp_path, monkeypatch, blocks, freq
+):
+    logged = []
+
+    def attempt(*more):
+        run = wandb.init(project="test")
+        backup = tfdist.BackupAndRestore(tmp_path / "backup")
+        board = wandb.integration.keras.WandbMetricsLogger(log_freq=freq)
+        monkeypatch.setattr(wandb, "log", lambda d: logged.append((wandb.run.id, d)))
+        train(strategies[1], [board, backup, *more])
+        return run.id
+
+    with pytest.raises(Killed):
+        attempt(KillAt(1))
+    first = wandb.run.id
+    wandb.finish(quiet=True)
+    assert attempt() != first
+    assert {run for run, _ in logged} == {first}
+    epochs = [d["epoch/epoch"] for _, d in logged if "epoch/epoch" in d]
+    assert epochs == [0, 1, 2]
+    steps = [d["batch/batch_step"] for _, d in logged if "batch/batch_step" in d]
+    assert len(blocks) < EPOCHS * STEPS
+    assert len(steps) == len(set(steps))
+    if freq == "batch":
+        assert set(steps) == {last - 1 for _, last in blocks}
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_one_that_is_not_installed_is_a_warning(name, monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(sys.modules, name, None)
+    made = trackers.make_tracker(name, run_name="x", directory=tmp_path, config={})
+    assert made is None
+    (record,) = caplog.records
+    assert f"{trackers.TRACKERS[name]} is not installed" in record.message
