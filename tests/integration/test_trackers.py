@@ -116,7 +116,8 @@ def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(monkeypatch)
     assert trackers.package_of(derived()) == "aim"
     wrapper = trackers.wrapped(derived())
     assert isinstance(wrapper, trackers.Tracker)
-    assert wants_every_batch(derived(), mode="train")
+    assert wants_every_batch(wrapper, mode="train")
+    assert not wants_every_batch(trackers.wrapped(base()), mode="train")
 
 
 def test_it_runs_in_the_chief_alone(monkeypatch):
@@ -145,8 +146,8 @@ def test_a_killed_run_goes_on_in_its_own_and_logs_each_epoch_once(
     strategies, monkeypatch, tmp_path
 ):
     calls = []
+    backup = tfdist.BackupAndRestore(tmp_path)
     with pytest.raises(Killed):  # epoch 1 is logged, and its checkpoint is not there
-        backup = tfdist.BackupAndRestore(tmp_path)
         train(strategies[1], [fake_aim(monkeypatch, calls), backup, KillAt(1)])
     train(strategies[2], [fake_aim(monkeypatch, calls), tfdist.BackupAndRestore(tmp_path)])
     begins = [call[1] for call in calls if call[0] == "begin"]

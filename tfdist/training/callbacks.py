@@ -112,6 +112,8 @@ def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
     """Return True when the callback overrides a batch hook of `mode` (train, test, predict)."""
     if isinstance(callback, keras.callbacks.TensorBoard) and _by_batch(callback):
         return True
+    if isinstance(callback, trackers.Tracker):
+        return wants_every_batch(callback.inner, mode=mode)
     hooks = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
     if mode == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
