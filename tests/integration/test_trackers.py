@@ -257,7 +257,7 @@ def wandb(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     pytest.importorskip("wandb.integration.keras")
     yield wandb
-    wandb.finish(quiet=True)
+    wandb.finish()
 
 
 @pytest.mark.parametrize("freq", ["epoch", "batch", 5])
@@ -277,7 +277,7 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(
     with pytest.raises(Killed):
         attempt(KillAt(1))
     first = wandb.run.id
-    wandb.finish(quiet=True)
+    wandb.finish()
     assert attempt() != first
     assert {run for run, _ in logged} == {first}
     epochs = [d["epoch/epoch"] for _, d in logged if "epoch/epoch" in d]

@@ -30,6 +30,7 @@ TRACKERS: Mapping[str, str] = {
 }
 """The packages whose callbacks are trackers, and what they are called."""
 
+_JOURNAL_CHARS = 256
 _LOG = logging.getLogger(__name__)
 
 
@@ -195,19 +196,27 @@ class Tracker(keras.callbacks.Callback):
         self._logged.update(done)
         if self._journal is not None and not self._is_broken:
             with self._warning_of_failure("be noted beside the checkpoints"):
-                line = json.dumps({**self.get_state(), **self._logged})
-                unfinished = self._journal.with_suffix(".unfinished")
-                unfinished.write_text(line)
-                os.replace(unfinished, self._journal)
+                _write_over(self._journal, json.dumps({**self.get_state(), **self._logged}))
 
     def _last_logged(self, run: str) -> dict[str, int]:
         """Return the last step and epoch of a run that are logged, whatever was saved after."""
+        logged: dict[str, int] = {}
+        if self._journal is not None and self._journal.exists():
+            noted = json.loads(self._journal.read_text())
+            if noted["run"] == run:
+                logged = {name: noted[name] for name in ("step", "epoch")}
         if self.package == "mlflow":  # which writes by a thread: what it has is what counts
-            return _logged_in_mlflow(self.inner, run)
-        if self._journal is None or not self._journal.exists():
-            return {}
-        noted = json.loads(self._journal.read_text())
-        return {name: noted[name] for name in ("step", "epoch")} if noted["run"] == run else {}
+            logged |= _logged_in_mlflow(self.inner, run)
+        return logged
+
+
+def _write_over(path: Path, text: str) -> None:
+    """Write a short text in one piece over another of the same length, without making a file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(fd, text.ljust(_JOURNAL_CHARS).encode(), 0)
+    finally:
+        os.close(fd)
 
 
 def crossed(before: int, after: int, every: int) -> bool:
@@ -297,7 +306,7 @@ def _resume_in_wandb(inner: Any, run: str) -> None:
     if begun is None or begun.id == run:
         return
     known = {"project": begun.project, "entity": begun.entity or None}
-    wandb.finish(quiet=True)
+    wandb.finish()
     wandb.init(id=run, resume="allow", **known)
 
 
