@@ -22,10 +22,10 @@ LIGHT = "import tfdist.launch.fork_server as f; f.IMPORTS = ('json',)"
 def start(tmp_path):
     """Starts the program in a directory of its own; ends it, and shows what it said."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(LIGHT)
     jobs = []
 
-    def start(*args):
+    def start(*args, light=LIGHT):
+        (tmp_path / "site" / "sitecustomize.py").write_text(light)
         read_fd, write_fd = os.pipe()
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), *args],
@@ -55,6 +55,11 @@ def test_results_errors_and_restarts_come_back(start, method):
     assert job.end() == 0, job.text
     assert job.text.endswith("all True\n"), job.text
     assert len(re.findall(r"^\[worker-[01]\] value 7$", job.text, re.MULTILINE)) == 2
+
+
+def test_jobs_train_under_multiworker_and_ps(start):
+    job = start("train", light="")
+    assert job.end() == 0, job.text
 
 
 def test_an_interrupt_stops_the_job_and_is_raised_when_it_has_stopped(start):

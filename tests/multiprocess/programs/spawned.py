@@ -62,6 +62,28 @@ def within():
         return error.code
 
 
+def train(x):
+    import keras
+
+    with tfdist.make_strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    history = tfdist.fit(model, x, x[:, :1], batch_size=8, epochs=2, verbose=0, seed=1)
+    return task(), history.history["loss"], model.get_weights()
+
+
+def trainings():
+    """Jobs that train, from a process that has used TensorFlow itself."""
+    import numpy as np
+    import tensorflow as tf
+
+    x = tf.ones((32, 4)).numpy()
+    for strategy, chief in (("multiworker", "worker-0"), ("ps", "chief-0")):
+        found, losses, weights = tfdist.spawn(train, x, strategy=strategy, workers=2)
+        assert (found, len(losses)) == (chief, 2)
+        assert all(isinstance(w, np.ndarray) for w in weights)
+
+
 def failure(fn, *args, **options):
     try:
         tfdist.spawn(fn, *args, **options)
@@ -106,6 +128,8 @@ if __name__ == "__main__":
             tfdist.spawn(wait, strategy="single", start="exec")
         except KeyboardInterrupt as error:
             print("interrupted:", error)
+    elif sys.argv[1] == "train":
+        trainings()
     else:
         checks(sys.argv[1])
         print("all", os.listdir("/proc/self/fd").__len__() < 20)
