@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,9 @@ class Tracker(keras.callbacks.Callback):
         """Log the end of a block, unless that step is logged already."""
         before = self.step
         self.step += batch - self._first_batch + 1
-        if self.step > self._logged["step"] and self.wants_block_logs:
+        if self._is_broken or self.step <= self._logged["step"]:
+            return
+        if self.wants_block_logs:
             log = _LOG_BLOCK.get(self.package, _as_it_comes)
             with self._warning_of_failure("write"):
                 if log(self, before, batch, logs):
@@ -177,14 +179,13 @@ class Tracker(keras.callbacks.Callback):
                 getattr(self.inner, hook)(*args)
 
     @contextlib.contextmanager
-    def _warning_of_failure(self, doing: str) -> Any:
+    def _warning_of_failure(self, doing: str) -> Iterator[None]:
         """Leave the tracker out when it fails: the training goes on, and is in its other logs."""
-        if self._is_broken:
-            yield
-            return
         try:
             yield
         except Exception as error:
+            if self._is_broken:
+                return
             self._is_broken = True
             gist = (str(error).splitlines() or [""])[0]
             _LOG.warning(

@@ -1,7 +1,7 @@
 """Trains with a tracker that is not there; `tests/multiprocess/test_trackers.py` runs it.
 
-Arguments: where the tracker writes, the checkpoints' directory, and the epoch at whose end the chief
-kills itself, once: after the epoch is logged, and before it is saved.
+Arguments: where the tracker writes, the checkpoints' directory, and the epoch at whose end the
+chief kills itself, once: after the epoch is logged, and before it is saved.
 """
 
 import json
