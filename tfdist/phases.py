@@ -104,8 +104,8 @@ def set_at_sum(is_at_sum: bool) -> None:
     _is_at_sum = is_at_sum
 
 
-def told() -> str:
-    """Return what others are told that this process does; safe in any thread."""
+def reported() -> str:
+    """Return the phase that heartbeats carry: a sum over tasks is one; safe in any thread."""
     phase = _state.phase
     return SUM if _is_at_sum and phase in _WITH_SUMS else phase
 

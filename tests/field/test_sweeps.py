@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests import forked_python
 from tests.multiprocess.warm import QUIET
 from tfdist.tuning.journal import fold, read
 
@@ -20,13 +19,8 @@ DEADLINE_S = 250
 def search(tmp_path_factory):
     """The program's result, with the journal of its search."""
     out = tmp_path_factory.mktemp("search")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **QUIET},
-    )
+    env = {**os.environ, **QUIET}
+    done = forked_python.run(str(PROGRAM), str(out), timeout=DEADLINE_S, env=env)
     print(done.stdout, done.stderr)
     for path in sorted(out.rglob("*.log")):
         print(f"--- {path.relative_to(out)}\n{path.read_text(errors='replace')}")

@@ -102,7 +102,7 @@ def by_keras():
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_equals_keras_on_one_device(kind, strategies, by_keras):
     make, arguments = KINDS[kind]
-    for replicas in (1, 3):
+    for replicas in (1, 3) if kind in ("arrays", "dataset", "python_source") else (3,):
         model, history = train(strategies[replicas], *make(), epochs=2, shuffle=False, **arguments)
         if kind == "endless":  # its second epoch goes on where the first ended
             assert model.optimizer.iterations.numpy() == 14
@@ -157,8 +157,7 @@ def test_a_function_of_input_context_keeps_its_transform_where_it_is_read_whole(
     np.testing.assert_allclose(predicted, model(X * 2).numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies, replicas):
+def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies):
     """Else what stands at one place of a batch is augmented alike in every step."""
     seen = []
 
@@ -175,13 +174,12 @@ def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies,
         InputFunctionSource(input_function, transform=noted),
     ):
         seen.clear()
-        train(strategies[replicas], source, epochs=2, steps_per_epoch=4)
+        train(strategies[2], source, epochs=2, steps_per_epoch=4)
         assert len(seen) == len(set(seen)) >= 48
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
-def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind, replicas):
+def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind):
     tokens = tf.ragged.constant([[1, 2], [3], [4, 5, 1], [2, 2]] * 5, dtype=tf.int32)
     rows = tf.sparse.from_dense(X[:20] * (X[:20] > 0))
     data = tf.data.Dataset.from_tensor_slices((tokens if kind == "ragged" else rows, Y[:20]))
@@ -196,7 +194,7 @@ def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind,
         made.compile(keras.optimizers.SGD(0.05), "mse")
         return made
 
-    with strategies[replicas].scope():
+    with strategies[3].scope():
         ours = model()
     tfdist.fit(ours, data.batch(8), epochs=2, verbose=0)
     theirs = model()

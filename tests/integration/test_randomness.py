@@ -118,39 +118,28 @@ def random_model():
     return model
 
 
-def trained(strategy, *, seed=7, callback=None, epochs=2):
+def trained(strategy, callback=None, *, seed=7, epochs=2):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = random_model()
     callbacks = [callback] if callback else []
+    states = [v for v in model.variables if "seed_generator_state" in v.path]
+    before = [v.numpy().tolist() for v in states]
     tfdist.fit(
         model, IMAGES, TARGETS, 7, epochs, seed=seed, verbose=0, callbacks=callbacks
     )  # fmt: skip
+    # What is saved does not depend on how often the model was run before.
+    assert len(states) >= 5
+    assert [v.numpy().tolist() for v in states] == before
     return model
 
 
-@pytest.mark.parametrize(("replicas", "callback"), [(1, EveryBatch()), (3, EverySteps(3))])
+@pytest.mark.parametrize(("replicas", "callback"), [(1, EveryBatch()), (2, EverySteps(3))])
 def test_the_bits_do_not_depend_on_how_steps_are_cut_into_ranges(strategies, replicas, callback):
     whole = trained(strategies[replicas])
-    cut = trained(strategies[replicas], callback=callback)
+    cut = trained(strategies[replicas], callback)
     assert weights_sha256(cut) == weights_sha256(whole)
     assert state_sha256(cut) == state_sha256(whole)
-
-
-def test_another_seed_gives_other_weights(strategies):
-    shas = [weights_sha256(trained(strategies[1], seed=seed, epochs=1)) for seed in (7, 8)]
-    assert shas[0] != shas[1]
-
-
-def test_training_leaves_the_seeds_of_the_layers_as_they_were(strategies):
-    """What is saved does not depend on how often the model was run before."""
-    with strategies[2].scope():
-        model = random_model()
-    states = [v for v in model.variables if "seed_generator_state" in v.path]
-    before = [v.numpy().tolist() for v in states]
-    tfdist.fit(model, IMAGES, TARGETS, 7, verbose=0)
-    assert len(states) >= 5
-    assert [v.numpy().tolist() for v in states] == before
 
 
 class Drawing(keras.Model):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import keras
 import pytest
 
+from tests import forked_python
 from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.test_training import launch
 from tests.multiprocess.warm import QUIET
@@ -41,13 +40,7 @@ def test_two_models_train_in_a_step_of_ones_own(tmp_path):
 
 def test_the_search_runs_its_trials_and_can_be_shown(tmp_path):
     def run(*words):
-        done = subprocess.run(
-            [sys.executable, *words],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env={**os.environ, **QUIET},
-        )
+        done = forked_python.run(*words, timeout=DEADLINE_S, env={**os.environ, **QUIET})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -109,14 +109,18 @@ def test_an_optimizer_that_needs_variables_whole_is_refused(in_parts):
 
 
 def test_a_checkpoint_and_a_file_do_not_depend_on_the_number_of_servers(tmp_path, monkeypatch):
-    jobs = {"2": {"ps": 3}, "5": {"ps": 2, "flags": ("--split_bytes", "1024")}}
+    jobs = {
+        "2": {"ps": 2, "flags": ("--split_bytes", "1024")},
+        "3": {"ps": 3},
+        "5": {"ps": 3, "flags": ("--split_bytes", "2000")},
+    }
     parts = []
     for epochs, options in jobs.items():
         monkeypatch.setenv("EPOCHS", epochs)
         out = tmp_path / f"until {epochs}"
         seen = job(out, "resume", workers=1, **options)[0]["resume"]
         parts.append(seen["parts"])
-    assert parts == [1, 2]
+    assert parts == [2, 1, 3]
 
     whole = zoo.tokens()
     fit = {"batch_size": 8, "epochs": 5, "seed": 3, "verbose": 0}

@@ -301,7 +301,7 @@ def test_a_task_that_lost_its_peer_is_not_blamed_for_it(launch):
     assert failure["detect_s"] < 1
 
 
-# standing still
+# hanging
 
 
 @pytest.mark.alone

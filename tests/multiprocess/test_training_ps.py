@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfdist
 from tests.multiprocess.programs import zoo
 from tests.multiprocess.test_training import PROGRAMS, launch, on_one_device
 
@@ -32,7 +33,8 @@ def parameter_server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_one_worker(tmp_path_factory):
     """Where one worker trains, steps come one after the other, as on one device."""
-    return job(tmp_path_factory.mktemp("one worker"), "counts", "staleness", workers=1)
+    parts = ("counts", "staleness", "repeated_rows")
+    return job(tmp_path_factory.mktemp("one worker"), *parts, workers=1)
 
 
 @pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
@@ -43,6 +45,12 @@ def test_ps_counts_every_step_and_example_once(parameter_server, of_one_worker, 
         assert seen[f"val_examples {optimizer}"] == [41.0] * 7
     expected = on_one_device(optimizer, batch_size=4, epochs=7)
     np.testing.assert_allclose(of_one_worker[f"weights {optimizer}"], expected, atol=1e-5)
+
+
+def test_rows_of_an_embedding_that_repeat_are_summed_for_adam(of_one_worker):
+    model = zoo.positions()
+    tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
+    np.testing.assert_allclose(of_one_worker["repeated rows"], zoo.flat(model), atol=1e-6)
 
 
 def test_ps_evaluates_predicts_and_saves(parameter_server):

@@ -158,7 +158,7 @@ def test_a_worker_that_does_not_do_its_piece_is_named_and_its_piece_done_by_anot
     (failure,) = json.loads((run_dir / "report.json").read_text())["attempts"][-1]["lost"]
     assert failure["task"] == "worker-1"
     assert re.match(r"hangs: its work unit is not done after \d+ s", failure["cause"])
-    assert "pieces done: 100" in done.stdout
+    assert "units done: 100" in done.stdout
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)

@@ -92,7 +92,7 @@ class World:
 
     # the screen
 
-    def told(self, task: Task, lines: tuple[str, ...]) -> None:
+    def keep_last_lines(self, task: Task, lines: tuple[str, ...]) -> None:
         self.lines[task] = lines
 
     def say(self, text: str) -> None: ...

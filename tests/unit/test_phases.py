@@ -57,9 +57,9 @@ def test_who_is_at_a_sum_says_so_where_it_is_held_up_by_who_is_not():
     for phase in phases.PHASES:
         phases.enter(phase)
         is_training = phase in ("trace", "step", "save", "validate")
-        assert phases.told() == ("sum" if is_training else phase)
+        assert phases.reported() == ("sum" if is_training else phase)
     phases.set_at_sum(False)
-    assert phases.told() == phases.current().phase
+    assert phases.reported() == phases.current().phase
 
 
 def test_to_wait_for_all_is_a_phase_of_its_own_where_a_program_may_take_its_time(clock):

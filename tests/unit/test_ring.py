@@ -393,9 +393,9 @@ def test_a_worker_says_that_it_is_at_a_sum_until_it_is_made(monkeypatch):
     one, other = ring_of(2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(one.sum, np.ones(3))
-        while not waiting.done() and phases.told() != "sum":
+        while not waiting.done() and phases.reported() != "sum":
             time.sleep(0.01)
         other.close()
         with pytest.raises(ConnectionError):
             waiting.result(timeout=DEADLINE_S)
-    assert phases.told() == "step"
+    assert phases.reported() == "step"

@@ -109,7 +109,7 @@ def _line(task: str, started_s: float, rest: Rest) -> bytes:
     phases = _phases()
     if phases is not None:
         state, awaited = phases.current(), phases.awaited()
-        phase, step, first_s = phases.told(), state.step, state.first_step_s
+        phase, step, first_s = phases.reported(), state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # it may have been imported before the fork
         runtime = phases.of_runtime()
     now_s, rest_s = time.monotonic(), None

@@ -157,7 +157,7 @@ class JobScreen:
         self._outputs: dict[Task, TaskOutput] = {}
         self._log_paths: dict[Task, str] = {}
         self._hues: dict[Task, int] = {}
-        self._told: dict[Task, tuple[str, ...]] = {}
+        self._remote_lines: dict[Task, tuple[str, ...]] = {}
         self.hosts: dict[Task, str] = {}
         """Where each task is, in a job on several hosts."""
 
@@ -192,16 +192,16 @@ class JobScreen:
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Return the last lines of a task's output."""
         output = self._outputs.get(task)
-        return output.last_lines() if output else self._told.get(task, ())
+        return output.last_lines() if output else self._remote_lines.get(task, ())
 
-    def told(self, task: Task, lines: tuple[str, ...]) -> None:
-        """Take the last lines of a task on another host."""
-        self._told[task] = lines
+    def keep_last_lines(self, task: Task, lines: tuple[str, ...]) -> None:
+        """Keep the last lines of a task on another host."""
+        self._remote_lines[task] = lines
 
     def forget(self) -> None:
         """Let go of the tasks: the next attempt may have others."""
         self._outputs.clear()
-        self._told.clear()
+        self._remote_lines.clear()
 
     def flush(self) -> None:
         """Write what the reader takes without waiting, where no processes do it in their loop."""
@@ -224,7 +224,7 @@ class JobScreen:
         where = f" on {self.hosts[task]}" if task in self.hosts else ""
         head = f"{task}{where} failed first: {cause}"
         if output is None:
-            told = [f"  {line}" for line in self._told.get(task, ())]
+            told = [f"  {line}" for line in self._remote_lines.get(task, ())]
             return "\n".join([f"{head}\nits last lines:" if told else head, *told])
         log = self._log_paths[task]
         lines = output.last_lines()

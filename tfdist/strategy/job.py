@@ -105,11 +105,11 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
         config = read_environment(os.environ)
         return remember(Job(strategy=strategy, kind="multiworker", config=config))
     kind = "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "single"
-    _require_as_told(kind)
+    _require_agreement(kind)
     return Job(strategy=strategy, kind=kind)
 
 
-def _require_as_told(kind: str) -> None:
+def _require_agreement(kind: str) -> None:
     config = read_environment(os.environ)
     told = resolved_strategy(config) if config else "auto"
     if config is None or told in ("auto", "single", kind):

@@ -12,18 +12,18 @@ pool = worker_pool_of(tfdist.make_strategy(), patience_s=8)
 begun = collections.Counter()
 
 
-def piece(place):
-    begun[place.worker_index] += 1
-    if (place.worker_index, begun[place.worker_index]) == (1, 2):
+def unit(incarnation):
+    begun[incarnation.worker_index] += 1
+    if (incarnation.worker_index, begun[incarnation.worker_index]) == (1, 2):
         threading.Event().wait()
     time.sleep(0.1)
     return 1
 
 
-pieces = []
+units = []
 for step in range(100):
     phases.enter("step", step=step)
-    pieces.append(pool.submit(piece))
+    units.append(pool.submit(unit))
     if step >= 2:  # worker 0 goes on meanwhile
         time.sleep(0.1)
-print("pieces done:", sum(piece.result(timeout=300).value for piece in pieces))
+print("units done:", sum(unit.result(timeout=300).value for unit in units))

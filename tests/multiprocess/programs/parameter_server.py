@@ -292,6 +292,13 @@ def steps_of_optimizers():
     SEEN["went down by two loops"] = -zoo.flat(model)[0]
 
 
+def repeated_rows():
+    with strategy.scope():
+        model = zoo.positions()
+    tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
+    SEEN["repeated rows"] = zoo.flat(model)
+
+
 def staleness():
     account = worker_pool_of(strategy, patience_s=0).account
     for bound in (None, 0, 1, 5):
@@ -365,7 +372,7 @@ def ranges_that_go_on():
 
 PARTS = (
     counts, grid, sources, callbacks, resume, own_step, metrics, steps_of_optimizers, staleness,
-    ranges_that_go_on,
+    repeated_rows, ranges_that_go_on,
 )  # fmt: skip
 for part in PARTS:
     if not sys.argv[2:] or part.__name__ in sys.argv[2:]:

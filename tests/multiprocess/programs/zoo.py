@@ -217,6 +217,34 @@ class Twice(keras.layers.Layer):
         return tf.while_loop(lambda i, x: i < 2, body, [0, x], maximum_iterations=2)[1]
 
 
+class Positions(keras.layers.Layer):
+    """Adds a position to each token: every example has the same rows of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(5, 8)
+
+    def call(self, x):
+        return x + self.embedding(keras.ops.arange(5))
+
+
+def positions():
+    """A model whose gradients have rows that occur several times."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(200, 8),
+            Positions(),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse")
+    return model
+
+
 def tokens(optimizer="adam"):
     """A model that reads its weights in a lookup, in a loop and twice in a step."""
     keras.utils.set_random_seed(1)

@@ -370,7 +370,7 @@ class TeamProcesses:
             elif "states" in message:
                 self._update_states(rank, message)
             elif "lines" in message:
-                self._screen.told(task_of(message["task"]), _lines(message["lines"]))
+                self._screen.keep_last_lines(task_of(message["task"]), _lines(message["lines"]))
             else:
                 self._team.ready(rank, message)
         except NO_SENSE:
@@ -382,7 +382,7 @@ class TeamProcesses:
             return
         if isinstance(event, Ended):
             del self._alive[event.task]
-            self._screen.told(event.task, _lines(message["lines"]))
+            self._screen.keep_last_lines(event.task, _lines(message["lines"]))
         if isinstance(event, Started):
             self._states[event.task] = "R"
         self._news.append(event)
