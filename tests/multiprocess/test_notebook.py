@@ -1,20 +1,19 @@
-"""Jobs from the cells of a notebook, in a real kernel; needs the extra `dev`."""
+"""Jobs from the cells of a notebook, in a real kernel."""
 
 from __future__ import annotations
 
 import signal
 import time
 
+import nbclient
+import nbformat
 import pytest
+from jupyter_client import KernelManager
 
 from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.warm import QUIET
 from tfdist.checkpoint import CheckpointStore
 
-nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
-pytest.importorskip("ipykernel")
-from jupyter_client import KernelManager  # noqa: E402  # which comes with nbclient
 
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 DEADLINE_S = 240
