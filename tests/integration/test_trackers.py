@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import shutil
 import struct
 import sys
 import types
@@ -16,6 +18,7 @@ import tfdist
 from tfdist.training import trackers
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import SynchronousEngine
+from tfdist.tuning import parent_run
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(48, 4).astype("float32")
@@ -216,12 +219,15 @@ def steps_in_mlflow(mlflow, run_id):
 
 
 @pytest.mark.parametrize("options", [{}, {"log_every_epoch": False, "log_every_n_steps": 5}])
-def test_mlflow_has_one_run_with_each_step_once(mlflow, strategies, tmp_path, blocks, options):
+def test_mlflow_has_one_run_with_each_step_once(
+    mlflow, strategies, tmp_path, blocks, caplog, options
+):
     def attempt(*more):
         run = mlflow.start_run()
+        lower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
         backup = tfdist.BackupAndRestore(tmp_path / "backup")
         board = mlflow.keras.MlflowCallback(**options)
-        train(strategies[1], [board, backup, *more], validation_data=(X, Y))
+        train(strategies[1], [lower, board, backup, *more], validation_data=(X, Y))
         return run.info.run_id
 
     with pytest.raises(Killed):
@@ -233,6 +239,7 @@ def test_mlflow_has_one_run_with_each_step_once(mlflow, strategies, tmp_path, bl
     assert second != first
     assert mlflow.active_run().info.run_id == first
     assert [run.info.run_id for run in mlflow.MlflowClient().search_runs(["0"])] == [first]
+    assert not [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     steps = steps_in_mlflow(mlflow, first)
     if options:
         assert len(steps) == len(set(steps)) >= 3
@@ -240,6 +247,32 @@ def test_mlflow_has_one_run_with_each_step_once(mlflow, strategies, tmp_path, bl
         assert len(blocks) < EPOCHS * STEPS
     else:
         assert steps == list(range(EPOCHS))
+
+
+class LoseStore(keras.callbacks.Callback):
+    """Puts a file in the place of the store when the first epoch has ended."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+            self.path.touch()
+
+
+def test_a_store_that_is_lost_is_one_warning(mlflow, strategies, tmp_path, caplog):
+    mlflow.start_run()
+    board = mlflow.keras.MlflowCallback(log_every_epoch=False, log_every_n_steps=1)
+    history = train(strategies[1], [board, LoseStore(tmp_path / "mlruns")])
+    with contextlib.suppress(Exception):
+        mlflow.flush_async_logging()
+    assert len(history.history["loss"]) == EPOCHS
+    said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert said[0].startswith("MLflow: cannot write (")
+    assert said[0].endswith("; the training goes on without it")
 
 
 def test_autolog_is_told_that_it_sees_nothing(mlflow, strategies, caplog):
@@ -256,7 +289,6 @@ def test_autolog_is_told_that_it_sees_nothing(mlflow, strategies, caplog):
 def wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     import wandb
     import wandb.integration.keras
 
@@ -293,13 +325,14 @@ def logged_offline(directory):
 @pytest.mark.parametrize("freq", ["epoch", "batch", 5])
 def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_path, blocks, freq):
     def attempt(*more):
-        run = wandb.init(project="test")
+        run = wandb.init(project="test", dir=tmp_path)
         backup = tfdist.BackupAndRestore(tmp_path / "backup")
         board = wandb.integration.keras.WandbMetricsLogger(log_freq=freq)
         try:
             train(strategies[1], [board, backup, *more])
         finally:
             wandb.finish()
+            wandb.teardown()  # when this returns, its files are whole
         return run.id
 
     with pytest.raises(Killed):
@@ -316,6 +349,35 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
     assert len(steps) == len(set(steps))
     if freq == "batch":
         assert set(steps) == {last - 1 for _, last in blocks}
+
+
+def test_runs_of_a_sweeps_trials_are_children_of_one(mlflow, wandb, tmp_path, monkeypatch):
+    sweep_dir, begun = tmp_path / "sweep", {"seed": 1}
+    sweep_dir.mkdir()
+    variables = parent_run.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    parent = mlflow.active_run().info.run_id
+    mlflow.end_run("KILLED")  # the sweep is, and is begun again by a program that begins a run
+    mlflow.start_run()
+    assert trackers.in_use(None) == {"mlflow"}
+    again = parent_run.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    assert again == variables
+    assert mlflow.active_run().info.run_id == parent
+    mlflow.end_run()
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = {"directory": tmp_path, "config": {"units": 3}}
+    for trial in "01":
+        trackers.make_tracker("mlflow", run_name=trial, **options)
+        mlflow.end_run()
+    runs = mlflow.MlflowClient().search_runs(["0"])
+    children = [run for run in runs if run.info.run_id != parent]
+    assert {run.info.run_name for run in children} == {"0", "1"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent}
+    assert {run.data.params["config.units"] for run in children} == {"3"}
+    trackers.make_tracker("wandb", run_name="0", **options)
+    assert wandb.run.group == variables["WANDB_RUN_GROUP"]
+    assert wandb.run.group.startswith("sweep-")
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])

@@ -14,7 +14,6 @@ from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.warm import QUIET
 from tfdist.checkpoint import CheckpointStore
 
-
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 DEADLINE_S = 240
 LONG = """

@@ -57,7 +57,7 @@ def test_results_errors_and_restarts_come_back(start, method):
     assert len(re.findall(r"^\[worker-[01]\] value 7$", job.text, re.MULTILINE)) == 2
 
 
-def test_jobs_train_under_multiworker_and_ps(start):
+def test_a_job_trains_from_a_process_that_has_used_tensorflow(start):
     job = start("train", light="")
     assert job.end() == 0, job.text
 

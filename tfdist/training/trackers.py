@@ -74,7 +74,7 @@ class Tracker(keras.callbacks.Callback):
         self.step = 0
         self._first_batch = 0
         self._epoch = 0
-        self._is_broken = False
+        self._is_broken = self._is_resumed = False
         self._journal: Path | None = None
         self._logged = {"step": 0, "epoch": -1}
 
@@ -100,6 +100,7 @@ class Tracker(keras.callbacks.Callback):
         with self._warning_of_failure(f"resume its run {run}"):
             _RESUME[self.package](self.inner, run)
             self._logged.update(self._last_logged(run))
+            self._is_resumed = True
 
     def get_state(self) -> dict[str, Any]:
         """Return the tracker's run, for the checkpoint."""
@@ -126,14 +127,17 @@ class Tracker(keras.callbacks.Callback):
         self._call("set_params", params)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have the tracker begin."""
-        self._call("on_train_begin", logs)
+        """Have the tracker begin; MLflow's run has the model's parameters, which cannot change."""
+        if self.package == "mlflow":
+            _hear_failures_of_mlflow(self.fail)
+        if not (self.package == "mlflow" and self._is_resumed):
+            self._call("on_train_begin", logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Have the tracker end, with all written that it has been given."""
         self._call("on_train_end", logs)
-        with self._warning_of_failure("write all it has been given"):
-            if self.package == "mlflow":
+        if self.package == "mlflow" and not self._is_broken:
+            with self._warning_of_failure("write"):
                 sys.modules["mlflow"].flush_async_logging()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -184,14 +188,13 @@ class Tracker(keras.callbacks.Callback):
         try:
             yield
         except Exception as error:
-            if self._is_broken:
-                return
+            self.fail(doing, error)
+
+    def fail(self, doing: str, error: Exception) -> None:
+        """Leave it out from here on; of a failure after the first nothing is said."""
+        if not self._is_broken:
             self._is_broken = True
-            gist = (str(error).splitlines() or [""])[0]
-            _LOG.warning(
-                "%s: cannot %s (%s: %s); the training goes on without it",
-                *(TRACKERS[self.package], doing, type(error).__name__, gist),
-            )
+            warn(f"{TRACKERS[self.package]}: cannot {doing}", error)
 
     def _note(self, **done: int) -> None:
         self._logged.update(done)
@@ -209,6 +212,12 @@ class Tracker(keras.callbacks.Callback):
         if self.package == "mlflow":  # which writes by a thread: what it has is what counts
             logged |= _logged_in_mlflow(self.inner, run)
         return logged
+
+
+def warn(what: str, error: Exception) -> None:
+    """Log in one line that a tracker is left out."""
+    gist = (str(error).splitlines() or [""])[0]
+    _LOG.warning("%s (%s: %s); the training goes on without it", what, type(error).__name__, gist)
 
 
 def _write_over(path: Path, text: str) -> None:
@@ -268,12 +277,38 @@ _LOG_BLOCK: Mapping[str, Callable[[Tracker, int, int, Any], bool]] = {
 }
 
 
+class _FailuresOfMlflow(logging.Filter):
+    """Takes what MLflow logs of failures, for each call: its callback and threads raise none."""
+
+    def __init__(self, fail: Callable[[str, Exception], None]) -> None:
+        super().__init__()
+        self._fail = fail
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_failure = record.levelno >= logging.WARNING
+        if is_failure:
+            self._fail("write", RuntimeError(record.getMessage()))
+        return not is_failure
+
+
+def _hear_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
+    """Have `fail` called for them, and nobody before it any more."""
+    for name in ("async_logging.async_logging_queue", "autologging_utils"):
+        logger = logging.getLogger(f"mlflow.utils.{name}")
+        logger.filters[:] = [f for f in logger.filters if not isinstance(f, _FailuresOfMlflow)]
+        logger.addFilter(_FailuresOfMlflow(fail))
+
+
 def _mlflow_run(inner: Any) -> str | None:
     run = sys.modules["mlflow"].active_run()
     return None if run is None else str(run.info.run_id)
 
 
 def _resume_in_mlflow(inner: Any, run: str) -> None:
+    resume_in_mlflow(run)
+
+
+def resume_in_mlflow(run: str) -> None:
     """Make the run the active one; the one that the program has begun for it is deleted."""
     mlflow: Any = sys.modules["mlflow"]
     begun = mlflow.active_run()
@@ -307,8 +342,9 @@ def _resume_in_wandb(inner: Any, run: str) -> None:
     if begun is None or begun.id == run:
         return
     known = {"project": begun.project, "entity": begun.entity or None}
+    directory = begun.settings.root_dir
     wandb.finish()
-    wandb.init(id=run, resume="allow", **known)
+    wandb.init(id=run, resume="allow", dir=directory, **known)
 
 
 def _aim_run(inner: Any) -> str | None:
@@ -362,6 +398,13 @@ _RESUME: Mapping[str, Callable[[Any, str], None]] = {
 }
 
 
+def in_use(callbacks: Any) -> set[str]:
+    """Return the packages of trackers that there is a callback or, of some, a current run of."""
+    used = map(package_of, keras.tree.flatten(callbacks or []))
+    begun = {name for name in ("mlflow", "wandb") if name in sys.modules and _RUN[name](None)}
+    return {*filter(None, used), *begun}
+
+
 def make_tracker(
     name: str, *, run_name: str, directory: Path, config: Mapping[str, Any]
 ) -> keras.callbacks.Callback | None:
@@ -374,10 +417,7 @@ def make_tracker(
         return _MAKE[name](run_name, directory, config)
     except Exception as error:
         why = "is not installed" if isinstance(error, ImportError) else "cannot begin a run"
-        _LOG.warning(
-            "%s %s (%s: %s); the training goes on without it",
-            *(TRACKERS[name], why, type(error).__name__, (str(error).splitlines() or [""])[0]),
-        )
+        warn(f"{TRACKERS[name]} {why}", error)
         return None
 
 

@@ -37,7 +37,7 @@ def variables_of_trials(
             tags = {"mlflow.parentRunId": _begun_in_mlflow(sweep_dir)}
             variables["MLFLOW_RUN_CONTEXT"] = json.dumps(tags)
         except Exception as error:
-            trackers.warn(error, "MLflow: the sweep has no run of its own", "trials go on")
+            trackers.warn("MLflow: the sweep has no run of its own", error)
     return variables
 
 

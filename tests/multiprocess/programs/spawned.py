@@ -72,16 +72,15 @@ def train(x):
     return task(), history.history["loss"], model.get_weights()
 
 
-def trainings():
-    """Jobs that train, from a process that has used TensorFlow itself."""
+def training():
+    """A job that trains, from a process that has used TensorFlow itself."""
     import numpy as np
     import tensorflow as tf
 
     x = tf.ones((32, 4)).numpy()
-    for strategy, chief in (("multiworker", "worker-0"), ("ps", "chief-0")):
-        found, losses, weights = tfdist.spawn(train, x, strategy=strategy, workers=2)
-        assert (found, len(losses)) == (chief, 2)
-        assert all(isinstance(w, np.ndarray) for w in weights)
+    found, losses, weights = tfdist.spawn(train, x, strategy="ps", workers=2)
+    assert (found, len(losses)) == ("chief-0", 2)
+    assert all(isinstance(w, np.ndarray) for w in weights)
 
 
 def failure(fn, *args, **options):
@@ -129,7 +128,7 @@ if __name__ == "__main__":
         except KeyboardInterrupt as error:
             print("interrupted:", error)
     elif sys.argv[1] == "train":
-        trainings()
+        training()
     else:
         checks(sys.argv[1])
         print("all", os.listdir("/proc/self/fd").__len__() < 20)
