@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import shutil
 import struct
 import sys
 import types
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 import tfdist
+from tests import fake_trackers
 from tfdist.training import trackers
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import SynchronousEngine
@@ -65,56 +64,37 @@ def blocks(monkeypatch):
     return seen
 
 
-class Run:
-    """A run of a tracker that is not there, in its own module and in none of its files."""
-
-    def __init__(self, hash):
-        self.hash = hash
-
-
-def fake_aim(monkeypatch, calls, *, fails=""):
-    """A callback as Aim's, with the module, run and hooks of it."""
-    monkeypatch.setitem(sys.modules, "aim", types.ModuleType("aim"))
-
-    class AimCallback(keras.callbacks.Callback):
-        _run_hash = None
-        experiment = None
-
-        def on_train_begin(self, logs=None):
-            self.experiment = Run(self._run_hash or f"run-{len(calls)}")
-            calls.append(("begin", self.experiment.hash))
-
-        def on_train_batch_end(self, batch, logs=None):
-            if fails == "block":
-                raise ConnectionError("nobody there")
-            calls.append(("block", batch, sorted(logs)))
-
-        def on_epoch_end(self, epoch, logs=None):
-            calls.append(("epoch", epoch, sorted(logs)))
-
-    AimCallback.__module__ = "aim.sdk.adapters.keras"
-    return AimCallback()
+@pytest.fixture
+def aim(told, monkeypatch):
+    """Makes callbacks as Aim's."""
+    monkeypatch.setitem(sys.modules, "aim", None)
+    return fake_trackers.aim(lambda run, **what: told.append((run, what)))
 
 
-def epochs_in(calls):
-    return [call[1] for call in calls if call[0] == "epoch"]
+@pytest.fixture
+def told():
+    """What a tracker that is not there has been told: the run, and what."""
+    return []
 
 
-def test_a_tracker_sees_each_epoch_and_block_and_shortens_none(strategies, monkeypatch, blocks):
-    calls = []
+def epochs_in(told):
+    return [what["epoch"] for _, what in told if "epoch" in what]
+
+
+def test_a_tracker_sees_each_epoch_and_block_and_shortens_none(strategies, aim, told, blocks):
     train(strategies[1], [])
     alone, blocks[:] = list(blocks), []
-    train(strategies[1], [fake_aim(monkeypatch, calls)])
+    train(strategies[1], [aim()])
     assert len(blocks) < EPOCHS * STEPS
     assert len(blocks) <= len(alone) + EPOCHS
-    assert [c for c in calls if c[0] == "block"] == [
-        ("block", (last - 1) % STEPS, ["loss"]) for _, last in blocks
+    assert [what for _, what in told if "block" in what] == [
+        {"block": (last - 1) % STEPS, "names": ["loss"]} for _, last in blocks
     ]
-    assert epochs_in(calls) == [0, 1, 2]
+    assert epochs_in(told) == [0, 1, 2]
 
 
-def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(monkeypatch):
-    base = type(fake_aim(monkeypatch, []))
+def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(aim):
+    base = aim
     assert not wants_every_batch(base(), mode="train")
     derived = type("Mine", (base,), {"on_train_batch_end": lambda self, batch, logs=None: None})
     derived.__module__ = "mine"
@@ -125,9 +105,9 @@ def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(monkeypatch)
     assert not wants_every_batch(trackers.wrapped(base()), mode="train")
 
 
-def test_it_runs_in_the_chief_alone(monkeypatch):
+def test_it_runs_in_the_chief_alone(aim):
     job = types.SimpleNamespace(is_chief=False)
-    board = fake_aim(monkeypatch, [])
+    board = aim()
     listed = callback_list([board], job=job, model=None, verbose=0, epochs=1, steps=1)
     assert listed.callbacks == []
     job.is_chief = True
@@ -135,59 +115,64 @@ def test_it_runs_in_the_chief_alone(monkeypatch):
     assert [c.inner for c in listed.callbacks] == [board]
 
 
-def test_one_that_fails_is_left_out_with_one_warning(strategies, monkeypatch, caplog):
-    calls = []
+def test_one_that_fails_is_left_out_with_one_warning(strategies, aim, told, caplog):
+    def fail(self, batch, logs=None):
+        raise ConnectionError("nobody there")
+
+    aim.on_train_batch_end = fail
+    board = aim()
     with caplog.at_level(logging.WARNING):
-        history = train(strategies[1], [fake_aim(monkeypatch, calls, fails="block")])
+        history = train(strategies[1], [board])
     assert len(history.history["loss"]) == EPOCHS
     (warning,) = [r.message for r in caplog.records if r.name == "tfdist.training.trackers"]
     assert warning == (
         "Aim: cannot write (ConnectionError: nobody there); the training goes on without it"
     )
-    assert epochs_in(calls) == []
+    assert epochs_in(told) == []
 
 
-def test_a_killed_run_goes_on_in_its_own_and_logs_each_epoch_once(
-    strategies, monkeypatch, tmp_path
+def multiples_of_5(ends):
+    """The ends of blocks in which there is one."""
+    pairs = zip([0, *ends], ends, strict=False)
+    return [last for before, last in pairs if last // 5 > before // 5]
+
+
+@pytest.mark.parametrize("package", ["aim", "comet_ml"])
+def test_a_killed_run_goes_on_in_its_own_and_logs_each_step_once(
+    strategies, monkeypatch, tmp_path, told, blocks, package
 ):
-    calls = []
-    backup = tfdist.BackupAndRestore(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    made = {"aim": fake_trackers.aim, "comet_ml": fake_trackers.comet}[package]
+    make = made(lambda run, **what: told.append((run, what)))
     with pytest.raises(Killed):  # epoch 1 is logged, and its checkpoint is not there
-        train(strategies[1], [fake_aim(monkeypatch, calls), backup, KillAt(1)])
-    train(strategies[2], [fake_aim(monkeypatch, calls), tfdist.BackupAndRestore(tmp_path)])
-    begins = [call[1] for call in calls if call[0] == "begin"]
-    assert begins == ["run-0", "run-0"]
-    assert epochs_in(calls) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("package", ["comet_ml", "clearml"])
-def test_a_run_of_the_others_is_taken_up_by_their_calls(monkeypatch, package):
-    made = []
-    module = types.ModuleType(package)
-    inner = types.SimpleNamespace()
-
-    def run(name):
-        return types.SimpleNamespace(
-            id=name,
-            get_key=lambda: name,
-            end=lambda: made.append(("end", name)),
-            close=lambda: made.append(("end", name)),
-        )
-
-    inner.experiment = run("new")
-    module.ExistingExperiment = lambda previous_experiment: run(previous_experiment)
-    module.Task = types.SimpleNamespace(
-        current_task=lambda: run("new"),
-        init=lambda continue_last_task: made.append(("go on", continue_last_task)),
-    )
-    monkeypatch.setitem(sys.modules, package, module)
-    assert trackers._RUN[package](inner) == "new"
-    trackers._RESUME[package](inner, "old")
+        train(strategies[1], [make(), tfdist.BackupAndRestore(tmp_path), KillAt(1)])
+    ends = [last for _, last in blocks]
+    blocks.clear()
+    train(strategies[2], [make(), tfdist.BackupAndRestore(tmp_path)])
+    ends += [last for _, last in blocks if last > ends[-1]]
+    assert len({run for run, _ in told}) == 1
+    assert epochs_in(told) == [0, 1, 2]
     if package == "comet_ml":
-        assert inner.experiment.id == "old"
-        assert made == [("end", "new")]
-    else:
-        assert made == [("end", "new"), ("go on", "old")]
+        steps = [what["step"] for _, what in told if "step" in what]
+        assert steps == multiples_of_5(ends)
+        assert [what["at"] for _, what in told if "at" in what] == [12, 24, 36]
+
+
+def test_a_task_of_clearml_is_continued_without_an_offset(strategies, monkeypatch, tmp_path, told):
+    monkeypatch.setitem(sys.modules, "clearml", None)
+    tasks = fake_trackers.clearml(lambda run, **what: told.append((run, what)))
+    tasks.init()
+    with pytest.raises(Killed):
+        train(strategies[1], [tfdist.BackupAndRestore(tmp_path), KillAt(1)])
+    tasks.init()
+    train(strategies[1], [tfdist.BackupAndRestore(tmp_path)])
+    assert told == [
+        ("task-0", {"begun": True}),
+        ("task-1", {"begun": True}),
+        ("task-1", {"closed": True}),
+        ("task-0", {"begun": True}),
+        ("task-0", {"offset": 0}),
+    ]
 
 
 def test_tensorboard_by_steps_shortens_no_block(strategies, tmp_path, blocks):
@@ -235,16 +220,18 @@ def test_mlflow_has_one_run_with_each_step_once(
     mlflow.flush_async_logging()
     first = mlflow.active_run().info.run_id
     mlflow.end_run("KILLED")
+    ends = [last for _, last in blocks]
+    blocks.clear()
     second = attempt()
+    ends += [last for _, last in blocks if last > ends[-1]]
     assert second != first
     assert mlflow.active_run().info.run_id == first
     assert [run.info.run_id for run in mlflow.MlflowClient().search_runs(["0"])] == [first]
     assert not [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     steps = steps_in_mlflow(mlflow, first)
     if options:
-        assert len(steps) == len(set(steps)) >= 3
-        assert set(steps) <= {last for _, last in blocks}
-        assert len(blocks) < EPOCHS * STEPS
+        assert steps == multiples_of_5(ends)
+        assert len(ends) < EPOCHS * STEPS
     else:
         assert steps == list(range(EPOCHS))
 
@@ -258,21 +245,25 @@ class LoseStore(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         if self.path.is_dir():
-            shutil.rmtree(self.path)
+            self.path.rename(self.path.with_suffix(".lost"))
             self.path.touch()
+
+    def give_back(self):
+        self.path.unlink()
+        self.path.with_suffix(".lost").rename(self.path)
 
 
 def test_a_store_that_is_lost_is_one_warning(mlflow, strategies, tmp_path, caplog):
     mlflow.start_run()
     board = mlflow.keras.MlflowCallback(log_every_epoch=False, log_every_n_steps=1)
-    history = train(strategies[1], [board, LoseStore(tmp_path / "mlruns")])
-    with contextlib.suppress(Exception):
-        mlflow.flush_async_logging()
+    lose = LoseStore(tmp_path / "mlruns")
+    history = train(strategies[1], [board, lose])
+    mlflow.flush_async_logging()
+    lose.give_back()
     assert len(history.history["loss"]) == EPOCHS
-    said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len(said) == 1
-    assert said[0].startswith("MLflow: cannot write (")
-    assert said[0].endswith("; the training goes on without it")
+    (said,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert said.startswith("MLflow: cannot write (")
+    assert said.endswith("; the training goes on without it")
 
 
 def test_autolog_is_told_that_it_sees_nothing(mlflow, strategies, caplog):
@@ -338,17 +329,21 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
     with pytest.raises(Killed):
         attempt(KillAt(1))
     (first,) = logged_offline(tmp_path / "wandb")
+    ends = [last for _, last in blocks]
+    blocks.clear()
     begun = attempt()
+    ends += [last for _, last in blocks if last > ends[-1]]
     runs = logged_offline(tmp_path / "wandb")
     assert runs.pop(begun) == []
     ((run, lines),) = runs.items()
     assert run == first
     assert [line["epoch/epoch"] for line in lines if "epoch/epoch" in line] == [0, 1, 2]
     steps = [line["batch/batch_step"] for line in lines if "batch/batch_step" in line]
-    assert len(blocks) < EPOCHS * STEPS
-    assert len(steps) == len(set(steps))
+    assert len(ends) < EPOCHS * STEPS
     if freq == "batch":
-        assert set(steps) == {last - 1 for _, last in blocks}
+        assert steps == [last - 1 for last in ends]
+    if freq == 5:
+        assert steps == [last - 1 for last in multiples_of_5(ends)]
 
 
 def test_runs_of_a_sweeps_trials_are_children_of_one(mlflow, wandb, tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def callback_list(
         _require_callback(callback)
     if job.is_chief:
         trackers.warn_of_autolog()
-        given = [trackers.wrapped(callback) for callback in given]
+        given = [*map(trackers.wrapped, given), *trackers.without_callback()]
     else:
         given = [c for c in given if not (isinstance(c, _WRITERS) or trackers.package_of(c))]
     return CallbackList(

@@ -56,6 +56,13 @@ def wrapped(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     return Tracker(callback, package=package)
 
 
+def without_callback() -> list[Tracker]:
+    """Return a `Tracker` of ClearML's task, where there is one: it sees what TensorBoard writes."""
+    if "clearml" not in sys.modules or _clearml_run(None) is None:
+        return []
+    return [Tracker(keras.callbacks.Callback(), package="clearml")]
+
+
 class Tracker(keras.callbacks.Callback):
     """Callback of a tracker, in the chief, called at the end of blocks.
 
@@ -143,11 +150,13 @@ class Tracker(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Tell it of an epoch."""
         self._epoch = epoch
+        self._set_counts()
         self._call("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log an epoch, unless it is logged already."""
         if epoch > self._logged["epoch"]:
+            self._set_counts()
             self._call("on_epoch_end", epoch, logs)
             self._note(epoch=epoch)
 
@@ -176,6 +185,11 @@ class Tracker(keras.callbacks.Callback):
             with self._warning_of_failure("write"):
                 if log(self, before, batch, logs):
                     self._note(step=self.step)
+
+    def _set_counts(self) -> None:
+        """Have Comet's callback, which counts its calls, go on with the run's steps and epochs."""
+        if self.package == "comet_ml":
+            self.inner.our_step, self.inner.our_epoch = self.step, self._epoch
 
     def _call(self, hook: str, *args: Any) -> None:
         if not self._is_broken:
@@ -271,7 +285,18 @@ def _block_to_wandb(tracker: Tracker, before: int, batch: int, logs: Any) -> boo
     return True
 
 
+def _block_to_comet(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
+    """Log under the number of steps, where `CometKerasCallback` counts calls."""
+    inner = tracker.inner
+    if not crossed(before, tracker.step, inner.experiment.auto_metric_step_rate):
+        return False
+    inner.our_step = tracker.step - 1  # which it adds one to
+    inner.on_train_batch_end(0, logs)  # a number that it logs, whatever its rate
+    return True
+
+
 _LOG_BLOCK: Mapping[str, Callable[[Tracker, int, int, Any], bool]] = {
+    "comet_ml": _block_to_comet,
     "mlflow": _block_to_mlflow,
     "wandb": _block_to_wandb,
 }
@@ -353,7 +378,11 @@ def _aim_run(inner: Any) -> str | None:
 
 
 def _resume_in_aim(inner: Any, run: str) -> None:
-    inner._run_hash = run  # from which it makes its run when the training begins
+    """Open the run; the one that the callback has begun when it was made stays, and is empty."""
+    if inner.experiment.hash != run:
+        inner.close()
+        inner._run_hash = run
+        inner.experiment  # noqa: B018  # opens it
 
 
 def _comet_run(inner: Any) -> str | None:
@@ -379,7 +408,7 @@ def _resume_in_clearml(inner: Any, run: str) -> None:
     if begun is None or begun.id != run:
         if begun is not None:
             begun.close()
-        kind.init(continue_last_task=run)
+        kind.init(continue_last_task=run).set_initial_iteration(0)  # else added to our steps
 
 
 _RUN: Mapping[str, Callable[[Any], str | None]] = {
@@ -450,7 +479,7 @@ def warn_of_autolog() -> None:
     """Log that `mlflow.autolog` sees nothing of this training; of the chief."""
     utils: Any = sys.modules.get("mlflow.utils.autologging_utils")
     known = getattr(utils, "AUTOLOGGING_INTEGRATIONS", {})
-    if any(name in known and not known[name].get("disable") for name in ("keras", "tensorflow")):
+    if any(known.get(name, {}).get("disable") is False for name in ("keras", "tensorflow")):
         _LOG.warning(
             "mlflow.autolog sees keras.Model.fit alone, not tfdist.fit: add "
             "mlflow.keras.MlflowCallback() to the callbacks"
