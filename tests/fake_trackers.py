@@ -11,6 +11,7 @@ import types
 import uuid
 
 import keras
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 def aim(note):
@@ -117,3 +118,9 @@ def clearml(note):
     sys.modules["clearml"] = module = types.ModuleType("clearml")
     module.Task = Task
     return Task
+
+
+def steps_in_events(directory, tag):
+    """The steps under a tag of TensorBoard, in the order of the files."""
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
+    return [event.step for event in events.Reload().Tensors(tag)]

@@ -14,6 +14,7 @@ import pytest
 
 import tfdist
 from tests import fake_trackers
+from tests.fake_trackers import steps_in_events
 from tfdist.training import trackers
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import SynchronousEngine
@@ -175,15 +176,33 @@ def test_a_task_of_clearml_is_continued_without_an_offset(strategies, monkeypatc
     ]
 
 
-def test_tensorboard_by_steps_shortens_no_block(strategies, tmp_path, blocks):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def test_tensorboard_by_steps_shortens_no_block_and_has_each_once_after_a_kill(
+    strategies, tmp_path, blocks
+):
+    def attempt(*more):
+        board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=5)
+        by_epoch = keras.callbacks.TensorBoard(tmp_path / "by_epoch", histogram_freq=1)
+        backup = tfdist.BackupAndRestore(tmp_path / "backup")
+        try:
+            train(strategies[1], [board, by_epoch, backup, *more], validation_data=(X, Y))
+        finally:
+            board._close_writers()
+            by_epoch._close_writers()
 
-    train(strategies[1], [keras.callbacks.TensorBoard(tmp_path, update_freq=5)])
-    assert len(blocks) < EPOCHS * STEPS
-    events = EventAccumulator(str(tmp_path / "train"), size_guidance={"tensors": 0})
-    steps = [event.step for event in events.Reload().Tensors("batch_loss")]
-    ends = [(first, last) for first, last in blocks if last // 5 > first // 5]
-    assert steps == [last // 5 * 5 for _, last in ends]
+    with pytest.raises(Killed):
+        attempt(KillAt(1))
+    ends = [last for _, last in blocks]
+    blocks.clear()
+    attempt()
+    ends += [last for _, last in blocks if last > ends[-1]]
+    assert len(ends) < EPOCHS * STEPS
+    multiples = [last // 5 * 5 for last in multiples_of_5(ends)]
+    assert steps_in_events(tmp_path / "logs" / "train", "batch_loss") == multiples
+    for tag in ("epoch_loss", "sequential/dense/kernel/histogram"):
+        assert steps_in_events(tmp_path / "by_epoch" / "train", tag) == [0, 1, 2]
+    validation = tmp_path / "by_epoch" / "validation"
+    assert steps_in_events(validation, "epoch_loss") == [0, 1, 2]
+    assert steps_in_events(validation, "evaluation_loss_vs_iterations") == [12, 24, 36]
 
 
 @pytest.fixture

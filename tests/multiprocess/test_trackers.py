@@ -6,6 +6,7 @@ import json
 
 import mlflow
 
+from tests.fake_trackers import steps_in_events
 from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.test_training import launch
 from tests.multiprocess.trainings import FLAGS, TrainingJob
@@ -24,6 +25,7 @@ def test_a_killed_job_goes_on_in_its_run_and_logs_each_epoch_once(tmp_path):
     assert {line["task"] for line in lines} == {"chief-0"}
     assert [line["epoch"] for line in lines if "epoch" in line] == [0, 1, 2, 3]
     assert (tmp_path / "tracked.killed").exists()
+    assert steps_in_events(tmp_path / "board" / "train", "epoch_loss") == [0, 1, 2, 3]
 
 
 def test_tfdist_train_goes_on_in_its_run_with_another_number_of_workers(tmp_path, monkeypatch):

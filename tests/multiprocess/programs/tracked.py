@@ -47,5 +47,10 @@ tfdist.fit(
     epochs=EPOCHS,
     verbose=0,
     seed=1,
-    callbacks=[fake_trackers.aim(note)(), tfdist.BackupAndRestore(BACKUP), Kill()],
+    callbacks=[
+        fake_trackers.aim(note)(),
+        keras.callbacks.TensorBoard(OUT.parent / "board"),
+        tfdist.BackupAndRestore(BACKUP),
+        Kill(),
+    ],
 )
