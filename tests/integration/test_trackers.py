@@ -53,12 +53,13 @@ def train(strategy, callbacks, **options):
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """The blocks of steps that the engine is asked to run."""
+    """The blocks of training steps that the engine is asked to run."""
     seen = []
     run = SynchronousEngine.run
 
     def noting(self, program, first, last, **kwargs):
-        seen.append((first, last))
+        if program.training:
+            seen.append((first, last))
         return run(self, program, first, last, **kwargs)
 
     monkeypatch.setattr(SynchronousEngine, "run", noting)
@@ -176,18 +177,17 @@ def test_a_task_of_clearml_is_continued_without_an_offset(strategies, monkeypatc
     ]
 
 
-def test_tensorboard_by_steps_shortens_no_block_and_has_each_once_after_a_kill(
-    strategies, tmp_path, blocks
+@pytest.mark.parametrize("freq", ["epoch", 5])
+def test_tensorboard_shortens_no_block_and_has_each_step_once_after_a_kill(
+    strategies, tmp_path, blocks, freq
 ):
     def attempt(*more):
-        board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=5)
-        by_epoch = keras.callbacks.TensorBoard(tmp_path / "by_epoch", histogram_freq=1)
+        board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=freq, histogram_freq=1)
         backup = tfdist.BackupAndRestore(tmp_path / "backup")
         try:
-            train(strategies[1], [board, by_epoch, backup, *more], validation_data=(X, Y))
+            train(strategies[1], [board, backup, *more], validation_data=(X, Y))
         finally:
             board._close_writers()
-            by_epoch._close_writers()
 
     with pytest.raises(Killed):
         attempt(KillAt(1))
@@ -196,13 +196,15 @@ def test_tensorboard_by_steps_shortens_no_block_and_has_each_once_after_a_kill(
     attempt()
     ends += [last for _, last in blocks if last > ends[-1]]
     assert len(ends) < EPOCHS * STEPS
-    multiples = [last // 5 * 5 for last in multiples_of_5(ends)]
-    assert steps_in_events(tmp_path / "logs" / "train", "batch_loss") == multiples
-    for tag in ("epoch_loss", "sequential/dense/kernel/histogram"):
-        assert steps_in_events(tmp_path / "by_epoch" / "train", tag) == [0, 1, 2]
-    validation = tmp_path / "by_epoch" / "validation"
-    assert steps_in_events(validation, "epoch_loss") == [0, 1, 2]
-    assert steps_in_events(validation, "evaluation_loss_vs_iterations") == [12, 24, 36]
+    training, validation = tmp_path / "logs" / "train", tmp_path / "logs" / "validation"
+    if freq == 5:
+        multiples = [last // 5 * 5 for last in multiples_of_5(ends)]
+        assert steps_in_events(training, "batch_loss") == multiples
+    else:
+        for tag in ("epoch_loss", "sequential/dense/kernel/histogram"):
+            assert steps_in_events(training, tag) == [0, 1, 2]
+        assert steps_in_events(validation, "epoch_loss") == [0, 1, 2]
+        assert steps_in_events(validation, "evaluation_loss_vs_iterations") == [12, 24, 36]
 
 
 @pytest.fixture
