@@ -121,6 +121,7 @@ def clearml(note):
 
 
 def steps_in_events(directory, tag):
-    """The steps under a tag of TensorBoard, in the order of the files."""
-    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
-    return [event.step for event in events.Reload().Tensors(tag)]
+    """The steps under the one tag of TensorBoard that ends so, in the order of the files."""
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+    (found,) = [name for name in events.Tags()["tensors"] if name.endswith(tag)]
+    return [event.step for event in events.Tensors(found)]
