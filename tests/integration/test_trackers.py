@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 import sys
 import types
@@ -391,9 +392,28 @@ def test_runs_of_a_sweeps_trials_are_children_of_one(mlflow, wandb, tmp_path, mo
     assert {run.info.run_name for run in children} == {"0", "1"}
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent}
     assert {run.data.params["config.units"] for run in children} == {"3"}
+    (tmp_path / "config.json").write_text("{}")
+    runs = []
+    for _ in range(2):
+        trackers.make_tracker("wandb", run_name="0", **options)
+        runs.append((wandb.run.id, wandb.run.group))
+        wandb.finish()
+    assert runs == [(runs[0][0], variables["WANDB_RUN_GROUP"])] * 2
+    assert variables["WANDB_RUN_GROUP"].startswith("sweep-")
+    os.utime(tmp_path / "config.json")  # as of a run that is begun anew there
     trackers.make_tracker("wandb", run_name="0", **options)
-    assert wandb.run.group == variables["WANDB_RUN_GROUP"]
-    assert wandb.run.group.startswith("sweep-")
+    assert wandb.run.id != runs[0][0]
+
+
+def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
+    strategies, aim, told, tmp_path
+):
+    board, again = aim(), aim()
+    again._run = board._run
+    with pytest.raises(Killed):
+        train(strategies[1], [board, KillAt(0), tfdist.BackupAndRestore(tmp_path)])
+    train(strategies[1], [again, tfdist.BackupAndRestore(tmp_path)])
+    assert epochs_in(told) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])

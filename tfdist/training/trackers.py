@@ -9,6 +9,7 @@ fails is left out from there on, with one warning.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -96,8 +97,12 @@ class Tracker(keras.callbacks.Callback):
         return any(not is_default(getattr(self.inner, hook)) for hook in hooks)
 
     def keep_journal(self, path: Path) -> None:
-        """Write down in a file what has been logged, beside the checkpoints."""
+        """Write down in a file what has been logged, beside the checkpoints.
+
+        What it has of this very run, begun again before it had a checkpoint, is logged already.
+        """
         self._journal = path
+        self._logged.update(self._noted(self.get_state()["run"]))
 
     def resume_run(self, state: Mapping[str, Any]) -> None:
         """Go on in the tracker's run of a checkpoint; before `on_train_begin`."""
@@ -216,13 +221,19 @@ class Tracker(keras.callbacks.Callback):
             with self._warning_of_failure("be noted beside the checkpoints"):
                 _write_over(self._journal, json.dumps({**self.get_state(), **self._logged}))
 
+    def _noted(self, run: str | None) -> dict[str, int]:
+        """Return the last step and epoch of a run that the journal has."""
+        if self._journal is None or not self._journal.exists():
+            return {}
+        with contextlib.suppress(ValueError):  # of a machine that lost its power
+            noted = json.loads(self._journal.read_text())
+            if run is not None and noted["run"] == run:
+                return {name: noted[name] for name in ("step", "epoch")}
+        return {}
+
     def _last_logged(self, run: str) -> dict[str, int]:
         """Return the last step and epoch of a run that are logged, whatever was saved after."""
-        logged: dict[str, int] = {}
-        if self._journal is not None and self._journal.exists():
-            noted = json.loads(self._journal.read_text())
-            if noted["run"] == run:
-                logged = {name: noted[name] for name in ("step", "epoch")}
+        logged = self._noted(run)
         if self.package == "mlflow":  # which writes by a thread: what it has is what counts
             logged |= _logged_in_mlflow(self.inner, run)
         return logged
@@ -458,6 +469,13 @@ def _make_mlflow(run_name: str, directory: Path, config: Mapping[str, Any]) -> A
     return callback
 
 
+def _identity(directory: Path) -> str:
+    """Return a name for the run in a directory: another one when it is begun anew there."""
+    file = directory / "config.json"
+    told = f"{file.stat().st_mtime_ns} {file.read_text()}"
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
 def _make_wandb(run_name: str, directory: Path, config: Mapping[str, Any]) -> Any:
     wandb = importlib.import_module("wandb")
     wandb.init(
@@ -465,6 +483,8 @@ def _make_wandb(run_name: str, directory: Path, config: Mapping[str, Any]) -> An
         name=run_name,
         config=dict(config),
         dir=str(directory),
+        id=_identity(directory),
+        resume="allow",
     )
     return importlib.import_module("wandb.integration.keras").WandbMetricsLogger()
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, require
 from tfdist.launch.target import imports_tensorflow
-from tfdist.training import trackers
 from tfdist.tuning import directory, journal, own_tuner, sweep
 from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import NONE, RECONNECT_S, SearchOptions
@@ -148,7 +147,9 @@ class TunerSweep(Sweep):
         self.first_seed = int(tuner.oracle.seed)
         self._tuner = tuner
         self._fitting = fitting
-        self.trackers = trackers.in_use(fitting.get("callbacks"))
+        from tfdist.training.trackers import in_use  # a sweep that is finished does without
+
+        self.trackers = in_use(fitting.get("callbacks"))
 
     def describe(self) -> dict[str, Any]:
         """Return what the sweep is; of the arguments of fit, those that JSON has."""
