@@ -36,6 +36,9 @@ _HOME_OF = {
     "JobFailed": "tfdist.errors",
     "export_model": "tfdist.serving.export",
     "spawn": "tfdist.launch.spawn",
+    "estimate_memory": "tfdist.find.memory",
+    "find_batch_size": "tfdist.find.batch_size",
+    "find_learning_rate": "tfdist.find.learning_rate",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
     "tuning": "tfdist.tuning",
@@ -55,6 +58,9 @@ if TYPE_CHECKING:
         TfdistError,
         UsageError,
     )
+    from tfdist.find.batch_size import find_batch_size
+    from tfdist.find.learning_rate import find_learning_rate
+    from tfdist.find.memory import estimate_memory
     from tfdist.launch.spawn import spawn
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
@@ -84,8 +90,11 @@ __all__ = [
     "broadcast",
     "data",
     "errors",
+    "estimate_memory",
     "evaluate",
     "export_model",
+    "find_batch_size",
+    "find_learning_rate",
     "fit",
     "is_chief",
     "load_weights",

@@ -16,9 +16,10 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import doctor, export, ledger, lint, replay, submit
+from tfdist import bench, doctor, export, ledger, lint, replay, serve, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
+from tfdist.find import __main__ as find
 from tfdist.launch import options
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 
@@ -43,6 +44,9 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "doctor": doctor.parse,
     "lint": lint.parse,
     "export": lambda words: export._parser().parse_args(words),
+    "serve": lambda words: serve._parser().parse_args(words),
+    "find": find.parse,
+    "bench": bench.parse,
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
 }
@@ -82,6 +86,9 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
         "doctor.md": [a.option_strings[-1][2:] for a in doctor._parser()._actions],
         "lint.md": [
             *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
+        ],
+        "serve.md": [
+            a.option_strings[-1][2:] for a in serve._parser()._actions if a.option_strings
         ],
         "ledger.md": [
             action.option_strings[-1][2:]

@@ -37,7 +37,11 @@ MAY_IMPORT = {
         *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
     },
     "serving": {
-        *("errors", "strategy", "checkpoint", "training", "outputs"),
+        *("errors", "launch", "strategy", "checkpoint", "training", "outputs"),
+    },
+    "find": {
+        *("errors", "argument_parser", "strategy", "data", "checkpoint", "training", "configs"),
+        *("outputs", "app", "launch"),
     },
     "audit": {
         *("errors", "strategy", "data", "checkpoint", "training", "configs", "outputs", "app"),
@@ -148,6 +152,16 @@ assert not loaded, loaded
 """
 
 
+def test_the_search_for_a_batch_size_loads_no_tensorflow() -> None:
+    program = (
+        "import sys, tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.range_test;"
+        "import tfdist.find.liveness, tfdist.find.trial;"
+        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_ledger_is_read_without_tensorflow() -> None:
     program = (
         "import sys, tfdist.ledger, tfdist.audit.proof;"
@@ -161,6 +175,16 @@ def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
     done = subprocess.run(
         [sys.executable, "-c", OF_ANOTHER_JOB], capture_output=True, text=True, timeout=120
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_front_and_its_supervisor_load_neither_tensorflow_nor_numpy() -> None:
+    program = (
+        "import sys, tfdist.serve, tfdist.serving.front, tfdist.serving.supervisor;"
+        "import tfdist.serving.replica;"
+        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
