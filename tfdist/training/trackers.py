@@ -188,7 +188,7 @@ class Tracker(keras.callbacks.Callback):
         if self.wants_block_logs:
             log = _LOG_BLOCK.get(self.package, _as_it_comes)
             with self._warning_of_failure("write"):
-                if log(self, before, batch, logs):
+                if log(self, max(before, self._logged["step"]), batch, logs):
                     self._note(step=self.step)
 
     def _set_counts(self) -> None:
