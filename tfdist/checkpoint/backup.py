@@ -83,6 +83,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         `save`, or by `wait`.
     """
 
+    found_states: Mapping[str, Any]
+    """The states of callbacks in the checkpoint that `saved` has found; in the chief."""
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -117,6 +120,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._saved_at = clock()
         self._saved_run: RunState | None = None
         self._found_step: int | None = None
+        self.found_states = {}
         self._configuration: dict[str, Any] | None = None
         self._prepared = False
         self._background = Background("checkpoint")
@@ -159,6 +163,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if checkpoint is None:
             return None
         self._found_step = checkpoint.step
+        self.found_states = checkpoint.meta["callbacks"]
         return _run_state(checkpoint)
 
     def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> None:

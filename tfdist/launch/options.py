@@ -94,6 +94,8 @@ class LaunchOptions:
     start: str = "auto"
     fork_server: int | None = None
     """Descriptor of a socket to a fork server that is there already."""
+    keep_fds: str | None = None
+    """Descriptors that the tasks inherit: ``"5,6"``."""
     program: Program = Program()
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class LaunchOptions:
             _refuse("run_dir", "''", "the path of a directory", fix, code="empty")
         if self.ports is not None:
             parse_ports(self.ports, where="--ports")
+        _check_kept(self)
         _check_together(self)
         _check_hosts(self)
 
@@ -117,6 +120,11 @@ class LaunchOptions:
     def port_range(self) -> range | None:
         """Return the ports that the job may have, None for any."""
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
+
+    @property
+    def kept_fds(self) -> tuple[int, ...]:
+        """Return the descriptors that the tasks inherit."""
+        return tuple(int(number) for number in self.keep_fds.split(",")) if self.keep_fds else ()
 
     @property
     def num_ps(self) -> int:
@@ -178,6 +186,17 @@ def _check_times(options: LaunchOptions) -> None:
 def _refuse_time(options: LaunchOptions, name: str, expected: str, *, fix: str = "") -> None:
     fix = fix or f"use --{name} 60, for example"
     _refuse(name, f"{getattr(options, name):g}", expected, fix)
+
+
+def _check_kept(options: LaunchOptions) -> None:
+    if options.keep_fds is None:
+        return
+    if not all(n.isascii() and n.isdigit() for n in options.keep_fds.split(",")):
+        expected, fix = "numbers of descriptors, 5,6", "leave --keep_fds out; tfdist.spawn gives it"
+        _refuse("keep_fds", repr(options.keep_fds), expected, fix)
+    if options.fork_server is not None:
+        received = "descriptors for tasks of a fork server that is there already"
+        _refuse("keep_fds", received, "one of them", "leave --fork_server out", code="exclusive")
 
 
 def _check_together(options: LaunchOptions) -> None:
@@ -362,6 +381,7 @@ FLAGS = (
         "FD",
         "fork from the server at this socket, which has imported TensorFlow (tfdist.tune)",
     ),
+    _Flag("keep_fds", str, "FD,FD", "descriptors that the tasks inherit (what tfdist.spawn gives)"),
     _Flag("dry_run", None, "", "print each task's command and TF_CONFIG, start nothing"),
     _Flag("help", None, "", "this text"),
 )
