@@ -11,11 +11,11 @@ from pathlib import Path
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
+from tfdist.loopback import listen, make_server
 from tfdist.report.charts import NUM_COLOURS
 from tfdist.report.page import render
 from tfdist.report.run import Run, read_run, reading
 from tfdist.report.run_section import Verdict
-from tfdist.report.serve import make_server
 from tfdist.report.sweep import Sweep, is_sweep, read_sweep, runs_of_best
 
 _LEDGER_TIMEOUT_S = 120.0
@@ -69,8 +69,13 @@ def _default_file(paths: Sequence[Path]) -> Path:
 
 def _serve(paths: Sequence[Path], *, port: int) -> int:
     _read(paths)  # a directory that is none is told here
-    with make_server(lambda: _page(paths, is_followed=True), port=port) as server:
-        print(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+    listener = listen(port, flag="--port")
+
+    def make_page() -> str:
+        return _page(paths, is_followed=True)
+
+    with make_server(listener, make_page, path="/", content_type="text/html") as server:
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return EXIT_OK
 
