@@ -16,13 +16,13 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import doctor, export, ledger, lint, replay, submit
+from tfdist import demo, doctor, env, export, ledger, lint, replay, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.launch import options
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 
-_COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
+_COMMAND = re.compile(r"(?:python -m tfdist\.|^(?:\S+ )?tfdist )(\w+)(.*)", re.MULTILINE)
 
 
 def _launch(words: Sequence[str]) -> None:
@@ -36,6 +36,7 @@ def _submit(words: Sequence[str]) -> None:
 
 
 READ: dict[str, Callable[[Sequence[str]], Any]] = {
+    "demo": lambda words: _launch(demo.command(words)),
     "launch": _launch,
     "train": command_line.parse,
     "tune": tfdist.tuning.options.parse,
@@ -45,6 +46,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "export": lambda words: export._parser().parse_args(words),
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
+    "env": lambda words: env._parser().parse_args(words),
 }
 
 
