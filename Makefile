@@ -8,7 +8,7 @@ ARGS ?=
 RAY_VENV := .venv-ray
 RAY := ray[default,train]==2.60.0
 
-KERAS_VERSIONS := 3.14.1 3.15.1
+WITH := keras-3.14.1 keras-3.15.1
 OF_VERSIONS := tests/integration/test_equivalence.py tests/integration/test_resume.py tests/field
 
 # Makes an environment that has what .venv has; what is installed into it goes before that.
@@ -21,7 +21,8 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-versions lint chaos bench soak stress recovery clean
+.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-versions \
+	docs lint chaos bench soak stress recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -70,14 +71,22 @@ $(RAY_VENV)/.ready: $(READY) Makefile
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
 	touch $@
 
-test-versions: $(KERAS_VERSIONS:%=.venv-keras-%/.ready)  ## equivalence, resume and field tests with each Keras
-	failed=; for version in $(KERAS_VERSIONS); do echo "== Keras $$version"; \
-		$(CPU_ONLY) .venv-keras-$$version/bin/python -m pytest $(OF_VERSIONS) $(ARGS) || failed="$$failed $$version"; \
-	done; test -z "$$failed" || { echo "failed with Keras:$$failed"; exit 1; }
+test-versions: $(WITH:%=.venv-with-%/.ready)  ## equivalence, resume and field tests with each Keras; WITH=tensorflow-2.20.0
+	failed=; for with in $(WITH); do echo "== $$with"; \
+		$(CPU_ONLY) .venv-with-$$with/bin/python -m pytest $(OF_VERSIONS) $(ARGS) || failed="$$failed $$with"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
-.venv-keras-%/.ready: $(READY) Makefile
-	$(call MAKE_BESIDE,.venv-keras-$*)
-	.venv-keras-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed keras==$*
+.venv-with-%/.ready: $(READY) Makefile
+	$(call MAKE_BESIDE,.venv-with-$*)
+	.venv-with-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed $(subst -,==,$*)
+	touch $@
+
+docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings as errors
+	.venv-docs/bin/python docs/build_site.py
+
+.venv-docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	touch $@
 
 lint: setup  ## ruff and mypy
@@ -101,5 +110,5 @@ stress: setup  ## peek at and train on cached streams while the machine is busy:
 	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) $(RAY_VENV) .venv-keras-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) .venv-with-* .venv-docs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

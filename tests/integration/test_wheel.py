@@ -37,7 +37,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tfdist", source / "tfdist", ignore=ignored)
-    run(sys.executable, "-m", "build", "--no-isolation", ".", cwd=source)
+    offline = ("--no-isolation", "--skip-dependency-check")
+    run(sys.executable, "-m", "build", *offline, ".", cwd=source)
     return source / "dist"
 
 
