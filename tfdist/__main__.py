@@ -20,6 +20,7 @@ PROGRAMS = {
     "train": "train an image classifier that a config file describes",
     "tune": "search for hyperparameters; every trial is a job",
     "export": "check a trained model and publish it as a version to serve",
+    "serve": "serve exported models by REST and gRPC, in replicas",
     "submit": "give a job to Slurm or Kubernetes",
     "doctor": "say what is wrong with the hosts of a job before it starts",
     "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests",

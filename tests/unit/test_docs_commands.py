@@ -16,7 +16,7 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import demo, doctor, env, export, ledger, lint, replay, submit
+from tfdist import demo, doctor, env, export, ledger, lint, replay, serve, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.launch import options
@@ -44,6 +44,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "doctor": doctor.parse,
     "lint": lint.parse,
     "export": lambda words: export._parser().parse_args(words),
+    "serve": lambda words: serve._parser().parse_args(words),
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
     "env": lambda words: env._parser().parse_args(words),
@@ -84,6 +85,9 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
         "doctor.md": [a.option_strings[-1][2:] for a in doctor._parser()._actions],
         "lint.md": [
             *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
+        ],
+        "serve.md": [
+            a.option_strings[-1][2:] for a in serve._parser()._actions if a.option_strings
         ],
         "ledger.md": [
             action.option_strings[-1][2:]

@@ -37,7 +37,7 @@ MAY_IMPORT = {
         *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
     },
     "serving": {
-        *("errors", "strategy", "checkpoint", "training", "outputs"),
+        *("errors", "launch", "strategy", "checkpoint", "training", "outputs"),
     },
     "audit": {
         *("errors", "strategy", "data", "checkpoint", "training", "configs", "outputs", "app"),
@@ -161,6 +161,16 @@ def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
     done = subprocess.run(
         [sys.executable, "-c", OF_ANOTHER_JOB], capture_output=True, text=True, timeout=120
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_front_and_its_supervisor_load_neither_tensorflow_nor_numpy() -> None:
+    program = (
+        "import sys, tfdist.serve, tfdist.serving.front, tfdist.serving.supervisor;"
+        "import tfdist.serving.replica;"
+        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

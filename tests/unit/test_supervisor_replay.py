@@ -183,7 +183,7 @@ def test_a_worker_that_hangs_has_its_stacks_printed_and_ends_the_job():
         Awakening(at_s=8.0, events=tuple(ended(t, 8.0, -TERM) for t in MULTIWORKER_JOB)),
     )
     cause = (
-        "hangs: does not answer: silent for 4 s (its process sleeps), last heard in a callback "
+        "hangs: does not answer: silent for 4 s (its process sleeps), last report: in a callback "
         "after 29 steps; worker-0, worker-2 wait for it"
     )
     at_s, actions = decided[3]

@@ -119,7 +119,7 @@ def test_a_stopped_task_is_named_and_not_asked_for_its_stacks():
     hang = job.run(HANG_S + 2)
     assert hang.task == W1
     assert "its process is stopped (SIGSTOP)" in hang.cause
-    assert "last heard in a step after 10 steps" in hang.cause
+    assert "last report: in a step after 10 steps" in hang.cause
     assert hang.cause.endswith("; worker-0, worker-2 wait for it")
     assert hang.stuck == (W0, W2)
     assert hang.since_s == 1003.0  # its last word

@@ -77,7 +77,7 @@ def check_source(name: str) -> None:
 
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
-    """Return what a process by itself is told: None, or options and which attempt it is."""
+    """Return the settings of a process by itself: None, or options and its attempt."""
     for where, value, is_of_several in (
         (STRATEGY, job_settings.strategy, job_settings.strategy in ("multiworker", "ps")),
         (PS, job_settings.ps, job_settings.ps),

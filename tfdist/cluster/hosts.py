@@ -1,6 +1,6 @@
 """Cluster resolver of plain hosts, without a scheduler: a list ``host:slots,...`` is all there is.
 
-The list is in TFDIST_HOSTS, or a flag of a program; the host is told its place in it.
+The list is in TFDIST_HOSTS, or a flag of a program; the host is given its index in it.
 """
 
 from __future__ import annotations

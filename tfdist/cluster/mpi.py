@@ -66,12 +66,12 @@ def counted(environ: Mapping[str, str]) -> tuple[str, int]:
 def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this rank's part of the job, or None outside a job of several ranks.
 
-    Ranks are taken host after host, as mpirun places them unless told otherwise
+    Ranks are taken host after host, as mpirun places them by default
     (``--map-by slot``). Ports begin at one that follows from the name of the job, or at
     TFDIST_PORT.
 
     Raises:
-        UsageError: it cannot be told where the ranks are, or this one is not where it should be.
+        UsageError: the hosts of the ranks are unknown, or this one is not where it should be.
     """
     world = _world(environ)
     if world is None or world.size == 1:
@@ -175,7 +175,7 @@ def _hosts(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
 def _check_self(
     environ: Mapping[str, str], world: _World, ranks: Sequence[str], where: str
 ) -> None:
-    """Compare where this rank should be with what it is told of itself."""
+    """Compare where this rank should be with its own variables."""
     host = ranks[world.rank]
     here = [rank for rank, other in enumerate(ranks) if other == host]
     local = here.index(world.rank)

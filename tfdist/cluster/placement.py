@@ -29,7 +29,7 @@ _JOBS = 397  # prime, so that job numbers in steps of any size are spread over a
 
 
 def place(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig:
-    """Return what the task of `rank` is told, where `hosts` has the host of each rank.
+    """Return the TF_CONFIG of the task of `rank`, where `hosts` has the host of each rank.
 
     The tasks of a host have `DEFAULT_PORT` and the ports after it, in order of rank. A port
     that is set goes before it, and so does the first of a range.
@@ -42,7 +42,7 @@ def place(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> Task
 
 
 def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
-    """Return what the task of `rank` is told, or None in a job of one task that asks nothing."""
+    """Return the TF_CONFIG of the task of `rank`, or None for one task without options."""
     if (
         len(hosts) == 1
         and not job_settings.ps
@@ -55,7 +55,7 @@ def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> Tas
 def placed(
     at: Sequence[str], types: Sequence[str], *, rank: int, job_settings: JobSettings
 ) -> TaskConfig:
-    """Return what the task of `rank` is told, from the address and the type of each rank."""
+    """Return the TF_CONFIG of the task of `rank`, from the address and the type of each rank."""
     lists: dict[str, list[str]] = {type_: [] for type_ in TASK_TYPES}
     for address, type_ in zip(at, types, strict=True):
         lists[type_].append(address)

@@ -120,7 +120,7 @@ def hold_ports(
 
 
 def is_port_free(address: str) -> bool:
-    """Return whether a server that is told to listen at `address` could do so now.
+    """Return whether a server could listen at `address` could do so now.
 
     Only the port counts, as servers listen on every interface. The answer for a port that
     a `HeldPort` holds is yes: it is held for just that server.

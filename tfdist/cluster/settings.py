@@ -46,7 +46,7 @@ FLAGS = {
     "split_bytes": SPLIT_BYTES,
     "profile_ps": PROFILE_PS,
 }
-"""The variable of each flag of the launcher that tasks are told by ``tfdist.submit``."""
+"""The variable of each flag of the launcher that ``tfdist.submit`` sets in tasks."""
 
 _OF_CLUSTERS = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
 NAMES = (*_OF_CLUSTERS, *FLAGS.values(), RESTARTS, UNCOUNTED_RESTARTS)
@@ -72,7 +72,7 @@ class JobSettings(JobOptions):
     groups: tuple[str, ...] = ()
 
     def options(self) -> JobOptions:
-        """Return the options alone, as a task is told them."""
+        """Return the options alone, as TF_CONFIG has them."""
         names = (field.name for field in dataclasses.fields(JobOptions))
         return JobOptions(**{name: getattr(self, name) for name in names})
 

@@ -214,7 +214,7 @@ def _node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[_Node]) -> li
         raise contradiction(
             "SLURM_DISTRIBUTION",
             shown(distribution),
-            "block, cyclic or plane: no task is told where an arbitrary one puts the rest",
+            "block, cyclic or plane: an arbitrary one does not say where the rest are",
             "run srun with --distribution=block",
         )
     het = len({node.group for node in nodes}) > 1
@@ -236,7 +236,7 @@ def _dealt(tasks: Sequence[int], at_a_time: int) -> list[int]:
 
 
 def _check_self(environ: Mapping[str, str], step: _Step) -> None:
-    """Compare what follows for this task with what it is told of itself."""
+    """Compare what follows for this task with its own variables."""
     fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
     node = step.nodes[step.where[step.rank]]
     name = text(environ, "SLURMD_NODENAME")

@@ -138,7 +138,7 @@ VARIABLE = "TF_CONFIG"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """All that one task is told: the cluster, which task of it this is, and the options.
+    """All settings of one task: the cluster, which task of it this is, and the options.
 
     A job of one process has an empty cluster and is ``worker-0``. The cluster of a training
     task never holds the evaluator, which is dropped here: a coordinator that sees one waits

@@ -202,7 +202,7 @@ def _broken_file(path: str, error: Exception) -> UsageError:
 
 
 def failed_line(path: str, error: BaseException) -> int | None:
-    """Return the line of a config file at which it failed, None where that cannot be told."""
+    """Return the line of a config file at which it failed, None if it is unknown."""
     if isinstance(error, SyntaxError) and error.lineno:
         return error.lineno
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]

@@ -124,7 +124,7 @@ FIELDS: tuple[Field, ...] = (
         name="strategy",
         default="auto",
         choices=("auto", "single", "mirrored", "multiworker", "ps"),
-        help="auto: what the launcher was told",
+        help="auto: the launcher's",
     ),
     Field(name="devices_per_worker", default=0, least=0, help="replicas in each task; 0 for all"),
     Field(name="run_dir", default="", help="where the run writes; '' for the launcher's, or runs/"),

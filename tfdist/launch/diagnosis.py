@@ -1,6 +1,6 @@
 """Diagnosis of a failed attempt: the root cause, its step, and why the kernel killed it.
 
-`RootCause` is pure: it is told what has happened, and asked with the time.
+`RootCause` is pure: it takes events, and is asked with the time.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class KillEvidence:
         return f"killed by the kernel's out-of-memory killer ({where})"
 
     def close(self) -> None:
-        """Let go of the kernel's log."""
+        """Close the kernel's log."""
         if self._log_fd >= 0:
             os.close(self._log_fd)
             self._log_fd = -1

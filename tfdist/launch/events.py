@@ -119,7 +119,7 @@ def named(tasks: Iterable[Task], *, most: int = 8) -> str:
 
 
 def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
-    """Return what a task has told.
+    """Return the event of a message of a task.
 
     Raises KeyError for a task that is not running or a note that lacks something, ValueError and
     TypeError for one that makes no sense.
@@ -145,10 +145,10 @@ def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
     )
 
 
-def _awaited(told: dict[str, Any] | None) -> TaskPendingWork | None:
-    if told is None:
+def _awaited(message: dict[str, Any] | None) -> TaskPendingWork | None:
+    if message is None:
         return None
     # It may be on another host.
     return TaskPendingWork(
-        task=task_of(told["task"]), since_s=told["since"], is_first=told["first"]
+        task=task_of(message["task"]), since_s=message["since"], is_first=message["first"]
     )

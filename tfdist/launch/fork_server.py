@@ -3,7 +3,7 @@
 It reads requests from a socket and answers with starts and ends, as it is the parent of the
 tasks. It must not run an operation or ask for a device itself: TensorFlow's threads and
 devices are made on first use, and do not live through a fork. So there is one thread when it
-forks, given that the libraries below NumPy are told to make none (`ONE_THREAD`).
+forks, given that the libraries below NumPy are set to make none (`ONE_THREAD`).
 
 `ForkStarter` is the launcher's side. Who runs many jobs one after the other, such as a sweep, keeps
 a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it and

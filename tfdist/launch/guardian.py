@@ -68,7 +68,7 @@ class GuardianClient:
         self._tell(b"+%d\n" % session)
 
     def forget_empty(self) -> None:
-        """Let go of sessions that have no process left, before their ids are used again."""
+        """Forget sessions that have no process left, before their ids are used again."""
         empty = self._sessions - occupied(self._sessions)
         self._sessions -= empty
         self._tell(b"".join(b"-%d\n" % session for session in empty))
@@ -131,7 +131,7 @@ class GuardianClient:
     def _tell(self, message: bytes) -> None:
         if not message or self._process is None or self._process.stdin is None:
             return
-        with contextlib.suppress(OSError):  # it is gone: `check` starts another, which is told all
+        with contextlib.suppress(OSError):  # it is gone: `check` starts another, with all sessions
             self._process.stdin.write(message)
 
 

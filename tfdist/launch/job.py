@@ -97,15 +97,15 @@ def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
         return
     if settings.text(environ, settings.CLUSTER) not in ("", "auto", "tf_config"):
         return  # the user has named another source
-    told = None
+    config = None
     with contextlib.suppress(UsageError):  # unused, it may say what it likes
-        told = tf_config.from_environ(environ)
-    count = max(1, len(told.cluster.training_tasks())) + told.options.evaluator if told else 0
-    if told is not None and count > 1 and "TFDIST_JOB" not in environ:
+        config = tf_config.from_environ(environ)
+    count = max(1, len(config.cluster.training_tasks())) + config.options.evaluator if config else 0
+    if config is not None and count > 1 and "TFDIST_JOB" not in environ:
         command = f"python {'-m ' * program.is_module}{program.target}"
         raise UsageError(
             tf_config.VARIABLE,
-            received=f"{told.task} of a job of {count} tasks, and the launcher",
+            received=f"{config.task} of a job of {count} tasks, and the launcher",
             expected="one of the two: the launcher starts all tasks of a job itself",
             fix=f"start {command} without the launcher, or unset TF_CONFIG",
             code="nested-launcher",
@@ -133,10 +133,10 @@ def _working_directory() -> str:
 
 def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
     """Return the options with the ports of TFDIST_PORTS, where the flags have none."""
-    told = settings.text(environ, settings.PORTS)
-    if options.ports is not None or not told:
+    ports = settings.text(environ, settings.PORTS)
+    if options.ports is not None or not ports:
         return options
-    return dataclasses.replace(options, ports=as_text(parse_ports(told, where=settings.PORTS)))
+    return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=settings.PORTS)))
 
 
 def _job(
@@ -357,7 +357,7 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a job has ended: its exit code, and whether it was told to."""
+    """How a job has ended: its exit code, and whether it was asked to."""
 
     exit_code: int
     was_requested: bool

@@ -400,7 +400,7 @@ def help_text() -> str:
     lines = [
         "usage: python -m tfdist.launch [flags] [script.py | -m module] [the program's own flags]",
         "",
-        "Starts the processes of a job on this machine, each told its part in TF_CONFIG,",
+        "Starts the processes of a job on this machine, each with its part in TF_CONFIG,",
         "and ends them all when it is done or when one of them fails.",
         "",
     ]

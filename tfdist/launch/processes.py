@@ -190,7 +190,7 @@ class JobProcesses:
 
     def _collect(self) -> None:
         came = self._starter.collect()
-        self._on_notes()  # written before the ends just seen, so to be told before them
+        self._on_notes()  # written before the ends just seen, so to be reported before them
         for event in came:
             if isinstance(event, Started):
                 self._on_started(event)
@@ -350,7 +350,7 @@ class TaskFactory:
             return self._starter
         self._close_starter()
         open_files = self._job.open_files
-        if not specs:  # nothing can be started, and host 0 is told why
+        if not specs:  # nothing can be started, and host 0 gets the reason
             return ExecStarter(clock=time.monotonic, open_files=open_files)
         if self._job.start == "exec":
             self._starter = ExecStarter(clock=time.monotonic, open_files=open_files)

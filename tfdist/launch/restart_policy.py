@@ -50,7 +50,7 @@ class RestartPolicy:
             )
         if failure.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return RestartDecision(
-                reason=f"exit code {failure.exit_code} is that of a task told to stop"
+                reason=f"exit code {failure.exit_code} is that of a task that was asked to stop"
             )
         if self._is_repeated(failure, alone=alone):
             return RestartDecision(reason=f"the same failure {_place(failure)} twice in a row")

@@ -199,7 +199,7 @@ class JobScreen:
         self._remote_lines[task] = lines
 
     def forget(self) -> None:
-        """Let go of the tasks: the next attempt may have others."""
+        """Forget the tasks: the next attempt may have others."""
         self._outputs.clear()
         self._remote_lines.clear()
 
@@ -224,8 +224,8 @@ class JobScreen:
         where = f" on {self.hosts[task]}" if task in self.hosts else ""
         head = f"{task}{where} failed first: {cause}"
         if output is None:
-            told = [f"  {line}" for line in self._remote_lines.get(task, ())]
-            return "\n".join([f"{head}\nits last lines:" if told else head, *told])
+            remote = [f"  {line}" for line in self._remote_lines.get(task, ())]
+            return "\n".join([f"{head}\nits last lines:" if remote else head, *remote])
         log = self._log_paths[task]
         lines = output.last_lines()
         if not lines:

@@ -59,7 +59,7 @@ class SignalPipe:
         return [signum for signum in came if signum not in STOP_SIGNALS or self._is_new()]
 
     def _is_new(self) -> bool:
-        """Whether the request to stop that has just been heard is another than the last one."""
+        """Whether the request to stop that has just come is another than the last one."""
         now_s = self._clock()
         if now_s - self._asked_s < SAME_REQUEST_S:
             return False

@@ -160,8 +160,8 @@ class JobState:
 
     is_done: bool = False
     """Whether the chief has ended as it should."""
-    are_servers_told: bool = False
-    """Whether those that served it were told to end."""
+    are_servers_closed: bool = False
+    """Whether those that served it were asked to end."""
     straggler_deadline_s: float = math.inf
 
     failure: Failure | None = None
@@ -171,7 +171,7 @@ class JobState:
     """By which the launcher was asked to stop."""
 
     is_ending: bool = False
-    """Whether the tasks were told to end."""
+    """Whether the tasks were asked to end."""
     is_killed: bool = False
     deadline_s: float = math.inf
     """When the grace period ends; once killed, when a process that lives on is given up."""

@@ -345,12 +345,12 @@ class _Decision:
         """Tell workers and ps to end, once, when the chief is done and its evaluator too."""
         state = self._state
         is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
-        if state.rules.is_ps and state.is_done and is_evaluated and not state.are_servers_told:
+        if state.rules.is_ps and state.is_done and is_evaluated and not state.are_servers_closed:
             self._end_served()
 
     def _end_served(self) -> None:
         """Tell what is left to end: it holds nothing to save, and nobody waits for it."""
-        self._state.are_servers_told = True
+        self._state.are_servers_closed = True
         self._stop(signal.SIGTERM, within_s=min(self._state.rules.grace_s, SERVER_GRACE_S))
 
     def _keep_deadlines(self) -> None:

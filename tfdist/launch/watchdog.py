@@ -45,7 +45,7 @@ class Watched:
     """A running task as of its last beat; times are of the monotonic clock.
 
     Attributes:
-      heard_s: when it last spoke; until it has, when it was started.
+      beat_s: when it last spoke; until it has, when it was started.
       state: the state letter of its process; None when that is gone.
       awaited: the oldest work unit that it has given to another.
       rest_s: since when its threads wait for each other; None while it can go on.
@@ -53,7 +53,7 @@ class Watched:
     """
 
     task: Task
-    heard_s: float
+    beat_s: float
     since_s: float
     phase: str = "import"
     step: int | None = None
@@ -80,7 +80,7 @@ class Watched:
         return doing if self.step is None else f"{doing} after {self.step} steps"
 
 
-def _culprit(
+def _root_cause(
     *,
     silent: Sequence[Watched],
     owing: Sequence[tuple[Watched, float]],
@@ -97,8 +97,8 @@ def _culprit(
     it. Then, of those that wait, the one with the fewest steps. Where all are alike, the chief.
     """
     if silent:
-        suspect = min(silent, key=lambda task: (not task.is_stopped, task.heard_s))
-        return suspect, _silence(suspect, now_s) + _waits(waiting, but=suspect)
+        suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
+        return suspect, _silent_cause(suspect, now_s) + _waits(waiting, but=suspect)
     if owing:
         suspect, since_s = min(owing, key=lambda owed: owed[1])
         return suspect, f"its work unit is not done after {now_s - since_s:.0f} s"
@@ -115,10 +115,10 @@ def _culprit(
     return None
 
 
-def _silence(task: Watched, now_s: float) -> str:
+def _silent_cause(task: Watched, now_s: float) -> str:
     """Return how a task that says nothing looks from outside."""
-    for_ = f"for {now_s - task.heard_s:.0f} s"
-    last = f", last heard {task.doing}" if task.phase != "import" else ""
+    for_ = f"for {now_s - task.beat_s:.0f} s"
+    last = f", last report: {task.doing}" if task.phase != "import" else ""
     if task.state == "t":
         return f"its process is held by a debugger, and silent {for_}{last}"
     if task.is_stopped:
@@ -169,7 +169,7 @@ class Hang:
     """A job that hangs.
 
     Attributes:
-      task: whom to blame.
+      task: the root cause.
       cause: why, to be read after the task's name and a colon.
       stuck: the tasks that can print their Python stacks, the blamed one first.
       since_s: when the blamed one last got on: its last word, or what that says of its phase.
@@ -188,7 +188,7 @@ class Watchdog:
       hang_timeout_s: how long a task may be silent, or in one phase without progress.
       startup_timeout_s: how much longer it may take before its training begins.
       is_ps: whether workers and ps serve a chief.
-      chief: who is named when nobody can be told from the others.
+      chief: who is named when the tasks do not differ.
       state_of: the state letter of a task's process, as `proc_state`.
       can_speak: False for a task whose process has become another program, and so cannot beat any
         more; asked only about a silent one. See `holds_pipe`.
@@ -223,7 +223,7 @@ class Watchdog:
         """Begin to watch a task."""
         if not self._watched:
             self._checked_s = at_s
-        self._watched[task] = Watched(task=task, heard_s=at_s, since_s=at_s, started_s=at_s)
+        self._watched[task] = Watched(task=task, beat_s=at_s, since_s=at_s, started_s=at_s)
 
     def ended(self, task: Task) -> None:
         """Watch a task no more."""
@@ -232,9 +232,9 @@ class Watchdog:
     def beat(self, beat: Beat) -> None:
         """Note what a task says; not of a beat from before the task's present process."""
         task = self._watched.get(beat.task)
-        if task is None or beat.at_s < task.heard_s:
+        if task is None or beat.at_s < task.beat_s:
             return
-        task.heard_s, task.has_spoken = beat.at_s, True
+        task.beat_s, task.has_spoken = beat.at_s, True
         task.phase, task.step, task.since_s = beat.phase, beat.step, beat.since_s
         task.awaited, task.rest_s = beat.awaited, beat.rest_s
 
@@ -275,7 +275,7 @@ class Watchdog:
         for task in self._tasks():
             if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
                 task.state = self._state_of(task.task)
-                return task.task, _silence(task, now_s)
+                return task.task, _silent_cause(task, now_s)
         return None
 
     def _tasks(self) -> list[Watched]:
@@ -363,9 +363,9 @@ class Watchdog:
         for task in tasks:
             task.state = self._state_of(task.task)
         silent = [task for task in tasks if self._is_silent(task, now_s)]
-        if not silent and any(task.has_spoken and task.heard_s < noticed_s for task in tasks):
+        if not silent and any(task.has_spoken and task.beat_s < noticed_s for task in tasks):
             return None  # one of them may have stopped just now: its next beat tells
-        found = _culprit(
+        found = _root_cause(
             silent=silent,
             owing=self._owing(now_s, early_s=LATE_S),  # the chief may have been late first
             resting=self._resting(now_s),
@@ -379,12 +379,12 @@ class Watchdog:
         suspect, cause = found
         tasks.sort(key=lambda task: (task is not suspect, task.task))
         stuck = tuple(task.task for task in tasks if task.state in ("R", "S", "D"))
-        has_stopped = now_s - suspect.heard_s > _SUSPECT_S
+        has_stopped = now_s - suspect.beat_s > _SUSPECT_S
         return Hang(
             task=suspect.task,
             cause=f"hangs: {cause}",
             stuck=stuck,
-            since_s=suspect.heard_s if has_stopped else suspect.since_s,
+            since_s=suspect.beat_s if has_stopped else suspect.since_s,
         )
 
     def _is_silent(self, task: Watched, now_s: float) -> bool:
@@ -394,7 +394,7 @@ class Watchdog:
         return self._is_mute(task, now_s)
 
     def _silence_s(self, task: Watched, now_s: float) -> float:
-        return now_s - max(task.heard_s, self._excused_s)
+        return now_s - max(task.beat_s, self._excused_s)
 
     @property
     def _suspect_s(self) -> float:

@@ -25,18 +25,18 @@ from tfdist.training.program import StepProgram, run_replica
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Work:
-    """A program, ready to be dispatched, and what its steps have told.
+    """A program, ready to be dispatched, and the results of its steps.
 
     Attributes:
       closure: traced, of a `UnitGraph`.
       dataset: makes what a worker iterates over.
-      log_shapes: of the last step's logs, by name, in the order in which they are told.
+      log_shapes: of the last step's logs, by name, in the order of their results.
       counted: the counts of the optimizers that each step applies.
       counts_each: what a step adds to each of them.
       num_totals: how many numbers the metrics of the program have.
       data: the workers' iterators, each with the life of the worker in which it was made.
-      totals: of the metrics since they were reset, None where nothing has been told.
-      logs: of the last step that was told of.
+      totals: of the metrics since they were reset, None before the first result.
+      logs: of the last step with a result.
       counts_of_step_0: what the optimizers count before it, None until a step is run.
       counts_at_rest: what they counted when no step was under way any more, None before.
     """
@@ -187,8 +187,8 @@ class UnitGraph:
             parallel_iterations=1,
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
-        told = encode_result(end.totals, end.logs, stale)
-        return told, [row.stack() for row in end.rows], *(times.stack() for times in end.times)
+        result = encode_result(end.totals, end.logs, stale)
+        return result, [row.stack() for row in end.rows], *(times.stack() for times in end.times)
 
     def _begin(self, first: tf.Tensor, last: tf.Tensor, *, counts: tf.Tensor) -> _Carried:
         steps, recorder = last - first, self._program.recorder

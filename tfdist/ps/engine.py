@@ -195,7 +195,7 @@ class ParameterServerEngine:
             recorder.write(*span, rows, worker=worker, begun=done.times)
 
     def _account_when_idle(self) -> None:
-        """Add up what can be told only while nobody works."""
+        """Add up what is known only while nobody works."""
         if self._clock is not None:
             before, self._applied = self._applied, self._clock.applied
             self._worker_pool.account.applied_twice += self._applied - before - self._completed

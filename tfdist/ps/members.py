@@ -4,7 +4,7 @@ TensorFlow's own coordinator connects to every declared worker or to none: it wa
 until all are up, and after several deaths until all are back
 (tensorflow/python/distribute/coordinator/cluster_coordinator.py, `WorkerPreemptionHandler`). But
 its runtime takes a cluster in which tasks are absent, and takes another such cluster at any time.
-So the cluster it is told of here is that of the workers that answer. Seen on TensorFlow 2.21.
+So the cluster it is given here is that of the workers that answer. Seen on TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -234,24 +234,24 @@ def send_versions(config: TaskConfig, *, versions: str) -> threading.Event:
 
     Returns what is set then.
     """
-    is_told = threading.Event()
+    is_known = threading.Event()
     words = f"tfdist {config.task}: {versions}\n".encode()
     host, _, port = config.cluster.address(config.cluster.chief_task).rpartition(":")
     chief = host.strip("[]"), int(port)
 
     def tell() -> None:
-        while not is_told.is_set():
+        while not is_known.is_set():
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection(chief, timeout=_PATIENCE_S) as connection,
             ):
                 connection.sendall(words)
                 if connection.recv(1):
-                    is_told.set()
-            is_told.wait(_AGAIN_S)
+                    is_known.set()
+            is_known.wait(_AGAIN_S)
 
     threading.Thread(target=tell, name="tfdist-versions", daemon=True).start()
-    return is_told
+    return is_known
 
 
 class VersionHandshake:

@@ -80,9 +80,9 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     to the kernel and gets it again at the next one, page by page, filled with zeros. A user's own
     settings of glibc's malloc go before these; another C library has none.
     """
-    told = environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
+    tuned = environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if told or set_option is None:
+    if tuned or set_option is None:
         return False
     large = set_option(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     return bool(large and set_option(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES))

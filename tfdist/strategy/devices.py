@@ -42,10 +42,10 @@ def set_threads(threads: int | None) -> None:
 
 def threads_of_an_operation() -> int:
     """How many threads TensorFlow gives one operation: on a CPU sums are rounded accordingly."""
-    told = tf.config.threading.get_intra_op_parallelism_threads()
-    if not told and os.environ.get("TF_NUM_INTRAOP_THREADS", "").isdecimal():
-        told = int(os.environ["TF_NUM_INTRAOP_THREADS"])
-    return told or usable_cores()
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    if not threads and os.environ.get("TF_NUM_INTRAOP_THREADS", "").isdecimal():
+        threads = int(os.environ["TF_NUM_INTRAOP_THREADS"])
+    return threads or usable_cores()
 
 
 def usable_cores() -> int:

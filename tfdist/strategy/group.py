@@ -142,10 +142,10 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
 def _broadcast(job: Job, value: Any) -> Any:
     payload = json.dumps(value, default=_encode).encode() if job.is_chief else b""
     size = np.array([float(len(payload))])
-    length = int(sum_over_tasks(job, size, of="the size of what the chief tells")[0])
+    length = int(sum_over_tasks(job, size, of="the size of a value of the chief")[0])
     mine = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
-    told = sum_bytes(job, mine, of="what the chief tells")
-    return json.loads(told.tobytes(), object_hook=_decode)
+    message = sum_bytes(job, mine, of="a value of the chief")
+    return json.loads(message.tobytes(), object_hook=_decode)
 
 
 def _require_text_as_keys(value: Any) -> None:

@@ -91,7 +91,7 @@ def current_job() -> Job | None:
 def job_of(strategy: tf.distribute.Strategy) -> Job:
     """Return the job of a strategy, also of one that `make_strategy` did not make.
 
-    One of several processes is then told by TF_CONFIG which task it is.
+    One of several processes then knows from TF_CONFIG which task it is.
 
     Raises:
       UsageError: TF_CONFIG asks for a strategy that nobody has made: each task would train alone.
@@ -111,12 +111,12 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
 
 def _require_agreement(kind: str) -> None:
     config = read_environment(os.environ)
-    told = resolved_strategy(config) if config else "auto"
-    if config is None or told in ("auto", "single", kind):
+    resolved = resolved_strategy(config) if config else "auto"
+    if config is None or resolved in ("auto", "single", kind):
         return
     raise UsageError(
         "tfdist",
-        received=f"a model of strategy {kind} in {config.task} of a {told} job",
+        received=f"a model of strategy {kind} in {config.task} of a {resolved} job",
         expected="one made in the scope of the job's strategy: each task would train by itself",
         fix="call strategy = tfdist.make_strategy() first, and make and compile the model inside "
         "`with strategy.scope():`",

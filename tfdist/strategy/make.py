@@ -120,19 +120,19 @@ def make_strategy(
 
 def _resolve(kind: str, config: TaskConfig | None) -> str:
     require_one_of("make_strategy(kind)", kind, (*KINDS, "auto"))
-    told = resolved_strategy(config) if config else "auto"
+    resolved = resolved_strategy(config) if config else "auto"
     if config is not None and config.task.type == "evaluator" and kind in ("ps", "multiworker"):
-        kind = told  # that of the training, which it takes no part in
+        kind = resolved  # that of the training, which it takes no part in
     require(
-        kind == "auto" or told in ("auto", kind),
+        kind == "auto" or resolved in ("auto", kind),
         "make_strategy",
-        received=f"kind={kind!r} where TF_CONFIG describes a {told} job",
+        received=f"kind={kind!r} where TF_CONFIG describes a {resolved} job",
         expected="the two to agree",
         fix=f"call make_strategy() without a kind, or start the job with --strategy {kind}",
         code="other-strategy",
     )
     if kind == "auto":
-        kind = told
+        kind = resolved
     if kind == "auto":
         kind = "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "single"
     return kind

@@ -110,7 +110,7 @@ def _exchanged(mine: _Row, rank: int, size: int, *, total: Sum) -> list[_Row]:
 
 
 def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:
-    """Listen at the job's own interface if that can be told; None where no port is free."""
+    """Listen at the job's own interface if it is known; None where no port is free."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         socket.create_server(address[:2], family=family).close()
@@ -163,9 +163,9 @@ def _accept(
 ) -> socket.socket | None:
     """The first connection that says `expected`; all others are closed.
 
-    All are heard at once: who says nothing, or a byte now and then, holds up nobody.
+    All are read at once: a client that sends nothing, or a byte now and then, delays nobody.
     """
-    heard: dict[socket.socket, bytes] = {}
+    received: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_ends:
         for listener in listeners:
             listener.setblocking(False)
@@ -176,17 +176,17 @@ def _accept(
                 if end in listeners:
                     end = _client(end)
                     if end is not None:
-                        heard[open_ends.enter_context(end)] = b""
+                        received[open_ends.enter_context(end)] = b""
                         selector.register(end, selectors.EVENT_READ)
-                elif end in heard:
-                    data = _received(end, _HELLO.size - len(heard[end]))
-                    heard[end] += data
-                    if hmac.compare_digest(heard[end], expected):
+                elif end in received:
+                    data = _received(end, _HELLO.size - len(received[end]))
+                    received[end] += data
+                    if hmac.compare_digest(received[end], expected):
                         return _prepared(end.dup())  # what is open here is closed now
-                    if not data or len(heard[end]) == _HELLO.size:
-                        _dismiss(end, heard, selector)
-            while len(heard) > _MAX_CLIENTS:
-                _dismiss(next(iter(heard)), heard, selector)
+                    if not data or len(received[end]) == _HELLO.size:
+                        _dismiss(end, received, selector)
+            while len(received) > _MAX_CLIENTS:
+                _dismiss(next(iter(received)), received, selector)
     return None
 
 
@@ -207,9 +207,9 @@ def _received(end: socket.socket, count: int) -> bytes:
 
 
 def _dismiss(
-    client: socket.socket, heard: dict[socket.socket, bytes], selector: selectors.BaseSelector
+    client: socket.socket, received: dict[socket.socket, bytes], selector: selectors.BaseSelector
 ) -> None:
-    del heard[client]
+    del received[client]
     selector.unregister(client)
     client.close()
 

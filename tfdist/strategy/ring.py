@@ -70,7 +70,7 @@ class Ring:
         """Return the sum over the workers of each array: new ones, of the same shapes and types.
 
         `of` says what is summed, in the same words in every worker: two sums of equal shapes are
-        told from each other by it.
+        distinguished by it.
 
         Raises ConnectionError when a neighbour has gone, or makes another sum, and RuntimeError
         in a thread while another one of this worker is at a sum: they would have no order.

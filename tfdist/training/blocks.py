@@ -143,7 +143,7 @@ class BlockRunner:
         """Run the steps ``[first, last)``; return how many of the last ones are still under way.
 
         None are where somebody looks at the end of the block. Wrong labels and data that end are
-        told in one line.
+        logged in one line.
         """
         engine, counts = self.engine, self.program.training
         # Work that takes long moves on with each block; what hangs does not.

@@ -45,7 +45,7 @@ class StepScheduled(Protocol):
 
 @runtime_checkable
 class ResumeAware(Protocol):
-    """Callback that is told where a run goes on, when it has been restored from a checkpoint."""
+    """Callback that learns the step at which a restored run goes on."""
 
     def resumed_at(self, step: int) -> None:
         """Take in that `step` steps of the run were done before; its next one comes now."""

@@ -78,7 +78,7 @@ def predict(
     computed = engine_for(job).outputs(program, 0, total)
     while len(batches) < total:
         step = len(batches)
-        if looks and step and any_task(job, model.stop_predicting, of="wishes to stop predicting"):
+        if looks and step and any_task(job, model.stop_predicting, of="requests to stop"):
             break
         listed.on_predict_batch_begin(step)
         batches.append(next(computed))

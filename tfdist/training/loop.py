@@ -1,6 +1,6 @@
 """Training loop: blocks of steps between the steps at which callbacks or saves are due.
 
-`fit` does not count batches. Each party that cares about steps or time says when it is next due;
+`fit` does not count batches. Each part that depends on steps or time says when it is next due;
 before a block the chief tells all tasks how far to go, so that tasks cannot disagree.
 """
 
@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """Settings of a run, as `fit` has settled them before its first step.
+    """Settings of a run, as `fit` has decided them before its first step.
 
     Attributes:
       data: the training data, with the run's epochs.
@@ -238,7 +238,7 @@ class TrainLoop:
 
     def _agree_to_stop(self) -> bool:
         """End the training in every task when a callback of some task has. A collective."""
-        stop = any_task(self._job, self._model.stop_training, of="wishes to stop")
+        stop = any_task(self._job, self._model.stop_training, of="requests to stop")
         self._model.stop_training = stop
         return stop
 

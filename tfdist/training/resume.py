@@ -48,7 +48,7 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
 
 
 def _take(backup: BackupAndRestore, job: Job) -> None:
-    """Take the backup's directory; a later attempt waits until the one before lets go of it.
+    """Take the backup's directory; a later attempt waits until the one before has released it.
 
     A scheduler that calls a node down starts the job elsewhere, and the tasks there may live on
     for as long as they save.

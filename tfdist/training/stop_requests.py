@@ -23,7 +23,7 @@ from tfdist.errors import Stopped
 
 _LOG = logging.getLogger(__name__)
 _SAME_REQUEST_S = 0.1
-_END = 0  # which no signal has: nothing more is to be heard
+_END = 0  # which no signal has: no signal comes any more
 _ACTION_BYTES = 512  # struct sigaction has 152 on Linux
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -44,12 +44,12 @@ class StopRequests:
     Only in the main thread of the program, where Python has its signals; in another one it hears
     nothing. A signal that the program was started to ignore, as nohup does, stays ignored. At the
     end everything is as it was before; a signal that nobody has answered by `Stopped` is then sent
-    again, to whoever handled it before. A task that stops for what another one has heard takes the
+    again, to whoever handled it before. A task that stops for the signal of another one takes the
     first signal of its own, even after the end, as the same request: the first task to be gone has
     a launcher or a scheduler tell the others, which may still have something to write.
 
     Args:
-      end: ends the process with an exit code, from the thread that has heard the second signal.
+      end: ends the process with an exit code, from the thread that has got the second signal.
         What sends one signal to a process and to its group delivers it twice: within a tenth of a
         second that is one request.
     """
@@ -62,7 +62,7 @@ class StopRequests:
     ) -> None:
         self._clock = clock
         self._end = end
-        self._heard_s = 0.0
+        self._signal_s = 0.0
         self._before: dict[int, tuple[Any, Any]] = {}
         self._before_fd = -1
         self._fds: tuple[int, int] | None = None
@@ -70,7 +70,7 @@ class StopRequests:
         self.signum: int | None = None
 
     def slots(self) -> list[float]:
-        """Return what this task adds to a message to all: 1 for the signal it has heard, else 0."""
+        """Return what this task adds to a message to all: 1 for the signal it has got, else 0."""
         return [float(self.signum == signum) for signum in SIGNALS]
 
     def __enter__(self) -> StopRequests:
@@ -109,7 +109,7 @@ class StopRequests:
             if self.signum is None and not _entered:
                 self._pass_over_one()
         elif self.signum is not None:
-            if isinstance(error, Exception):  # the signal may end the process before it is told
+            if isinstance(error, Exception):  # the signal may end the process before it is logged
                 _LOG.error("%s while stopping: %s", signal.Signals(self.signum).name, error)
             signal.raise_signal(self.signum)
 
@@ -147,17 +147,17 @@ class StopRequests:
                 with contextlib.suppress(OSError):  # as Python does where its reader is gone
                     os.write(self._before_fd, bytes([signum]))
         elif self.signum is None:
-            self._heard_s = now_s
+            self._signal_s = now_s
             self.signum = signum
-        elif now_s - self._heard_s >= _SAME_REQUEST_S:
+        elif now_s - self._signal_s >= _SAME_REQUEST_S:
             name = signal.Signals(signum).name
             os.write(2, f"tfdist: {name} while stopping: ended at once\n".encode())
             self._end(128 + signum)
 
 
 def signal_of(slots: Sequence[float]) -> int | None:
-    """Return the signal that some task has heard, by the sum of all tasks' `slots`."""
-    return next((s for s, heard in zip(SIGNALS, slots, strict=True) if heard > 0), None)
+    """Return the signal that some task has got, by the sum of all tasks' `slots`."""
+    return next((s for s, count in zip(SIGNALS, slots, strict=True) if count > 0), None)
 
 
 def _caught(signum: int, frame: FrameType | None) -> None:

@@ -249,7 +249,7 @@ def _slurm_nodes(
 
 
 def rank_of(hosts: Sequence[str], *, node_rank: int | None) -> int:
-    """Return which of the hosts this one is, as it was told or by its name or address.
+    """Return which of the hosts this one is, by the flag or by its name or address.
 
     Raises:
         UsageError: it is none of them, or several.

@@ -21,7 +21,7 @@ CHECK_EVERY_S = 0.5
 _GREETING_S = 10.0
 _GOODBYE_S = 2.0
 _SPARE_CLIENTS = 64
-_MAX_ACCEPTS = 256  # at once, so that those who are in are heard meanwhile
+_MAX_ACCEPTS = 256  # at once, so that connected hosts are served meanwhile
 _MAX_TURNED_AWAY = 16
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -299,7 +299,7 @@ class Hub:
             self._news.append(Lost(rank=client.rank, cause=cause))
 
     def _check(self) -> None:
-        """Send heartbeats that are due, and drop those of whom nothing is heard."""
+        """Send heartbeats that are due, and drop hosts that are silent for too long."""
         self._checked_s = now_s = self._clock()
         self._listen(True)
         for client in list(self._clients.values()):

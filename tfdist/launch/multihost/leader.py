@@ -299,7 +299,7 @@ class TeamProcesses:
         return not rank or (rank in self._team.hub.present and rank not in self._lost)
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state letter of a task's process, as its host last told it."""
+        """Return the state letter of a task's process, as its host last reported it."""
         if not self._team.host_of[task]:
             return self._local.state_of(task)
         return self._states.get(task, "S")

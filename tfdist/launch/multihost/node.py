@@ -1,4 +1,4 @@
-"""Launcher of a host other than 0: starts and ends tasks as told, reports events.
+"""Launcher of a host other than 0: starts and ends tasks on request, reports events.
 
 It runs its own program with its own environment and nothing else, whoever tells it: what comes from
 host 0 are the addresses of the job and the names of tasks.
@@ -85,7 +85,7 @@ class NodeTasks:
         return []
 
     def wait(self) -> Sequence[Event]:
-        """Return what has happened, in time for what is to be told."""
+        """Return what has happened, in time for the next report."""
         due_s = min(self._stacks.values(), default=math.inf) - self._clock()
         return self.processes.wait(max(0.0, min(LOOK_EVERY_S, due_s)))
 

@@ -1,0 +1,169 @@
+"""A version that is loaded answers as the model does, in TensorFlow Serving's forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow_serving.apis import get_model_metadata_pb2, predict_pb2
+
+import tfdist
+from tfdist.serving.model import ServedModel
+from tfdist.serving.protocol import Code, Kind, RequestError
+
+X = np.random.default_rng(0).random((5, 3)).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[keras.Model, Path]:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,), name="features")
+    model = keras.Model(inputs, keras.layers.Dense(2, name="scores")(inputs), name="small")
+    return model, tfdist.export_model(model, tmp_path_factory.mktemp("out"))
+
+
+@pytest.fixture(scope="module")
+def served(exported: tuple[keras.Model, Path]) -> ServedModel:
+    _, place = exported
+    model = ServedModel(place, "small", batch_sizes=(1, 4, 8))
+    assert model.warm_up(place) == 4, "the request of the export, and a batch of each size"
+    return model
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """A model of text, of two inputs, with an output that has no rows, and one that fails."""
+    module = tf.Module()
+    text, number = tf.TensorSpec([None], tf.string), tf.TensorSpec([None], tf.int64)
+    signatures = {
+        "text": tf.function(lambda t: {"raw_bytes": t, "size": tf.strings.length(t)}, [text]),
+        "pair": tf.function(lambda a, b: {"sum": a + b}, [number, number]),
+        "total": tf.function(lambda a: {"total": tf.reduce_sum(a)}, [number]),
+        "picky": tf.function(_picky, [number]),
+    }
+    place = tmp_path_factory.mktemp("odd") / "1"
+    concrete = {key: function.get_concrete_function() for key, function in signatures.items()}
+    tf.saved_model.save(module, str(place), concrete)
+    return ServedModel(place, "odd", batch_sizes=(1, 4))
+
+
+def _picky(a: tf.Tensor) -> dict[str, tf.Tensor]:
+    with tf.control_dependencies([tf.debugging.assert_less(a, tf.constant(9, tf.int64))]):
+        return {"a": tf.identity(a)}
+
+
+def rest(model: ServedModel, *documents: Any) -> list[Any]:
+    answers = model.answer([(Kind.REST_PREDICT, json.dumps(d).encode()) for d in documents])
+    return [a if isinstance(a, RequestError) else json.loads(a) for a in answers]
+
+
+def grpc_request(**inputs: np.ndarray) -> predict_pb2.PredictRequest:
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name = "small"
+    for name, array in inputs.items():
+        request.inputs[name].CopyFrom(tf.make_tensor_proto(array))
+    return request
+
+
+def test_answers_are_those_of_the_model(exported, served) -> None:
+    model, _ = exported
+    wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
+    (answer,) = rest(served, {"instances": X.tolist()})
+    np.testing.assert_allclose(answer["predictions"], wanted, atol=1e-6)
+
+
+def test_requests_of_one_batch_get_their_own_rows(exported, served) -> None:
+    model, _ = exported
+    wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
+    answers = rest(served, {"inputs": X[:1].tolist()}, {"instances": X[1:3].tolist()}, {"x": 1})
+    np.testing.assert_allclose(answers[0]["outputs"], wanted[:1], atol=1e-6)
+    np.testing.assert_allclose(answers[1]["predictions"], wanted[1:3], atol=1e-6)
+    assert "Missing 'inputs' or 'instances' key" in str(answers[2])
+
+
+def test_both_protocols_give_one_answer(exported, served) -> None:
+    (data,) = served.answer([(Kind.GRPC_PREDICT, grpc_request(features=X).SerializeToString())])
+    assert isinstance(data, bytes)
+    response = predict_pb2.PredictResponse.FromString(data)
+    (by_rest,) = rest(served, {"instances": X.tolist()})
+    np.testing.assert_array_equal(
+        tf.make_ndarray(response.outputs["scores"]), np.float32(by_rest["predictions"])
+    )
+    spec = response.model_spec
+    assert (spec.name, spec.version.value, spec.signature_name) == ("small", 1, "serving_default")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"x": X}, "Sent extra: {x}. Missing but required: {features}."),
+        ({"features": X.astype("float64")}, "type float64 does not match signature: float32"),
+        ({"features": X[:, :2]}, "shape [5,2] does not match signature: [?,3]"),
+    ],
+)
+def test_grpc_requests_are_checked(served, inputs, text) -> None:
+    (answer,) = served.answer([(Kind.GRPC_PREDICT, grpc_request(**inputs).SerializeToString())])
+    assert isinstance(answer, RequestError)
+    assert answer.code is Code.INVALID_ARGUMENT
+    assert text in str(answer)
+
+
+def test_a_small_request_cannot_ask_for_much_memory(served) -> None:
+    request = grpc_request(features=X)
+    tensor = request.inputs["features"]
+    tensor.ClearField("tensor_content")
+    tensor.float_val.append(1.0)
+    tensor.tensor_shape.dim[0].size = 10**12
+    (answer,) = served.answer([(Kind.GRPC_PREDICT, request.SerializeToString())])
+    assert "more than a request can hold" in str(answer)
+
+
+def test_text_and_bytes(odd) -> None:
+    document = {"signature_name": "text", "instances": ["ab", {"b64": "/w=="}]}
+    (answer,) = rest(odd, document)
+    assert answer["predictions"] == [
+        {"raw_bytes": {"b64": "YWI="}, "size": 2},
+        {"raw_bytes": {"b64": "/w=="}, "size": 1},
+    ]
+
+
+def test_a_batch_of_which_one_request_fails_answers_the_others(odd) -> None:
+    documents = [{"signature_name": "picky", "instances": [value]} for value in (1, 9, 3)]
+    first, second, third = rest(odd, *documents)
+    assert (first, third) == ({"predictions": [1]}, {"predictions": [3]})
+    assert isinstance(second, RequestError)
+    assert second.code is Code.INVALID_ARGUMENT
+
+
+def test_outputs_without_rows_are_computed_for_each_request(odd) -> None:
+    documents = [{"signature_name": "total", "inputs": values} for values in ([1, 2], [5])]
+    assert rest(odd, *documents) == [{"outputs": 3}, {"outputs": 5}]
+
+
+def test_inputs_of_different_length_are_refused(odd) -> None:
+    (answer,) = rest(odd, {"signature_name": "pair", "inputs": {"a": [1], "b": [1, 2]}})
+    assert "inputs differ in their first dimension (a: 1, b: 2)" in str(answer)
+
+
+def test_metadata(served) -> None:
+    as_json, as_message = served.answer([(Kind.REST_METADATA, b""), (Kind.GRPC_METADATA, b"")])
+    assert isinstance(as_json, bytes)
+    assert isinstance(as_message, bytes)
+    document = json.loads(as_json)
+    assert document["model_spec"]["version"] == "1"
+    signatures = document["metadata"]["signature_def"]["signature_def"]
+    assert signatures["serving_default"]["inputs"]["features"]["dtype"] == "DT_FLOAT"
+    response = get_model_metadata_pb2.GetModelMetadataResponse.FromString(as_message)
+    signatures = get_model_metadata_pb2.SignatureDefMap()
+    assert response.metadata["signature_def"].Unpack(signatures)
+    assert "serving_default" in signatures.signature_def
+
+
+def test_classify_says_what_the_signature_is(served) -> None:
+    (answer,) = served.answer([(Kind.REST_CLASSIFY, b'{"examples": [{"x": 1}]}')])
+    assert "Expected classification signature method_name to be" in str(answer)

@@ -1,0 +1,51 @@
+"""A replica whose model is not TensorFlow's: it starts at once, and dies or hangs when it is asked.
+
+A file ``saved_model.pb`` that says ``broken`` does not load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.serving import replica
+from tfdist.serving.protocol import Code, Kind, RequestError
+
+
+class FakeModel:
+    """Answers a request with its version and process, and what it was sent."""
+
+    def __init__(self, directory: Path, name: str, *, batch_sizes: Sequence[int]) -> None:
+        self.version = int(directory.name)
+        if (directory / "saved_model.pb").read_text() == "broken":
+            raise ValueError("broken on purpose")
+
+    def warm_up(self, directory: Path) -> int:
+        return 0
+
+    def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
+        return [self._one(kind, payload) for kind, payload in requests]
+
+    def _one(self, kind: Kind, payload: bytes) -> bytes | RequestError:
+        if kind is not Kind.REST_PREDICT:
+            return payload
+        asked = json.loads(payload)["instances"]
+        if asked == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if asked == "hang":
+            signal.pause()
+        if asked == "fail":
+            return RequestError(Code.INVALID_ARGUMENT, "failed on purpose")
+        return json.dumps({"predictions": asked, "by": [self.version, os.getpid()]}).encode()
+
+
+if __name__ == "__main__":
+    fake = types.ModuleType("tfdist.serving.model")
+    fake.ServedModel = FakeModel  # type: ignore[attr-defined]
+    sys.modules["tfdist.serving.model"] = fake
+    sys.exit(replica.main())

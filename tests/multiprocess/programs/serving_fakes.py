@@ -1,0 +1,31 @@
+"""The service of a directory with replicas that need no TensorFlow; options as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+
+from tfdist.serving.dispatch import Limits
+from tfdist.serving.supervisor import ServeOptions, Supervisor
+
+MODULES = {
+    "front": "tfdist.serving.front",
+    "replica": "tests.multiprocess.programs.fake_replica",
+}
+
+
+async def main(directory: str, told: dict[str, object]) -> None:
+    limits = Limits(**told.pop("limits", {}))  # type: ignore[arg-type]
+    options = ServeOptions(
+        directory=Path(directory), rest_port=0, grpc_port=0, limits=limits, **told
+    )  # type: ignore[arg-type]
+    supervisor = Supervisor(options, modules=MODULES)
+    print(supervisor.rest_address, supervisor.grpc_address, flush=True)
+    await supervisor.run()
+
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))

@@ -1,0 +1,416 @@
+"""A service of several processes: what is killed, hangs or is broken costs no request.
+
+The replicas have a model that needs no TensorFlow and dies when it is asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+
+from tfdist.serving.protocol import Target
+
+DEADLINE_S = 120.0
+HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
+KEY_AND_CERTIFICATE = Path(__file__).parent / "programs" / "localhost.pem"  # of no other use
+
+
+@dataclasses.dataclass
+class Service:
+    """A running service, its addresses, and what it has logged."""
+
+    process: subprocess.Popen[str]
+    rest: tuple[str, int]
+    grpc: str
+    log: Path
+    tls: ssl.SSLContext | None = None
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
+        """Return the matches of a pattern in the log once there are `count`."""
+        end_s = time.monotonic() + DEADLINE_S
+        pause = threading.Event()
+        while len(found := re.findall(pattern, self.said())) < count:
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < end_s, self.said()
+            pause.wait(0.02)
+        return found
+
+    def connect(self) -> http.client.HTTPConnection:
+        if self.tls:
+            return http.client.HTTPSConnection(*self.rest, timeout=DEADLINE_S, context=self.tls)
+        return http.client.HTTPConnection(*self.rest, timeout=DEADLINE_S)
+
+    def get(self, path: str) -> tuple[int, Any]:
+        return self.send("GET", path, None)
+
+    def predict(self, asked: Any, path: str = "/v1/models/m:predict") -> tuple[int, Any]:
+        return self.send("POST", path, json.dumps({"instances": asked}))
+
+    def send(
+        self, method: str, path: str, body: str | None, headers: Any = None
+    ) -> tuple[int, Any]:
+        with contextlib.closing(self.connect()) as connection:
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            text = answer.read()
+            kind = answer.headers["content-type"]
+            return answer.status, json.loads(text) if kind == "application/json" else text.decode()
+
+    def replicas(self) -> list[int]:
+        """The pids of the replicas that have been ready."""
+        pids = dict(re.findall(r"replica (\d+) loads version \d+ \(pid (\d+)\)", self.said()))
+        return [int(pids[id]) for id in re.findall(r"replica (\d+) is ready", self.said())]
+
+
+def make_version(directory: Path, version: int, text: str = "") -> None:
+    unfinished = directory / f".partial-{version}"
+    unfinished.mkdir(parents=True)
+    (unfinished / "saved_model.pb").write_text(text)
+    unfinished.rename(directory / str(version))
+
+
+@contextlib.contextmanager
+def service(
+    directory: Path, *, ended: int = 0, tls: ssl.SSLContext | None = None, **options: Any
+) -> Iterator[Service]:
+    """Run a service of `directory`/m until the block ends; it ends with exit code `ended`."""
+    log = directory / "log"
+    program = ("-m", "tests.multiprocess.programs.serving_fakes")
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *program, str(directory / "m"), json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+    assert process.stdout is not None
+    try:
+        ready, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
+        line = process.stdout.readline() if ready else ""
+        assert line, log.read_text()
+        rest, by_grpc = line.split()
+        host, port = rest.split(":")
+        running = Service(process, (host, int(port)), by_grpc, log, tls)
+        running.wait_for(r"version \d+ is served")
+        wait_until_healthy(running)
+        yield running
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == ended, running.said()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def wait_until_healthy(running: Service) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while running.get("/healthz")[0] != 200:
+        assert time.monotonic() < end_s, running.said()
+
+
+@contextlib.contextmanager
+def load(running: Service, clients: int = 4) -> Iterator[Counter[str]]:
+    """Send requests all the time; yield the outcomes, of which all must be ok at the end."""
+    outcomes: Counter[str] = Counter()
+    stop = threading.Event()
+
+    def work(client: int) -> None:
+        number = 0
+        with contextlib.closing(running.connect()) as connection:
+            while not stop.is_set():
+                number += 1
+                asked = [client, number]
+                body = json.dumps({"instances": asked})
+                connection.request("POST", "/v1/models/m:predict", body)
+                answer = json.loads(connection.getresponse().read())
+                outcomes["ok" if answer.get("predictions") == asked else str(answer)] += 1
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield outcomes
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+    assert set(outcomes) == {"ok"}, outcomes
+
+
+def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
+    until, end_s = sum(outcomes.values()) + more, time.monotonic() + DEADLINE_S
+    pause = threading.Event()
+    while sum(outcomes.values()) < until:
+        assert time.monotonic() < end_s
+        pause.wait(0.01)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    directory = tmp_path_factory.mktemp("service")
+    make_version(directory / "m", 3)
+    options = {"replicas": 2, "body_bytes": 10_000, "silence_s": 1.0}
+    with service(directory, access_log=str(directory / "access"), **options) as running:
+        yield running
+
+
+def test_both_protocols_answer(shared: Service) -> None:
+    status, answer = shared.predict([1, 2])
+    assert (status, answer["predictions"], answer["by"][0]) == (200, [1, 2], 3)
+    assert shared.predict([1], "/v1/models/m/versions/3:predict")[0] == 200
+    request = b"\x0a\x03\x0a\x01m"  # a model_spec with the name m
+    with grpc.insecure_channel(shared.grpc) as channel:
+        method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        assert method(request, timeout=DEADLINE_S) == request
+        health = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert health(b"", timeout=DEADLINE_S) == b"\x08\x01"
+        with pytest.raises(grpc.RpcError) as error:
+            method(b"\x0a\x03\x0a\x01x", timeout=DEADLINE_S)
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    assert error.value.details() == str(Target(name="x").not_found())
+
+
+def test_states_of_versions_are_told(shared: Service) -> None:
+    (version,) = shared.get("/v1/models/m")[1]["model_version_status"]
+    assert (version["version"], version["state"]) == ("3", "AVAILABLE")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "text"),
+    [
+        ("POST", "/v1/models/x:predict", "{}", 404, "Servable not found for request: Latest(x)"),
+        ("POST", "/v1/models/m/versions/4:predict", "{}", 404, "Specific(m, 4)"),
+        ("POST", "/v1/models/m/labels/a:predict", "{}", 400, "Unrecognized servable version label"),
+        ("GET", "/v1/models/x", None, 404, "Could not find any versions of model x"),
+        ("PUT", "/v1/models/m:predict", "", 400, "Malformed request: PUT /v1/models/m:predict"),
+        ("POST", "/v1/models/m:predict", "x" * 10_001, 400, "more than 10000 bytes"),
+        ("POST", "/v1/models/m:predict", '{"instances": "fail"}', 400, "failed on purpose"),
+    ],
+)
+def test_errors(
+    shared: Service, method: str, path: str, body: str | None, status: int, text: str
+) -> None:
+    found, answer = shared.send(method, path, body)
+    assert found == status
+    assert text in answer["error"]
+
+
+def test_what_is_no_request_costs_nobody_else(shared: Service) -> None:
+    host, port = shared.grpc.split(":")
+    addresses = [shared.rest, (host, int(port))]
+    random = Random(0)
+    open_ones = [socket.create_connection(addresses[n % 2]) for n in range(300)]
+    for connection in open_ones[100:]:
+        connection.sendall(random.randbytes(random.randrange(1, 200)))
+    assert shared.predict([1])[0] == 200
+    for connection in open_ones:
+        connection.close()
+    assert shared.predict([1])[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent", ["", "POST /v1/models/m:predict HT", f"{HEAD}Content-Length: 9\r\n\r\nhalf"]
+)
+def test_a_client_that_says_nothing_more_is_let_go(shared: Service, sent: str) -> None:
+    with socket.create_connection(shared.rest, timeout=DEADLINE_S) as connection:
+        connection.sendall(sent.encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert b"The request did not come within 1 s" in answer if "half" in sent else answer == b""
+
+
+def test_each_request_has_a_line_in_the_access_log(shared: Service) -> None:
+    shared.predict([7, 7, 7])
+    lines = (shared.log.parent / "access").read_text().splitlines()
+    logged = json.loads(lines[-1])
+    assert logged["ms"] > 0
+    assert {key: logged[key] for key in ("via", "model", "code", "bytes")} == {
+        "via": "rest",
+        "model": "m",
+        "code": "200",
+        "bytes": len('{"instances": [7, 7, 7]}'),
+    }
+
+
+def test_metrics(shared: Service) -> None:
+    shared.predict([1])
+    text = shared.get("/metrics")[1]
+    assert re.search(r'tfdist_serving_requests_total\{code="200",model="m",via="rest"\} \d', text)
+    assert 'tfdist_serving_version{model="m"} 3.0' in text
+    assert 'tfdist_serving_replicas{model="m"} 2.0' in text
+
+
+def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, replicas=2) as running, load(running) as outcomes:
+        for kills in range(1, 5):
+            wait_for_more(outcomes)
+            os.kill(running.replicas()[-1], signal.SIGKILL)
+            running.wait_for(r"replica \d+ is ready", 2 + kills)
+            wait_for_more(outcomes)
+        assert len(running.wait_for("was killed by SIGKILL; it is replaced")) == 4
+
+
+def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    options = {"replicas": 2, "limits": {"hang_s": 1.0}}
+    with service(tmp_path, **options) as running, load(running) as outcomes:
+        wait_for_more(outcomes)
+        os.kill(running.replicas()[-1], signal.SIGSTOP)
+        running.wait_for("hangs; its requests go to others")
+        running.wait_for(r"replica \d+ is ready", 3)
+        wait_for_more(outcomes)
+
+
+def test_a_request_that_kills_two_replicas_is_answered_with_an_error(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, replicas=2) as running, load(running) as outcomes:
+        wait_for_more(outcomes)
+        status, answer = running.predict("kill")
+        assert (status, answer["error"]) == (500, "2 replicas ended while they had this request")
+        running.wait_for(r"replica \d+ is ready", 4)
+        wait_for_more(outcomes)
+        assert len(running.wait_for("was killed by SIGKILL")) == 2
+
+
+def test_versions_come_go_and_break_under_load(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, replicas=2) as running, load(running) as outcomes:
+        make_version(tmp_path / "m", 2)
+        running.wait_for("m: version 2 is served")
+        assert running.predict([1])[1]["by"][0] == 2
+        make_version(tmp_path / "m", 3, "broken")
+        running.wait_for("version 3 is refused: broken on purpose")
+        states = {
+            one["version"]: (one["state"], one["status"]["error_message"])
+            for one in running.get("/v1/models/m")[1]["model_version_status"]
+        }
+        assert states == {"3": ("END", "broken on purpose"), "2": ("AVAILABLE", "")}
+        shutil.rmtree(tmp_path / "m" / "2")
+        running.wait_for("m: version 1 is served", 2)
+        wait_for_more(outcomes)
+        assert running.predict([1])[1]["by"][0] == 1
+
+
+def test_a_front_that_is_killed_is_replaced_and_replicas_stay(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, replicas=1) as running:
+        before = running.predict([1])[1]["by"]
+        os.kill(front_of(running.process.pid), signal.SIGKILL)
+        running.wait_for("front: was killed by SIGKILL; another one is started")
+        wait_until_healthy(running)  # connections wait in the socket, none is refused
+        assert running.predict([1])[1]["by"] == before
+
+
+def front_of(supervisor: int) -> int:
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == supervisor and b"tfdist.serving.front" in words:
+                return int(path.name)
+    raise AssertionError("no front")
+
+
+def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, replicas=1) as running:
+        (replica,) = running.replicas()
+        os.kill(replica, signal.SIGSTOP)
+        answers = list[tuple[int, Any]]()
+        client = threading.Thread(target=lambda: answers.append(running.predict([1])))
+        client.start()
+        end_s = time.monotonic() + DEADLINE_S
+        while 'outstanding{model="m"} 1.0' not in running.get("/metrics")[1]:
+            assert time.monotonic() < end_s
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("stopping")
+        os.kill(replica, signal.SIGCONT)
+        client.join(DEADLINE_S)
+        assert answers[0][0] == 200
+    assert "replaced" not in running.said()
+    assert not Path(f"/proc/{replica}").exists()
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, ended=-signal.SIGKILL, replicas=1) as running:
+        processes = [*running.replicas(), front_of(running.process.pid)]
+        running.process.kill()
+        running.process.wait()
+    end_s = time.monotonic() + DEADLINE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        assert time.monotonic() < end_s
+
+
+def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    limits = {"requests": 1, "window": 1, "hang_s": 100.0}
+    with service(tmp_path, replicas=1, limits=limits, timeout_s=2.0) as running:
+        (replica,) = running.replicas()
+        os.kill(replica, signal.SIGSTOP)
+        answers = Counter[int]()
+        threads = [
+            threading.Thread(target=lambda: answers.update([running.predict([1])[0]]))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        os.kill(replica, signal.SIGCONT)
+    assert answers == {504: 2, 429: 2}
+
+
+def test_a_token_is_asked_for(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    (tmp_path / "token").write_text("secret\n")
+    with service(tmp_path, replicas=1, token=str(tmp_path / "token")) as running:
+        assert running.predict([1])[0] == 401
+        sent = {"Authorization": "Bearer secret"}
+        body = '{"instances": [1]}'
+        assert running.send("POST", "/v1/models/m:predict", body, sent)[0] == 200
+        request = b"\x0a\x03\x0a\x01m"
+        with grpc.insecure_channel(running.grpc) as channel:
+            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+            given = (("authorization", "Bearer secret"),)
+            assert method(request, timeout=DEADLINE_S, metadata=given) == request
+            with pytest.raises(grpc.RpcError) as error:
+                method(request, timeout=DEADLINE_S)
+            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_both_protocols_are_encrypted(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    pem = str(KEY_AND_CERTIFICATE)
+    tls = ssl.create_default_context(cafile=pem)
+    with service(tmp_path, tls=tls, replicas=1, certificate=pem, key=pem) as running:
+        assert running.predict([1])[0] == 200
+        credentials = grpc.ssl_channel_credentials(KEY_AND_CERTIFICATE.read_bytes())
+        request = b"\x0a\x03\x0a\x01m"
+        with grpc.secure_channel(running.grpc, credentials) as channel:
+            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+            assert method(request, timeout=DEADLINE_S) == request

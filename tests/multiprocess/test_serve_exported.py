@@ -1,0 +1,86 @@
+"""An export is served as it is: the program, its real replicas, and the clients of others."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow_serving.apis import (
+    get_model_status_pb2,
+    model_service_pb2_grpc,
+    predict_pb2,
+    prediction_service_pb2_grpc,
+)
+
+import tfdist
+from tests.multiprocess.test_serve import DEADLINE_S, Service, wait_until_healthy
+
+X = np.random.default_rng(0).random((3, 4)).astype("float32")
+
+
+def export(directory: Path, seed: int) -> np.ndarray:
+    """Export a version with weights of a seed; return its answers to `X`."""
+    keras.utils.set_random_seed(seed)
+    inputs = keras.Input((4,), name="features")
+    model = keras.Model(inputs, keras.layers.Dense(2, name="scores")(inputs), name="m")
+    tfdist.export_model(model, directory)
+    return np.asarray(tfdist.predict(model, X, batch_size=4, verbose=0))
+
+
+def predict_request() -> predict_pb2.PredictRequest:
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name = "m"
+    request.inputs["features"].CopyFrom(tf.make_tensor_proto(X))
+    return request
+
+
+def start(directory: Path, log: Path) -> Service:
+    words = ["tfdist.serve", str(directory), "--replicas", "2", "--rest_port=0", "--grpc_port=0"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=file, text=True
+        )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"http://(\S+):(\d+)/v1/models, gRPC (\S+)", line)
+    assert found, line + log.read_text()
+    return Service(process, (found[1], int(found[2])), found[3], log)
+
+
+def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
+    first = export(tmp_path / "served", seed=1)
+    running = start(tmp_path / "served", tmp_path / "log")
+    try:
+        running.wait_for("m: version 1 is served")
+        wait_until_healthy(running)
+        status, answer = running.predict(X.tolist())
+        assert status == 200, answer
+        np.testing.assert_allclose(answer["predictions"], first, atol=1e-6)
+        digits = [len(str(abs(value))) for row in answer["predictions"] for value in row]
+        assert max(digits) <= 12, answer  # of a float32, not of the double next to it
+        second = export(tmp_path / "served", seed=2)
+        running.wait_for("m: version 2 is served")
+        with grpc.insecure_channel(running.grpc) as channel:
+            stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
+            response = stub.Predict(predict_request(), timeout=DEADLINE_S)
+            request = get_model_status_pb2.GetModelStatusRequest()
+            request.model_spec.name = "m"
+            states = model_service_pb2_grpc.ModelServiceStub(channel).GetModelStatus(request)
+        assert response.model_spec.version.value == 2
+        found = tf.make_ndarray(response.outputs["scores"])
+        np.testing.assert_allclose(found, second, atol=1e-6)
+        assert [one.version for one in states.model_version_status] == [2]
+        running.process.terminate()
+        assert running.process.wait(DEADLINE_S) == 0
+        assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)
+    finally:
+        running.process.kill()
+        running.process.wait()
+        assert running.process.stdout is not None
+        running.process.stdout.close()

@@ -1,0 +1,201 @@
+"""TensorFlow Serving's JSON, read and written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfdist.serving import rest
+from tfdist.serving.protocol import Code, RequestError
+from tfdist.serving.rest import TensorSpec
+
+
+def spec(dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(dtype=np.dtype(dtype), shape=shape)
+
+
+SIGNATURES = {
+    "serving_default": {"x": spec("float32", -1, 2)},
+    "text": {"t": spec("object", -1)},
+    "pair": {"a": spec("int64", -1), "b": spec("float32", -1, 2)},
+    "flag": {"f": spec("bool", -1)},
+}
+
+
+def decode(document: Any) -> rest.JsonRequest:
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return rest.decode_predict(body, SIGNATURES)
+
+
+def test_rows_of_one_input() -> None:
+    request = decode({"instances": [[1, 2.5], [3, 4]]})
+    assert (request.signature, request.row) == ("serving_default", True)
+    assert request.inputs["x"].dtype == np.float32
+    np.testing.assert_array_equal(request.inputs["x"], [[1, 2.5], [3, 4]])
+
+
+def test_rows_that_name_their_inputs() -> None:
+    rows = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
+    inputs = decode({"signature_name": "pair", "instances": rows}).inputs
+    np.testing.assert_array_equal(inputs["a"], [1, 2])
+    np.testing.assert_array_equal(inputs["b"], [[1, 2], [3, 4]])
+
+
+def test_columns() -> None:
+    request = decode({"inputs": [[1, 2]]})
+    assert not request.row
+    np.testing.assert_array_equal(request.inputs["x"], [[1, 2]])
+    inputs = decode({"signature_name": "pair", "inputs": {"a": [1], "b": [[3, 4]]}}).inputs
+    np.testing.assert_array_equal(inputs["b"], [[3, 4]])
+
+
+def test_text_and_base64() -> None:
+    rows = ["a", {"b64": "/wA="}, "ü"]
+    found = decode({"signature_name": "text", "instances": rows}).inputs["t"]
+    assert list(found) == [b"a", b"\xff\x00", "ü".encode()]
+
+
+def test_nan_and_infinity() -> None:
+    found = decode(b'{"instances": [[NaN, -Infinity]]}').inputs["x"]
+    assert np.isnan(found[0, 0])
+    assert found[0, 1] == -np.inf
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        (b"", "JSON Parse error: The document is empty"),
+        (b"{", "JSON Parse error: "),
+        (b"[1]", "JSON Value: [1] Is not object"),
+        ({}, "Missing 'inputs' or 'instances' key"),
+        ({"instances": 1}, "Excepting 'instances' to be an list/array"),
+        ({"instances": []}, "No values in 'instances' array"),
+        ({"instances": [[1, 2]], "inputs": [[1, 2]]}, "expecting only one of"),
+        ({"signature_name": 3, "inputs": 1}, "'signature_name' key must be a string value."),
+        (
+            {"signature_name": "no", "inputs": 1},
+            'Serving signature name: "no" not found in signature def',
+        ),
+        (
+            {"instances": [["a", "b"]]},
+            "Failed to process element: 0 of 'instances' list. Error: INVALID_ARGUMENT: "
+            'JSON Value: "a" Type: String is not of expected type: float',
+        ),
+        ({"instances": [[True, False]]}, "Type: True is not of expected type: float"),
+        ({"instances": [[None, 1]]}, "Type: Null is not of expected type: float"),
+        (
+            {"instances": [[1, 2], [3]]},
+            "Failed to process element: 1 of 'instances' list. Error: INVALID_ARGUMENT: "
+            "Expecting tensor size: 2 but got: 1",
+        ),
+        ({"instances": [[1, [2]]]}, "Encountered list at unexpected level: 1 expected < 1"),
+        ({"instances": [[[1], 2]]}, "found at incorrect level: 2 in the JSON DOM"),
+        ({"instances": [[1, 2, 3]]}, "input x: shape [1,3] does not match signature: [?,2]"),
+        ({"instances": [[1, 16777217]]}, "Cannot convert JSON value: 16777217 to float"),
+        ({"instances": [[1, 1e39]]}, "Cannot convert JSON value: 1e+39 to float"),
+        ({"instances": [{"y": 1}]}, "does not have named input: y"),
+        (
+            {"signature_name": "pair", "instances": [{"a": 1}]},
+            "keys must be equal to: a,b",
+        ),
+        ({"signature_name": "pair", "instances": [1]}, "instances is a plain list"),
+        ({"signature_name": "pair", "inputs": [1]}, "inputs is a plain value/list"),
+        ({"signature_name": "pair", "inputs": {"a": [1]}}, "Missing named input: b"),
+        (
+            {"signature_name": "pair", "instances": [{"a": 1.5, "b": [1, 2]}]},
+            "key: a of 'instances' list. Error: INVALID_ARGUMENT: JSON Value: 1.5 Type: Number is "
+            "not of expected type: int64",
+        ),
+        ({"signature_name": "text", "inputs": [{"b64": "!"}]}, "Unable to base64 decode"),
+        (
+            {"signature_name": "text", "inputs": [{"b32": "a"}]},
+            "not formatted correctly for base64",
+        ),
+        ({"signature_name": "text", "inputs": [3]}, "is not of expected type: string"),
+        ({"signature_name": "flag", "inputs": [1]}, "is not of expected type: bool"),
+    ],
+)
+def test_bad_requests_have_the_words_of_tensorflow_serving(document: Any, text: str) -> None:
+    with pytest.raises(RequestError) as error:
+        decode(document)
+    assert error.value.code is Code.INVALID_ARGUMENT
+    assert text in str(error.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b", "b64", "x"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(
+    st.sampled_from(["instances", "inputs"]),
+    st.sampled_from(["serving_default", "text", "pair", "flag"]),
+    JSON,
+)
+def test_any_json_is_read_or_refused(key: str, signature: str, value: Any) -> None:
+    try:
+        request = decode({"signature_name": signature, key: value})
+    except RequestError:
+        return
+    for name, array in request.inputs.items():
+        assert SIGNATURES[signature][name].fits(array.shape)
+        assert array.dtype == SIGNATURES[signature][name].dtype
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        decode(body)
+
+
+def test_nesting_without_end_is_refused() -> None:
+    for depth in (70, 200, 1000, 100_000):
+        body = b'{"instances": ' + b"[" * depth + b"NaN" + b"]" * depth + b"}"
+        with pytest.raises(RequestError):
+            decode(body)
+        with pytest.raises(RequestError):
+            decode(body.replace(b"NaN", b"1"))
+
+
+def test_predictions_of_one_output_are_its_rows() -> None:
+    answer = rest.encode_predict({"y": np.array([[0.5], [1.0]], "float32")}, row=True)
+    assert json.loads(answer) == {"predictions": [[0.5], [1.0]]}
+
+
+def test_predictions_of_several_outputs_name_them() -> None:
+    outputs = {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)}
+    assert json.loads(rest.encode_predict(outputs, row=True)) == {
+        "predictions": [{"y": 1, "t": "a"}, {"y": 2, "t": "b"}]
+    }
+    assert json.loads(rest.encode_predict(outputs, row=False)) == {
+        "outputs": {"y": [1, 2], "t": ["a", "b"]}
+    }
+
+
+def test_a_float_is_answered_with_the_digits_of_its_type() -> None:
+    outputs = {"y": np.array([0.1, np.nan], "float32")}
+    assert rest.encode_predict(outputs, row=False) == b'{"outputs":[0.1,NaN]}'
+    outputs = {"y": np.array([0.1], "float32"), "z": np.array([0.1])}
+    assert rest.encode_predict(outputs, row=True) == b'{"predictions":[{"y":0.1,"z":0.1}]}'
+    scalar = {"y": np.array(0.1, "float32"), "z": np.array([[0.1]], "float32")}
+    assert rest.encode_predict(scalar, row=False) == b'{"outputs":{"y":0.1,"z":[[0.1]]}}'
+
+
+def test_bytes_are_answered_as_base64() -> None:
+    answer = rest.encode_predict({"raw_bytes": np.array([b"\xff\x00"], object)}, row=False)
+    assert json.loads(answer) == {"outputs": [{"b64": "/wA="}]}
+
+
+def test_what_is_not_finite_is_answered_as_it_is() -> None:
+    answer = rest.encode_predict({"y": np.array([np.nan, np.inf])}, row=False)
+    assert answer == b'{"outputs":[NaN,Infinity]}'

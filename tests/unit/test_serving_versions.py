@@ -1,0 +1,130 @@
+"""Versions of a model: histories without a process, and directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tfdist.serving.versions import Drain, Model, Replica, Start, find_models, find_versions
+
+
+def started(model: Model, version: int, *, first_id: int) -> Model:
+    for index in range(model.replicas_wanted):
+        replica = Replica(id=first_id + index, version=version, index=index)
+        model = model.started(replica)
+    return model
+
+
+def served(version: int, replicas: int = 2) -> Model:
+    """A model of which a version is served; the replicas are 1, 2 and so on."""
+    model = Model(replicas_wanted=replicas).scanned({version: "a"})
+    model = started(model, version, first_id=1)
+    for id in range(1, replicas + 1):
+        model = model.loaded(id)
+    assert model.serving == version
+    assert not model.actions()
+    return model
+
+
+def test_the_newest_version_is_started_and_served_when_all_replicas_are_ready() -> None:
+    model = Model(replicas_wanted=2).scanned({1: "a", 10: "a", 9: "a"})
+    assert model.actions() == [Start(10, 0, 0.0), Start(10, 1, 0.0)]
+    model = started(model, 10, first_id=1).loaded(1)
+    assert model.serving is None
+    assert model.loaded(2).serving == 10
+
+
+def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over() -> None:
+    model = served(1).scanned({1: "a", 2: "a"})
+    assert model.actions() == [Start(2, 0, 0.0), Start(2, 1, 0.0)]
+    model = started(model, 2, first_id=3).loaded(3)
+    assert (model.serving, model.actions()) == (1, [])
+    model = model.loaded(4)
+    assert (model.serving, model.actions()) == (2, [Drain(1), Drain(2)])
+
+
+def test_a_version_that_does_not_load_is_refused_with_its_reason() -> None:
+    model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
+    model = model.failed(3, "no variables")
+    assert (model.serving, model.target) == (1, 1)
+    assert model.actions() == [Drain(3), Drain(4)]
+    states = {state.version: (state.state, state.message) for state in model.states()}
+    assert states == {1: ("AVAILABLE", ""), 2: ("END", "no variables")}
+    assert model.scanned({1: "a", 2: "a"}).target == 1
+
+
+def test_a_refused_version_is_tried_again_when_its_files_are_others() -> None:
+    model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
+    model = model.failed(3, "no variables").draining(3).draining(4)
+    assert model.scanned({1: "a", 2: "b"}).actions() == [Start(2, 0, 0.0), Start(2, 1, 0.0)]
+
+
+def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused() -> None:
+    model = served(1).scanned({1: "a", 2: "a"})
+    for id in (3, 4, 5):
+        assert model.target == 2
+        model = model.started(Replica(id=id, version=2, index=0))
+        model = model.ended(id, "was killed by SIGSEGV")
+    assert model.target == 1
+    assert "SIGSEGV" in model.refused[2]
+
+
+def test_removing_the_newest_rolls_back() -> None:
+    model = served(2).scanned({1: "a"})
+    assert (model.serving, model.target) == (2, 1)
+    assert model.actions() == [Start(1, 0, 0.0), Start(1, 1, 0.0)]
+    model = started(model, 1, first_id=3).loaded(3).loaded(4)
+    assert (model.serving, model.actions()) == (1, [Drain(1), Drain(2)])
+
+
+def test_when_all_versions_are_removed_the_last_one_goes_on() -> None:
+    model = served(1).scanned({})
+    assert (model.serving, model.target, model.actions()) == (1, 1, [])
+
+
+def test_a_dead_replica_is_replaced_and_waits_longer_each_time() -> None:
+    model = served(1).ended(2, "was killed")
+    waits = list[float]()
+    for id in range(3, 12):
+        (start,) = model.actions()
+        assert isinstance(start, Start)
+        waits.append(start.wait_s)
+        model = model.started(Replica(id=id, version=1, index=1)).ended(id, "was killed")
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (0.05, 30.0)
+    assert (model.serving, dict(model.refused)) == (1, {})
+    (start,) = model.started(Replica(id=20, version=1, index=1)).loaded(20).ended(20, "x").actions()
+    assert start == Start(1, 1, 0.05)
+
+
+def make_version(directory: Path, version: str) -> None:
+    (directory / version).mkdir(parents=True)
+    (directory / version / "saved_model.pb").write_bytes(b"")
+
+
+def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path: Path) -> None:
+    for name in ("1", "20", ".partial-3", "x4", "99999999999999999999"):
+        make_version(tmp_path, name)
+    (tmp_path / "5").mkdir()
+    (tmp_path / "6").write_text("")
+    assert set(find_versions(tmp_path)) == {1, 20}
+
+
+def test_other_files_of_one_version_have_another_mark(tmp_path: Path) -> None:
+    make_version(tmp_path, "1")
+    marks = [find_versions(tmp_path)]
+    (tmp_path / "1" / "saved_model.pb").write_bytes(b"more")
+    marks.append(find_versions(tmp_path))
+    (tmp_path / "1" / "variables").mkdir()
+    (tmp_path / "1" / "variables" / "variables.index").write_bytes(b"late")
+    marks.append(find_versions(tmp_path))
+    assert len({mark[1] for mark in marks}) == 3
+
+
+def test_a_directory_is_a_model_or_holds_models(tmp_path: Path) -> None:
+    make_version(tmp_path / "digits", "1")
+    make_version(tmp_path / "letters", "1")
+    (tmp_path / "empty").mkdir()
+    assert set(find_models(tmp_path)) == {"digits", "letters"}
+    assert set(find_models(tmp_path, "letters")) == {"letters"}
+    assert find_models(tmp_path / "digits") == {"digits": tmp_path / "digits"}
+    assert set(find_models(tmp_path / "digits", "d")) == {"d"}

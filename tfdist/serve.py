@@ -1,0 +1,166 @@
+"""``python -m tfdist.serve DIR``: serve the models that `tfdist.export` has written.
+
+DIR has versions, or models that have versions. Clients of TensorFlow Serving work unchanged: REST
+at /v1/models/NAME:predict, gRPC by PredictionService and ModelService.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.argument_parser import Parser
+from tfdist.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    TfdistError,
+    require,
+    require_int,
+    require_number,
+)
+
+_NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    try:
+        return _serve(sys.argv[1:] if argv is None else argv)
+    except TfdistError as error:
+        print(f"tfdist.serve: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tfdist.serve", description=__doc__.partition("\n\n")[0])
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="has VERSION or NAME/VERSION directories")
+    add("--name", help="of the model; default the directory's name, or all models in it")
+    add("--replicas", type=int, default=1, help="processes for each model; default 1")
+    add("--host", default="127.0.0.1", help="address to listen at; default loopback alone")
+    add("--rest_port", type=int, default=8501, help="0 for any that is free")
+    add("--grpc_port", type=int, default=8500, help="0 for any that is free")
+    add("--max_batch", type=int, default=32, help="examples in a batch; default 32")
+    add("--max_queue", type=int, default=1000, help="requests that may wait; default 1000")
+    add("--max_queue_mib", type=int, default=256, help="memory of all unanswered requests")
+    add("--max_body_mib", type=int, default=64, help="of one request; default 64")
+    add("--timeout_s", type=float, default=30.0, help="longest wait for an answer; default 30")
+    add("--hang_s", type=float, default=30.0, help="a silent replica is replaced; default 30")
+    add("--drain_s", type=float, default=30.0, help="for requests after SIGTERM; default 30")
+    add("--no_pin", action="store_true", help="let replicas share all cores")
+    add("--token", type=Path, metavar="FILE", help="clients must send the secret in this file")
+    add("--tls_cert", type=Path, metavar="FILE.pem", help="certificate, for TLS")
+    add("--tls_key", type=Path, metavar="FILE.pem", help="its private key")
+    add("--access_log", metavar="FILE", help="a line of JSON for each request; - for the screen")
+    return parser
+
+
+def _serve(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    _check(options)
+    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
+    asyncio.run(_run(options))
+    return EXIT_OK
+
+
+def _check(options: Any) -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    require(
+        not missing,
+        "tfdist.serve",
+        received=f"an environment without {', '.join(missing)}",
+        expected="the packages of the extra 'serving'",
+        fix="pip install 'tfdist[serving]'",
+        code="no-extra",
+    )
+    for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
+        require_int(f"--{flag}", getattr(options, flag), least=1)
+    for flag in ("timeout_s", "hang_s"):
+        require_number(f"--{flag}", getattr(options, flag), above=0, unit="seconds")
+    require_number("--drain_s", options.drain_s, least=0, unit="seconds")
+    for flag in ("rest_port", "grpc_port"):
+        require(
+            0 <= getattr(options, flag) < 65536,
+            f"--{flag}",
+            received=getattr(options, flag),
+            expected="a port from 0 to 65535",
+            fix="name one, or 0 for any that is free",
+            code="not-a-port",
+        )
+    _check_files(options)
+
+
+def _check_files(options: Any) -> None:
+    require(
+        bool(options.tls_cert) == bool(options.tls_key),
+        "--tls_cert",
+        received="one of --tls_cert and --tls_key",
+        expected="both or none",
+        fix="name both files",
+        code="half-tls",
+    )
+    for flag in ("token", "tls_cert", "tls_key"):
+        path = getattr(options, flag)
+        require(
+            path is None or (path.is_file() and path.read_bytes().strip()),
+            f"--{flag}",
+            received=path,
+            expected="a file that has something in it",
+            fix="correct the path",
+            code="no-file",
+        )
+
+
+async def _run(options: Any) -> None:
+    from tfdist.serving.dispatch import Limits
+    from tfdist.serving.supervisor import ServeOptions, Supervisor
+
+    limits = Limits(
+        requests=options.max_queue,
+        size_bytes=options.max_queue_mib << 20,
+        window=2 * options.max_batch,
+        hang_s=options.hang_s,
+    )
+    sizes = [1 << n for n in range(options.max_batch.bit_length()) if 1 << n < options.max_batch]
+    supervisor = Supervisor(
+        ServeOptions(
+            directory=options.directory,
+            name=options.name,
+            replicas=options.replicas,
+            host=options.host,
+            rest_port=options.rest_port,
+            grpc_port=options.grpc_port,
+            batch_sizes=(*sizes, options.max_batch),
+            pin=not options.no_pin,
+            limits=limits,
+            timeout_s=options.timeout_s,
+            drain_s=options.drain_s,
+            body_bytes=options.max_body_mib << 20,
+            token=_resolved(options.token),
+            certificate=_resolved(options.tls_cert),
+            key=_resolved(options.tls_key),
+            access_log=options.access_log or "",
+        )
+    )
+    scheme = "https" if options.tls_cert else "http"
+    print(
+        f"serving {options.directory}: REST {scheme}://{supervisor.rest_address}/v1/models, "
+        f"gRPC {supervisor.grpc_address}",
+        flush=True,
+    )
+    await supervisor.run()
+
+
+def _resolved(path: Path | None) -> str:
+    return str(path.resolve()) if path else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

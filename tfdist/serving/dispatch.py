@@ -1,0 +1,229 @@
+"""The requests of one model: which replica gets which, and what becomes of them when one ends.
+
+No request is lost with its replica. Those that a dead replica had are sent once more, each alone to
+a replica that has nothing else: so the one that kills replicas is known after the second, and its
+neighbours are answered. Sockets and clock are arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from tfdist.serving.protocol import Code, Frame, Kind, RequestError, decode_error
+
+Outcome = bytes | RequestError
+MAX_DEATHS = 2  # replicas that end with a request
+
+
+class Connection(Protocol):
+    """Where the frames of a replica go."""
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame, soon."""
+
+    def close(self) -> None:
+        """Close the connection; the dispatcher is not told."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Ticket:
+    """One request: its bytes, kept until it is answered, and who waits for the outcome.
+
+    With a `version` no other one answers it, also where it has waited for long.
+    """
+
+    kind: Kind
+    payload: bytes
+    deadline: float
+    answer: Callable[[Outcome], None]
+    version: int | None = None
+    abandoned: bool = False
+    deaths: int = 0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Link:
+    """A replica as the front sees it; `since` is when it last answered, or had nothing to do."""
+
+    id: int
+    version: int
+    connection: Connection
+    serving: bool = True
+    outstanding: dict[int, Ticket] = dataclasses.field(default_factory=dict)
+    alone: bool = False
+    since: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds of a queue.
+
+    Attributes:
+      requests: that wait for a replica.
+      size_bytes: of all requests that are not answered yet.
+      window: requests that a replica may have at a time; those behind its batch are in its socket.
+      hang_s: how long a replica that has requests may answer none before it counts as hanging.
+    """
+
+    requests: int = 1000
+    size_bytes: int = 256 << 20
+    window: int = 64
+    hang_s: float = 30.0
+
+
+class Dispatcher:
+    """The queue of a model and its links."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._limits = limits
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._waiting: deque[Ticket] = deque()
+        self._suspects: deque[Ticket] = deque()
+        self._links: dict[int, Link] = {}
+        self._size_bytes = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no replica has."""
+        return len(self._waiting) + len(self._suspects)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that replicas have."""
+        return sum(len(link.outstanding) for link in self._links.values())
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that take requests."""
+        return sum(link.serving for link in self._links.values())
+
+    def submit(self, ticket: Ticket) -> None:
+        """Take a request; raise RequestError when there is no room for it."""
+        size_bytes = self._size_bytes + len(ticket.payload)
+        if self.waiting >= self._limits.requests or size_bytes > self._limits.size_bytes:
+            self.counts["rejected"] += 1
+            message = f"The queue is full: {self.waiting} requests wait, try again later"
+            raise RequestError(Code.RESOURCE_EXHAUSTED, message)
+        self._size_bytes = size_bytes
+        self._waiting.append(ticket)
+        self.pump()
+
+    def connected(self, id: int, connection: Connection, *, version: int) -> None:
+        """Take a replica that has loaded a version."""
+        self._links[id] = Link(id=id, version=version, connection=connection)
+        self.pump()
+
+    def route(self, ids: Iterable[int]) -> list[int]:
+        """Give requests to these replicas alone; return the others that have none left."""
+        chosen = set(ids)
+        for link in self._links.values():
+            link.serving = link.id in chosen
+        self.pump()
+        return [id for id, link in self._links.items() if not link.serving and not link.outstanding]
+
+    def has(self, id: int) -> bool:
+        """Return whether a replica is connected."""
+        return id in self._links
+
+    def received(self, id: int, frame: Frame) -> None:
+        """Take an answer of a replica."""
+        link = self._links.get(id)
+        ticket = link.outstanding.pop(frame.id, None) if link else None
+        if link is None or ticket is None:
+            return
+        link.alone = False
+        link.since = self._clock()
+        error = frame.kind is Kind.ERROR
+        self._end(ticket, decode_error(frame.payload) if error else frame.payload)
+        self.pump()
+
+    def lost(self, id: int) -> None:
+        """Take that a replica has ended: what it had is tried once more, each request alone."""
+        link = self._links.pop(id, None)
+        if link is None:
+            return
+        for ticket in link.outstanding.values():
+            ticket.deaths += 1
+            if ticket.deaths >= MAX_DEATHS:
+                self.counts["poisonous"] += 1
+                message = f"{ticket.deaths} replicas ended while they had this request"
+                self._end(ticket, RequestError(Code.INTERNAL, message))
+            else:
+                self.counts["retried"] += 1
+                self._suspects.append(ticket)
+        self.pump()
+
+    def hanging(self) -> list[int]:
+        """Return the replicas that have requests and have answered none for too long."""
+        before = self._clock() - self._limits.hang_s
+        return [o.id for o in self._links.values() if o.outstanding and o.since < before]
+
+    def expire(self) -> None:
+        """Answer the requests whose deadline has passed, and forget those that nobody waits for."""
+        now = self._clock()
+        sent = [ticket for link in self._links.values() for ticket in link.outstanding.values()]
+        for ticket in [*self._waiting, *self._suspects, *sent]:
+            if ticket.deadline <= now and not ticket.abandoned:
+                self.counts["expired"] += 1
+                ticket.abandoned = True
+                ticket.answer(RequestError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+        for queue in (self._waiting, self._suspects):
+            self._size_bytes -= sum(len(ticket.payload) for ticket in queue if ticket.abandoned)
+            kept = [ticket for ticket in queue if not ticket.abandoned]
+            queue.clear()
+            queue.extend(kept)
+
+    def pump(self) -> None:
+        """Send what waits to replicas that have room; one of them runs what is tried again."""
+        while self._suspects:
+            link = self._quarantine()
+            if link is None or link.outstanding:
+                break
+            link.alone = self._send(self._suspects.popleft(), link)
+        while self._waiting and (free := self._least_busy()):
+            self._send(self._waiting.popleft(), free)
+
+    def _quarantine(self) -> Link | None:
+        """Return the replica that gets nothing but requests which another one ended with."""
+        serving = [link for link in self._links.values() if link.serving]
+        alone = next((link for link in serving if link.alone), None)
+        if alone or not self._suspects:
+            return alone
+        return min(serving, key=lambda one: len(one.outstanding), default=None)
+
+    def _least_busy(self) -> Link | None:
+        kept_free, window = self._quarantine(), self._limits.window
+        room = [
+            link
+            for link in self._links.values()
+            if link.serving and link is not kept_free and len(link.outstanding) < window
+        ]
+        return min(room, key=lambda one: len(one.outstanding), default=None)
+
+    def _send(self, ticket: Ticket, link: Link) -> bool:
+        """Send a request, unless nobody waits for it any more; return whether it was."""
+        if ticket.abandoned:
+            self._size_bytes -= len(ticket.payload)
+            return False
+        if ticket.version not in (None, link.version):
+            message = f"Version {ticket.version} is served no more, {link.version} is"
+            self._end(ticket, RequestError(Code.NOT_FOUND, message))
+            return False
+        id = next(self._ids)
+        if not link.outstanding:
+            link.since = self._clock()
+        link.outstanding[id] = ticket
+        link.connection.send(Frame(id, ticket.kind, ticket.payload))
+        return True
+
+    def _end(self, ticket: Ticket, outcome: Outcome) -> None:
+        self._size_bytes -= len(ticket.payload)
+        if not ticket.abandoned:
+            ticket.abandoned = True
+            ticket.answer(outcome)

@@ -1,0 +1,82 @@
+"""What a front counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from tfdist.serving.front import ModelRoute
+
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_COUNTS = {
+    "retried": "Requests that were sent again as their replica had ended",
+    "rejected": "Requests that found the queue full",
+    "expired": "Requests whose deadline passed",
+    "poisonous": "Requests with which two replicas ended",
+}
+
+
+class Metrics:
+    """Requests by outcome and time, and how full the queues are."""
+
+    def __init__(self, models: Mapping[str, ModelRoute]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "tfdist_serving_requests",
+            "Requests that were answered",
+            ["via", "model", "code"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "tfdist_serving_request_seconds",
+            "From the request to its answer",
+            ["via", "model"],
+            buckets=_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._children: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
+        self._registry.register(_Models(models))
+
+    def observe(self, *, via: str, model: str, code: str, seconds: float) -> None:
+        """Count an answered request."""
+        key = (via, model, code)
+        if key not in self._children:  # looking them up by their labels takes longer than counting
+            self._children[key] = (self._requests.labels(*key), self._seconds.labels(via, model))
+        requests, times = self._children[key]
+        requests.inc()
+        times.observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all of it in Prometheus' text form."""
+        text: bytes = generate_latest(self._registry)
+        return text
+
+
+class _Models:
+    """The state of the models at the time of the question."""
+
+    def __init__(self, models: Mapping[str, ModelRoute]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Any]:
+        """Yield a metric after the other, each with all models."""
+        gauges: dict[str, tuple[str, Callable[[ModelRoute], int]]] = {
+            "waiting": ("Requests that wait for a replica", lambda m: m.dispatcher.waiting),
+            "outstanding": ("Requests that replicas have", lambda m: m.dispatcher.outstanding),
+            "replicas": ("Replicas that take requests", lambda m: m.dispatcher.replicas),
+            "version": ("The version that is served", lambda m: m.serving or 0),
+        }
+        for key, (about, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"tfdist_serving_{key}", about, labels=["model"])
+            for name, model in self._models.items():
+                gauge.add_metric([name], value(model))
+            yield gauge
+        for key, about in _COUNTS.items():
+            counter = CounterMetricFamily(f"tfdist_serving_{key}", about, labels=["model"])
+            for name, model in self._models.items():
+                counter.add_metric([name], model.dispatcher.counts[key])
+            yield counter

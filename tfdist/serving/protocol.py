@@ -1,0 +1,284 @@
+"""What front and replicas say to each other, and the part of TensorFlow Serving's protocol that
+needs no model: addresses, status codes, names of the requested model, states of its versions.
+
+Pure, and without TensorFlow or NumPy. The stubs of ``tensorflow-serving-api`` load TensorFlow; so
+the few messages that the front itself reads and writes are described here by their field numbers
+(``tensorflow_serving/apis/model.proto`` and ``get_model_status.proto``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+INT64_MAX = 2**63 - 1
+
+
+class Code(enum.IntEnum):
+    """Status codes of gRPC that are answered here."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+HTTP_STATUS = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.FAILED_PRECONDITION: 400,
+    Code.UNAUTHENTICATED: 401,
+    Code.NOT_FOUND: 404,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNIMPLEMENTED: 501,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
+}
+"""Status of an HTTP answer by code; 500 for the others."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an error: a code and a line for the client."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def error_body(error: RequestError) -> bytes:
+    """Return the body of an HTTP answer that is an error."""
+    return json.dumps({"error": str(error)}).encode()
+
+
+class Kind(enum.IntEnum):
+    """What a frame carries: a request by its form and method, or an answer."""
+
+    REST_PREDICT = 1
+    REST_CLASSIFY = 2
+    REST_REGRESS = 3
+    REST_METADATA = 4
+    GRPC_PREDICT = 5
+    GRPC_CLASSIFY = 6
+    GRPC_REGRESS = 7
+    GRPC_METADATA = 8
+    ANSWER = 9
+    ERROR = 10
+
+
+# Frames -------------------------------------------------------------------------------------------
+
+_HEAD = struct.Struct("<IQB")  # length of the payload, id of the request, kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """One message on the socket between front and replica."""
+
+    id: int
+    kind: Kind
+    payload: bytes
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """Return the bytes of a frame: head, then payload."""
+    return _HEAD.pack(len(frame.payload), frame.id, frame.kind) + frame.payload
+
+
+def encode_error(id: int, error: RequestError) -> bytes:
+    """Return the bytes of an answer that is an error."""
+    text = str(error).encode("utf-8", "replace")[:4096]
+    return encode_frame(Frame(id, Kind.ERROR, bytes([error.code]) + text))
+
+
+def decode_error(payload: bytes) -> RequestError:
+    """Return the error that a frame of kind ERROR carries."""
+    return RequestError(Code(payload[0]), payload[1:].decode("utf-8", "replace"))
+
+
+class FrameBuffer:
+    """Frames out of the bytes of a stream, in whatever pieces they come."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Take bytes; yield the frames that are whole."""
+        self._bytes += data
+        at = 0
+        try:
+            while len(self._bytes) - at >= _HEAD.size:
+                length, id, kind = _HEAD.unpack_from(self._bytes, at)
+                end = at + _HEAD.size + length
+                if len(self._bytes) < end:
+                    return
+                payload = bytes(memoryview(self._bytes)[at + _HEAD.size : end])
+                at = end
+                yield Frame(id, Kind(kind), payload)
+        finally:
+            del self._bytes[:at]
+
+
+# Addresses ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The model that a request names: of at most one of version and label."""
+
+    name: str
+    version: int | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        if self.version is None:
+            return f"Latest({self.name})"
+        return f"Specific({self.name}, {self.version})"
+
+    def not_found(self) -> RequestError:
+        """Return the error for a model or version that is not served."""
+        return RequestError(Code.NOT_FOUND, f"Servable not found for request: {self}")
+
+
+_MODEL = r"/v1/models/([^/:]+)(?:/(?:versions/(\d+)|labels/([^/:]+)))?"
+_METHODS = {
+    "predict": Kind.REST_PREDICT,
+    "classify": Kind.REST_CLASSIFY,
+    "regress": Kind.REST_REGRESS,
+}
+_CALL = re.compile(f"(?i:{_MODEL}):(predict|classify|regress)")
+_READ = re.compile(f"(?i:{_MODEL})(/metadata)?")
+
+
+def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
+    """Return the model that an HTTP request names and what is to be done with it.
+
+    None in place of a kind: the states of its versions. Raises RequestError, as the model server of
+    TensorFlow does, for all other addresses.
+    """
+    pattern = {"POST": _CALL, "GET": _READ}.get(method)
+    match = pattern.fullmatch(path) if pattern else None
+    if match is None:
+        raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {method} {path}")
+    name, version, label, what = match.groups()
+    number = None if version is None else int(version[:20])
+    if number is not None and number > INT64_MAX:
+        message = f"Failed to convert version: {version[:40]} to numeric."
+        raise RequestError(Code.INVALID_ARGUMENT, message)
+    target = Target(name=name, version=number, label=label or "")
+    if method == "POST":
+        return target, _METHODS[what]
+    return target, Kind.REST_METADATA if what else None
+
+
+# Messages -----------------------------------------------------------------------------------------
+
+
+def _messages() -> dict[str, Any]:
+    """Return the classes of the messages, in a pool of their own beside TensorFlow's."""
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="tfdist/serving.proto", syntax="proto3")
+    file.package = "tfdist.serving"
+
+    def message(name: str, /, **fields: tuple[int, int | str]) -> None:
+        made = file.message_type.add(name=name)
+        for key, (number, type) in fields.items():
+            label = field.LABEL_REPEATED if key.endswith("_list") else field.LABEL_OPTIONAL
+            added = made.field.add(name=key, number=number, label=label)
+            if isinstance(type, str):
+                added.type, added.type_name = field.TYPE_MESSAGE, f".tfdist.serving.{type}"
+            else:
+                added.type = type
+
+    message("Int64Value", value=(1, field.TYPE_INT64))
+    message(
+        "ModelSpec",
+        name=(1, field.TYPE_STRING),
+        version=(2, "Int64Value"),
+        signature_name=(3, field.TYPE_STRING),
+        version_label=(4, field.TYPE_STRING),
+    )
+    message("Request", model_spec=(1, "ModelSpec"))
+    message("Status", error_code=(1, field.TYPE_INT32), error_message=(2, field.TYPE_STRING))
+    message(
+        "Version", version=(1, field.TYPE_INT64), state=(2, field.TYPE_INT32), status=(3, "Status")
+    )
+    message("States", version_list=(1, "Version"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    names = [made.name for made in file.message_type]
+    find = pool.FindMessageTypeByName
+    return {n: message_factory.GetMessageClass(find(f"tfdist.serving.{n}")) for n in names}
+
+
+_MESSAGES = _messages()
+
+
+def parse_model_spec(payload: bytes) -> Target:
+    """Return the model that a gRPC request names: field 1 of all requests that name one."""
+    try:
+        spec = _MESSAGES["Request"].FromString(payload).model_spec
+    except DecodeError as error:
+        raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {error}") from None
+    if not spec.name:
+        raise RequestError(Code.INVALID_ARGUMENT, "Missing ModelSpec")
+    version = spec.version.value if spec.HasField("version") else None
+    return Target(name=spec.name, version=version, label=spec.version_label)
+
+
+STATES = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNLOADING": 40, "END": 50}
+"""Numbers of the states of a version, as in ``get_model_status.proto``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VersionState:
+    """A version and how it is; `message` is why it is not served."""
+
+    version: int
+    state: str
+    message: str = ""
+
+    @property
+    def code(self) -> Code:
+        """OK, or UNKNOWN where a message says what is wrong."""
+        return Code.UNKNOWN if self.message else Code.OK
+
+
+def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
+    """Return the states of a model's versions as the REST interface shows them, newest first."""
+    ordered = sorted(states, key=lambda one: -one.version)
+    return {
+        "model_version_status": [
+            {
+                "version": str(one.version),
+                "state": one.state,
+                "status": {"error_code": one.code.name, "error_message": one.message},
+            }
+            for one in ordered
+        ]
+    }
+
+
+def status_message(states: Sequence[VersionState]) -> bytes:
+    """Return the states as a ``GetModelStatusResponse``."""
+    made = _MESSAGES["States"]()
+    for one in sorted(states, key=lambda one: -one.version):
+        version = made.version_list.add(version=one.version, state=STATES[one.state])
+        version.status.error_code = int(one.code)
+        version.status.error_message = one.message
+    data: bytes = made.SerializeToString()
+    return data

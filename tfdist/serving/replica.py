@@ -1,0 +1,129 @@
+"""A replica: a process that has one version of a model and answers the frames of a front.
+
+    python -m tfdist.serving.replica OPTIONS_AS_JSON
+
+It loads its version, says on its status pipe that it is ready or why it is not, and then serves one
+front at a time. A front that ends takes nothing with it: the replica waits for the next one. What
+has come while it computed is its next batch; it waits for nothing to fill one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfdist.launch.guardian import die_with
+from tfdist.serving.protocol import (
+    Frame,
+    FrameBuffer,
+    Kind,
+    RequestError,
+    encode_error,
+    encode_frame,
+)
+
+if TYPE_CHECKING:
+    from tfdist.serving.model import ServedModel
+
+_PIECE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaOptions:
+    """What a replica is told.
+
+    Attributes:
+      directory: of the version.
+      name: of the model.
+      listener: descriptor of the socket on which fronts connect.
+      status: descriptor of the pipe to the supervisor.
+      supervisor: pid of the process with which this one ends.
+      cores: which it may use; none for all.
+      batch_sizes: sizes to which batches are padded; the largest bounds a batch.
+    """
+
+    directory: str
+    name: str
+    listener: int
+    status: int
+    supervisor: int
+    cores: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until the supervisor ends this process; return 1 where the version does not load."""
+    (text,) = sys.argv[1:] if argv is None else argv
+    options = ReplicaOptions(**json.loads(text))
+    die_with(options.supervisor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor ends replicas
+    if options.cores:
+        os.sched_setaffinity(0, options.cores)
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns of what a Session is
+    status = os.fdopen(options.status, "w", buffering=1)
+    try:
+        from tfdist.serving.model import ServedModel  # TensorFlow, on the cores that were given
+
+        directory = Path(options.directory)
+        model = ServedModel(directory, options.name, batch_sizes=options.batch_sizes)
+        warmed = model.warm_up(directory)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+        print(json.dumps({"failed": reason}), file=status)
+        return 1
+    print(json.dumps({"ready": warmed}), file=status)
+    listener = socket.socket(fileno=options.listener)
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            try:
+                _serve(model, connection, max_batch=max(options.batch_sizes))
+            except ConnectionError:
+                continue
+
+
+def _serve(model: ServedModel, connection: socket.socket, *, max_batch: int) -> None:
+    """Answer what a front sends until it closes the connection."""
+    buffer = FrameBuffer()
+    waiting: list[Frame] = []
+    while True:
+        waiting += _received(connection, buffer, wait=not waiting)
+        if not waiting:
+            return
+        batch, waiting = waiting[:max_batch], waiting[max_batch:]
+        connection.sendall(b"".join(_answers(model, batch)))
+
+
+def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> list[Frame]:
+    """Return the frames that have come; with `wait` at least one, or none at the end."""
+    frames: list[Frame] = []
+    while True:
+        block = wait and not frames
+        try:
+            data = connection.recv(_PIECE, 0 if block else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return frames
+        if not data:
+            return frames
+        frames += buffer.feed(data)
+
+
+def _answers(model: ServedModel, frames: list[Frame]) -> Iterable[bytes]:
+    answers = model.answer([(frame.kind, frame.payload) for frame in frames])
+    for frame, answer in zip(frames, answers, strict=True):
+        if isinstance(answer, RequestError):
+            yield encode_error(frame.id, answer)
+        else:
+            yield encode_frame(Frame(frame.id, Kind.ANSWER, answer))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,450 @@
+"""TensorFlow Serving's JSON: requests to arrays, arrays to answers, errors in its words.
+
+Forms and texts follow ``tensorflow_serving/util/json_tensor.cc``. Pure, and without TensorFlow.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import orjson
+
+from tfdist.serving.protocol import Code, RequestError
+
+DEFAULT_SIGNATURE = "serving_default"
+_NAMES = {"float32": "float", "float64": "double", "float16": "half", "object": "string"}
+_MOST_DIMENSIONS = 64  # of a NumPy array
+_SHOWN = 500  # characters of a value in an error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Input or output of a signature: `shape` has -1 for a dimension that is left open."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether an array of `shape` can be fed."""
+        if self.shape is None:
+            return True
+        pairs = zip(self.shape, shape, strict=False)
+        return len(shape) == len(self.shape) and all(want in (-1, has) for want, has in pairs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JsonRequest:
+    """A predict request, its inputs by name; of row or column form."""
+
+    signature: str
+    row: bool
+    inputs: Mapping[str, np.ndarray]
+
+
+def decode_predict(body: bytes, signatures: Mapping[str, Mapping[str, TensorSpec]]) -> JsonRequest:
+    """Return the request in a JSON body.
+
+    Args:
+      body: of the HTTP request.
+      signatures: the inputs of each signature of the model, by their names.
+
+    Raises:
+      RequestError: with the text that TensorFlow Serving gives.
+    """
+    document = parse(body)
+    signature = signature_of(document)
+    specs = signatures.get(signature)
+    if specs is None:
+        _invalid(f'Serving signature name: "{signature}" not found in signature def')
+    if "instances" in document and "inputs" in document:
+        _format(
+            document,
+            "Not formatted correctly expecting only one of 'inputs' or 'instances' keys to exist ",
+        )
+    if "instances" in document:
+        instances = document["instances"]
+        if not isinstance(instances, list):
+            _format(document, "Excepting 'instances' to be an list/array")
+        if not instances:
+            _format(document, "No values in 'instances' array")
+        return JsonRequest(signature=signature, row=True, inputs=_rows(instances, specs))
+    if "inputs" in document:
+        inputs = _columns(document["inputs"], specs)
+        return JsonRequest(signature=signature, row=False, inputs=inputs)
+    _invalid("Missing 'inputs' or 'instances' key")
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body; NaN and Infinity are taken as TensorFlow Serving does."""
+    if not body:
+        _invalid("JSON Parse error: The document is empty")
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        document = _parse_slowly(body, error)
+    if not isinstance(document, dict):
+        _format(document, "Is not object")
+    return document
+
+
+def _parse_slowly(body: bytes, found: orjson.JSONDecodeError) -> Any:
+    """Parse by Python's own parser, which knows NaN; orjson's error says where it is wrong."""
+    if b"NaN" in body or b"Inf" in body:
+        try:
+            return json.loads(body.replace(b"Infinity", b"Inf").replace(b"Inf", b"Infinity"))
+        except (ValueError, RecursionError):
+            pass
+    _invalid(f"JSON Parse error: {found.msg} at offset: {found.pos}")
+
+
+def signature_of(document: Mapping[str, Any]) -> str:
+    """Return the name of the signature that a request asks for."""
+    name = document.get("signature_name", "")
+    if not isinstance(name, str):
+        _format(document, "not formatted correctly. 'signature_name' key must be a string value.")
+    return name or DEFAULT_SIGNATURE
+
+
+def _rows(instances: list[Any], specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
+    if not isinstance(instances[0], dict) and len(specs) > 1:
+        _invalid(
+            "instances is a plain list, but expecting list of objects as multiple input tensors "
+            "required as per tensorinfo_map"
+        )
+    objects = _is_object(instances[0])
+    for at, row in enumerate(instances):
+        if objects and not _is_object(row):
+            _invalid(f"Expecting object but got list at item {at} of input list")
+        if not objects and _is_object(row):
+            _invalid(f"Expecting value/list but got object at item {at} of input list")
+        if objects and set(row) != set(specs):
+            _wrong_keys(at, row, specs)
+    if not objects:
+        ((name, spec),) = specs.items()
+        return {name: _array(instances, spec, name)}
+    return {
+        name: _array([row[name] for row in instances], spec, name, named=True)
+        for name, spec in specs.items()
+    }
+
+
+def _wrong_keys(at: int, row: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> NoReturn:
+    for name in row:
+        if name not in specs:
+            _invalid(
+                f"Failed to process element: {at} key: {name} of 'instances' list. Error: "
+                f"INVALID_ARGUMENT: JSON object: does not have named input: {name}"
+            )
+    _invalid(
+        f"Failed to process element: {at} of 'instances' list. JSON object: {_shown(row)} keys "
+        f"must be equal to: {','.join(sorted(specs))}"
+    )
+
+
+def _columns(value: Any, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
+    if not _is_object(value):
+        if len(specs) > 1:
+            _invalid(
+                "inputs is a plain value/list, but expecting an object as multiple input tensors "
+                "required as per tensorinfo_map"
+            )
+        ((name, spec),) = specs.items()
+        return {name: _column(value, spec, name)}
+    for name in specs:
+        if name not in value:
+            _invalid(f"Missing named input: {name} in 'inputs' object.")
+    return {name: _column(value[name], spec, name) for name, spec in specs.items()}
+
+
+def _column(value: Any, spec: TensorSpec, name: str) -> np.ndarray:
+    array = _converted(value, spec.dtype)
+    if array is None:
+        _refuse(value, _shape_of(value), 0, spec.dtype)
+    return _fitting(array, spec, name)
+
+
+def _array(rows: list[Any], spec: TensorSpec, name: str, *, named: bool = False) -> np.ndarray:
+    """Return the values of one input, a row for each element of 'instances'."""
+    array = _converted(rows, spec.dtype)
+    if array is None:
+        for at, row in enumerate(rows):
+            key = f" key: {name}" if named else ""
+            start = f"Failed to process element: {at}{key} of 'instances' list. Error: "
+            try:
+                _walk(row, _shape_of(row), 0, spec.dtype)
+            except RequestError as error:
+                _invalid(f"{start}INVALID_ARGUMENT: {error}")
+            want, has = _shape_of(rows[0]), _shape_of(row)
+            if want != has:
+                _invalid(f"{start}INVALID_ARGUMENT: {_other_shape(want, has)}")
+        _invalid(f"Failed to process input {name}")
+    return _fitting(array, spec, name)
+
+
+def _other_shape(want: Sequence[int], has: Sequence[int]) -> str:
+    if math.prod(want) != math.prod(has):
+        return f"Expecting tensor size: {math.prod(want)} but got: {math.prod(has)}"
+    return f"Expecting shape {_listed(want)} but got: {_listed(has)}"
+
+
+def _fitting(array: np.ndarray, spec: TensorSpec, name: str) -> np.ndarray:
+    require_fit(array.shape, spec, name)
+    return array
+
+
+def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
+    """Raise RequestError unless an input has the shape that the signature asks for."""
+    if not spec.fits(shape):
+        wanted = _listed(["?" if n < 0 else n for n in spec.shape or ()])
+        _invalid(f"input {name}: shape {_listed(shape)} does not match signature: {wanted}")
+
+
+def _converted(value: Any, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """Return a nest of lists as an array, or None where it is ragged or of another type."""
+    if dtype.kind == "O":
+        return _text(value)
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError, TypeError):
+        return None
+    if array.size == 0:
+        return array.astype(dtype) if array.dtype.kind in "fiub" else None
+    if dtype.kind == "b":
+        return array if array.dtype.kind == "b" else None
+    if dtype.kind in "iu":
+        return _integers(array, dtype)
+    if array.dtype.kind not in "fiu" or _holds_bool(value):
+        return None
+    if array.dtype.kind in "iu" and not _exact(array, dtype):
+        return None
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    overflowed = np.isinf(cast) & ~np.isinf(array.astype(np.float64))
+    return None if overflowed.any() else cast
+
+
+def _integers(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
+    if array.dtype.kind not in "iu":
+        return None
+    limits = np.iinfo(dtype)
+    if int(array.min()) < limits.min or int(array.max()) > limits.max:
+        return None
+    return array.astype(dtype)
+
+
+def _exact(array: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    """Return whether whole numbers are such that every one of their size is a float's value."""
+    most = 2 ** (np.finfo(dtype).nmant + 1) - 1
+    return -most <= int(array.min()) and int(array.max()) <= most
+
+
+def _holds_bool(value: Any) -> bool:
+    """Return whether the first value of a nest is a bool, which NumPy takes for a number."""
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, bool)
+
+
+def _text(value: Any) -> np.ndarray | None:
+    """Return a nest of texts and ``{"b64": ...}`` as an array of bytes."""
+    shape = _shape_of(value)
+    try:
+        _walk(value, shape, 0, np.dtype(object))
+    except RequestError:
+        return None
+    array = np.empty(shape, object)
+    flat = array.reshape(-1)
+    for at, leaf in enumerate(_leaves(value)):
+        flat[at] = (
+            leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else _unpacked(leaf)
+        )
+    return flat.reshape(shape)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _unpacked(value: Mapping[str, Any]) -> bytes:
+    try:
+        text = value["b64"].encode("ascii")
+        padded = text + b"=" * (-len(text) % 4)
+        return base64.b64decode(
+            padded, altchars=b"-_" if set(text) & set(b"-_") else None, validate=True
+        )
+    except (UnicodeEncodeError, binascii.Error):
+        _invalid("Unable to base64 decode")
+
+
+def _refuse(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) -> NoReturn:
+    _walk(value, shape, level, dtype)
+    _invalid(f"JSON Value: {_shown(value)} cannot be read as {_type_name(dtype)}")
+
+
+def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) -> None:
+    """Raise the RequestError for the first value of a nest that is out of place."""
+    if not isinstance(value, list):
+        if level != len(shape):
+            _invalid(
+                f"JSON Value: {_shown(value)} found at incorrect level: {level + 1} in the JSON "
+                f"DOM. Expected at level: {len(shape)}"
+            )
+        _check_leaf(value, dtype)
+        return
+    if level >= len(shape):
+        _invalid(f"Encountered list at unexpected level: {level} expected < {len(shape)}")
+    if len(value) != shape[level]:
+        _invalid(
+            f"Encountered list at unexpected size: {len(value)} at level: {level} expected size: "
+            f"{shape[level]}"
+        )
+    for one in value:
+        _walk(one, shape, level + 1, dtype)
+
+
+def _check_leaf(value: Any, dtype: np.dtype[Any]) -> None:
+    if dtype.kind == "O" and isinstance(value, dict):
+        if not _is_base64(value):
+            _invalid(f"JSON Value: {_shown(value)} not formatted correctly for base64 data")
+        _unpacked(value)
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if dtype.kind == "f" and number:
+        if isinstance(value, int) or math.isfinite(value):
+            _require_lossless(value, dtype)
+        return
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+    if limits and number and isinstance(value, int) and limits.min <= value <= limits.max:
+        return
+    fits = isinstance(value, {"O": str, "b": bool}.get(dtype.kind, ()))
+    if not fits:
+        _invalid(
+            f"JSON Value: {_shown(value)} Type: {_json_type(value)} is not of expected type: "
+            f"{_type_name(dtype)}"
+        )
+
+
+def _require_lossless(value: float, dtype: np.dtype[Any]) -> None:
+    limits = np.finfo(dtype)
+    most = 2 ** (limits.nmant + 1) - 1 if isinstance(value, int) else float(limits.max)
+    if not -most <= value <= most:
+        _invalid(
+            f"Cannot convert JSON value: {_shown(value)} to {_type_name(dtype)} without loss of "
+            "precision."
+        )
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    shape = []
+    while isinstance(value, list):
+        shape.append(len(value))
+        if len(shape) > _MOST_DIMENSIONS:
+            _invalid(f"Encountered list at unexpected level: {_MOST_DIMENSIONS}")
+        if not value:
+            break
+        value = value[0]
+    return tuple(shape)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict) and not _is_base64(value)
+
+
+def _is_base64(value: Mapping[str, Any]) -> bool:
+    return len(value) == 1 and isinstance(value.get("b64"), str)
+
+
+# Answers ------------------------------------------------------------------------------------------
+
+
+def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
+    """Return the JSON answer: ``predictions`` with a row per instance, or ``outputs``."""
+    values = {name: _plain(name, array) for name, array in outputs.items()}
+    if not row:
+        only = next(iter(values.values())) if len(values) == 1 else values
+        return dumps({"outputs": only}, outputs)
+    _require_rows(outputs)
+    if len(values) == 1:
+        return dumps({"predictions": next(iter(values.values()))}, outputs)
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    return dumps({"predictions": rows}, outputs)
+
+
+def dumps(document: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return JSON in which what is not finite is NaN or Infinity, as TensorFlow Serving has it."""
+    if all(array.dtype.kind != "f" or np.isfinite(array).all() for array in arrays.values()):
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(document, default=_listed_values, separators=(",", ":")).encode()
+
+
+def _listed_values(values: Any) -> Any:
+    """Return an array or a number of NumPy as JSON's values, a float with the digits of its type.
+
+    0.1 of float32 is 0.10000000149 where it is read as a double.
+    """
+    return (values.astype(str).astype(float) if values.dtype.kind == "f" else values).tolist()
+
+
+def _plain(name: str, array: np.ndarray) -> Any:
+    """Return values that `dumps` takes; those of an output ``..._bytes`` as base64."""
+    if array.dtype.kind in "fiub":
+        return array if array.ndim else array[()]
+    if array.dtype.kind != "O":
+        return array.tolist()
+    if name.endswith("_bytes"):
+        return _mapped(array, lambda text: {"b64": base64.b64encode(text).decode()})
+    return _mapped(array, lambda text: text.decode("utf-8", "replace"))
+
+
+def _mapped(array: np.ndarray, function: Any) -> Any:
+    made = np.empty(array.shape, object)
+    made.reshape(-1)[:] = [function(one) for one in array.reshape(-1)]
+    return made.tolist()
+
+
+def _require_rows(outputs: Mapping[str, np.ndarray]) -> None:
+    sizes = {name: array.shape[0] if array.ndim else None for name, array in outputs.items()}
+    for name, size in sizes.items():
+        if size is None:
+            _invalid(f"Tensor name: {name} has no shape information ")
+        if size != next(iter(sizes.values())):
+            _invalid(f"Tensor name: {name} has inconsistent batch size: {size}")
+
+
+def _type_name(dtype: np.dtype[Any]) -> str:
+    return _NAMES.get(dtype.name, dtype.name)
+
+
+def _json_type(value: Any) -> str:
+    names = {type(None): "Null", dict: "Object", list: "Array", str: "String"}
+    if isinstance(value, bool):
+        return str(value)
+    return names.get(type(value), "Number")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _listed(shape: Sequence[object]) -> str:
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _format(value: Any, problem: str) -> NoReturn:
+    _invalid(f"JSON Value: {_shown(value)} {problem}")
+
+
+def _invalid(message: str) -> NoReturn:
+    raise RequestError(Code.INVALID_ARGUMENT, message)

@@ -1,0 +1,446 @@
+"""The supervisor of a service: it holds the sockets, starts front and replicas, and replaces them.
+
+It answers no request itself, so that nothing a client sends can end it. A front that ends finds, as
+the next one, its listening socket open and the replicas running. All processes die with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.errors import TfdistError, UsageError, require
+from tfdist.files import one_line_errors
+from tfdist.serving.dispatch import Limits
+from tfdist.serving.front import FrontOptions
+from tfdist.serving.replica import ReplicaOptions
+from tfdist.serving.versions import Drain, Model, Replica, Start, find_models, find_versions
+
+_LOG = logging.getLogger("tfdist.serve")
+_MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
+_SCAN_S = 1.0
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """What `tfdist.serve` is asked for; the front's part is explained there.
+
+    Attributes:
+      directory: of versions, or of models that have versions.
+      name: of the model, where the directory has versions; else the one model to serve.
+      replicas: processes for each model.
+      rest_port, grpc_port: 0 for any that is free.
+      pin: give each replica cores of its own.
+      load_timeout_s: after which a replica that is still loading is ended.
+    """
+
+    directory: Path
+    name: str | None = None
+    replicas: int = 1
+    host: str = "127.0.0.1"
+    rest_port: int = 8501
+    grpc_port: int = 8500
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    pin: bool = True
+    load_timeout_s: float = 600.0
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    timeout_s: float = 30.0
+    drain_s: float = 30.0
+    body_bytes: int = 64 << 20
+    silence_s: float = 30.0
+    token: str = ""
+    certificate: str = ""
+    key: str = ""
+    access_log: str = ""
+
+
+def cores_of(index: int, *, replicas: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Return the cores of a replica: a part of all, or one that several share."""
+    if replicas >= len(cores):
+        return (cores[index % len(cores)],)
+    return tuple(cores[index::replicas])
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _ReplicaProcess:
+    """A replica's process and what it is reached by."""
+
+    process: subprocess.Popen[bytes]
+    model: str
+    version: int
+    path: str
+    timeout: asyncio.TimerHandle | None = None
+    said: bytes = b""
+
+
+class Supervisor:
+    """Sockets, processes, and the models' state."""
+
+    def __init__(self, options: ServeOptions, *, modules: Mapping[str, str] = _MODULES) -> None:
+        """Bind the sockets; `modules` are what front and replica run, for tests."""
+        self._options = options
+        self._modules = modules
+        self._paths = _models(options)
+        self._models = {n: Model(replicas_wanted=options.replicas) for n in self._paths}
+        self._rest = _listen(options.host, options.rest_port)
+        self._grpc = _reserve(options.host, options.grpc_port)
+        self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
+        self._ids = 0
+        self._replicas: dict[int, _ReplicaProcess] = {}
+        self._draining: dict[int, str] = {}
+        self._starting: set[tuple[str, int, int]] = set()
+        self._front: subprocess.Popen[bytes] | None = None
+        self._control: asyncio.StreamWriter | None = None
+        self._told = b""
+        self._stop = asyncio.Event()
+        self._announced: dict[str, int | None] = {}
+
+    @property
+    def rest_address(self) -> str:
+        """Host and port of REST."""
+        return _address(self._rest)
+
+    @property
+    def grpc_address(self) -> str:
+        """Host and port of gRPC."""
+        return _address(self._grpc)
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; answer what has come, and end all processes."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stop.set)
+        front = asyncio.create_task(self._keep_front())
+        scan = asyncio.create_task(self._keep_scanning())
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([front, scan, stop], return_when=asyncio.FIRST_COMPLETED)
+            for task in (front, scan):
+                if task.done():
+                    task.result()
+            _LOG.info("stopping: requests that have come are answered")
+            self._rest.close()
+            await front
+        finally:
+            self._end()
+
+    # Front
+
+    async def _keep_front(self) -> None:
+        """Start a front whenever there is none."""
+        wait_s = _FIRST_WAIT_S
+        while not self._stop.is_set():
+            start = asyncio.get_running_loop().time()
+            code = await self._run_front()
+            if self._stop.is_set():
+                return
+            lived_s = asyncio.get_running_loop().time() - start
+            wait_s = (
+                _FIRST_WAIT_S if lived_s > _LONGEST_WAIT_S else min(_LONGEST_WAIT_S, wait_s * 2)
+            )
+            _LOG.warning("front: %s; another one is started", _how(code))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), wait_s)
+
+    async def _run_front(self) -> int:
+        """Run one front until it has ended; return its exit code."""
+        ours, theirs = socket.socketpair()
+        options = self._front_options(theirs.fileno())
+        passed = (self._rest.fileno(), theirs.fileno())
+        self._front = _spawn(self._modules["front"], dataclasses.asdict(options), passed)
+        theirs.close()
+        reader, self._control = await asyncio.open_connection(sock=ours, limit=1 << 24)
+        self._told = b""
+        self._tell_front()
+        stopper = asyncio.create_task(self._stop_front(self._front))
+        try:
+            while line := await reader.readline():
+                self._hear(json.loads(line))
+        except ConnectionError:
+            pass
+        code = await asyncio.to_thread(self._front.wait)
+        stopper.cancel()
+        self._control.close()
+        self._control = None
+        return code
+
+    async def _stop_front(self, front: subprocess.Popen[bytes]) -> None:
+        """Have the front end when the service does; with force if it takes too long."""
+        await self._stop.wait()
+        front.terminate()
+        await asyncio.sleep(self._options.drain_s + 5)
+        front.kill()
+
+    def _front_options(self, control: int) -> FrontOptions:
+        o = self._options
+        same = {f.name for f in dataclasses.fields(FrontOptions)}
+        shared = {f.name: getattr(o, f.name) for f in dataclasses.fields(o) if f.name in same}
+        return FrontOptions(
+            rest=self._rest.fileno(),
+            control=control,
+            supervisor=os.getpid(),
+            grpc=self.grpc_address,
+            **shared,
+        )
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        if (id := message.get("drained")) in self._replicas:
+            self._replicas[id].process.kill()  # it has no request left
+        if (id := message.get("hung")) in self._replicas:
+            self._replicas[id].process.kill()
+
+    def _tell_front(self) -> None:
+        """Send the front all that it needs to know, if that has changed."""
+        if self._control is None:
+            return
+        table = {"models": {name: self._table(name) for name in self._models}}
+        line = json.dumps(table).encode() + b"\n"
+        if line != self._told:
+            self._told = line
+            self._control.write(line)
+
+    def _table(self, name: str) -> dict[str, Any]:
+        model = self._models[name]
+        ready = [r for r in model.replicas if r.ready and r.version == model.serving]
+        return {
+            "serving": model.serving,
+            "states": [dataclasses.asdict(state) for state in model.states()],
+            "replicas": [[r.id, self._replicas[r.id].path] for r in ready],
+            "draining": [id for id, of in self._draining.items() if of == name],
+        }
+
+    # Models
+
+    async def _keep_scanning(self) -> None:
+        """Look for versions every second."""
+        while True:
+            for name, path in self._paths.items():
+                try:
+                    found = find_versions(path)
+                except OSError as error:
+                    _LOG.warning("%s: cannot read %s: %s", name, path, error.strerror)
+                    continue
+                self._set(name, self._models[name].scanned(found))
+            await asyncio.sleep(_SCAN_S)
+
+    def _set(self, name: str, model: Model) -> None:
+        """Take a model's new state, do what it asks for, and tell the front."""
+        for version in model.refused.keys() - self._models[name].refused.keys():
+            _LOG.error("%s: version %d is refused: %s", name, version, model.refused[version])
+        self._models[name] = model
+        for action in model.actions():
+            if isinstance(action, Drain):
+                self._models[name] = self._models[name].draining(action.id)
+                self._draining[action.id] = name
+            else:
+                self._start_later(name, action)
+        if self._announced.get(name) != model.serving:
+            self._announced[name] = model.serving
+            _LOG.info("%s: version %s is served", name, model.serving)
+        self._tell_front()
+
+    def _start_later(self, name: str, start: Start) -> None:
+        key = (name, start.version, start.index)
+        if key in self._starting:
+            return
+        self._starting.add(key)
+
+        def begin() -> None:
+            self._starting.discard(key)
+            wanted = self._models[name].actions()
+            if any((a.version, a.index) == key[1:] for a in wanted if isinstance(a, Start)):
+                try:
+                    self._start(name, start)
+                except (OSError, TfdistError) as error:  # the next scan tries again
+                    _LOG.error("%s: no replica could be started: %s", name, error)
+
+        if start.wait_s:
+            asyncio.get_running_loop().call_later(start.wait_s, begin)
+        else:
+            begin()
+
+    def _start(self, name: str, start: Start) -> None:
+        """Start a replica's process."""
+        self._ids += 1
+        id, path = self._ids, f"{self._private}/{self._ids}"
+        cores = sorted(os.sched_getaffinity(0))
+        chosen = cores_of(start.index, replicas=self._options.replicas, cores=cores)
+        status, theirs = os.pipe()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            options = ReplicaOptions(
+                directory=str(self._paths[name] / str(start.version)),
+                name=name,
+                listener=listener.fileno(),
+                status=theirs,
+                supervisor=os.getpid(),
+                cores=chosen if self._options.pin else (),
+                batch_sizes=self._options.batch_sizes,
+            )
+            process = _spawn(
+                self._modules["replica"], dataclasses.asdict(options), (listener.fileno(), theirs)
+            )
+        os.close(theirs)
+        kept = _ReplicaProcess(process=process, model=name, version=start.version, path=path)
+        self._replicas[id] = kept
+        self._models[name] = self._models[name].started(
+            Replica(id=id, version=start.version, index=start.index)
+        )
+        loop = asyncio.get_running_loop()
+        kept.timeout = loop.call_later(self._options.load_timeout_s, process.kill)
+        loop.add_reader(status, functools.partial(self._read_status, id, status))
+        self._watch(process, functools.partial(self._ended, id))
+        _LOG.info("%s: replica %d loads version %d (pid %d)", name, id, start.version, process.pid)
+
+    def _watch(self, process: subprocess.Popen[bytes], ended: Callable[[], None]) -> None:
+        """Call `ended` once when a process has ended."""
+        descriptor = os.pidfd_open(process.pid)
+        loop = asyncio.get_running_loop()
+
+        def readable() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            process.wait()
+            ended()
+
+        loop.add_reader(descriptor, readable)
+
+    def _read_status(self, id: int, status: int) -> None:
+        """Take what a replica says of its loading."""
+        data = os.read(status, 1 << 16)
+        if not data:
+            asyncio.get_running_loop().remove_reader(status)
+            os.close(status)
+            return
+        kept = self._replicas.get(id)
+        if kept is None:
+            return
+        kept.said += data
+        *lines, kept.said = kept.said.split(b"\n")
+        for line in lines:
+            self._heard_of(id, kept, json.loads(line))
+
+    def _heard_of(self, id: int, kept: _ReplicaProcess, said: Mapping[str, Any]) -> None:
+        if kept.timeout:
+            kept.timeout.cancel()
+        model = self._models[kept.model]
+        if "failed" in said:
+            self._set(kept.model, model.failed(id, said["failed"]))
+        else:
+            _LOG.info("%s: replica %d is ready", kept.model, id)
+            self._set(kept.model, model.loaded(id))
+
+    def _ended(self, id: int) -> None:
+        """Take that a replica's process has ended."""
+        kept = self._replicas.pop(id)
+        if kept.timeout:
+            kept.timeout.cancel()
+        Path(kept.path).unlink(missing_ok=True)
+        how = _how(kept.process.returncode)
+        if self._draining.pop(id, None) is None and not self._stop.is_set():
+            _LOG.warning("%s: replica %d %s; it is replaced", kept.model, id, how)
+        if not self._stop.is_set():
+            self._set(kept.model, self._models[kept.model].ended(id, how))
+
+    def _end(self) -> None:
+        """End all processes and close all sockets."""
+        self._stop.set()
+        processes = [kept.process for kept in self._replicas.values()]
+        for process in [*processes, *([self._front] if self._front else [])]:
+            process.kill()
+            process.wait()
+        self._rest.close()
+        self._grpc.close()
+        shutil.rmtree(self._private, ignore_errors=True)
+
+
+def _models(options: ServeOptions) -> dict[str, Path]:
+    """Return the models to serve; raise UsageError where there is none."""
+    with one_line_errors(f"serve: cannot read {options.directory}"):
+        models = find_models(options.directory, options.name)
+    require(
+        models,
+        "DIR",
+        received=f"{options.directory}, in which there is no version to serve",
+        expected="DIR/NAME/VERSION or DIR/VERSION with a saved_model.pb",
+        fix="write one with tfdist.export_model or python -m tfdist.export",
+        code="no-version",
+    )
+    return models
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return the listening socket of REST, which fronts share, one after the other."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _bind(listener, host, port, "--rest_port")
+    listener.listen(2048)
+    return listener
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """Return a socket that holds the port of gRPC, at which fronts listen by SO_REUSEPORT."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    _bind(holder, host, port, "--grpc_port")
+    return holder
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"{host}:{port}"
+
+
+def _bind(bound: socket.socket, host: str, port: int, flag: str) -> None:
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise UsageError(
+            flag,
+            received=f"{host}:{port} ({error.strerror})",
+            expected="an address of this host with a port that is free",
+            fix="name another one, or 0 for any",
+            code="port-taken",
+        ) from error
+
+
+def _spawn(
+    module: str, options: Mapping[str, Any], passed: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start a front or a replica, out of reach of the terminal's signals."""
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(options)],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            env=environ,
+            process_group=0,
+        )
+    except OSError as error:
+        raise TfdistError(f"serve: cannot start {module}: {error.strerror}") from error
+
+
+def _how(code: int) -> str:
+    """Return how a process has ended, as the end of a sentence."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
