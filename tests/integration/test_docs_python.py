@@ -21,8 +21,9 @@ SMALLER = {
     "max_trials=20": "max_trials=1",
     "range(2000)": "range(20)",
     "loop.run(100)": "loop.run(2)",
+    '"127.0.0.1:8500"': "address",
 }
-"""What is shorter here than in the pages."""
+"""What is shorter here than in the pages, or has a port of the system's choice."""
 
 DATA = """
 import os, sys
@@ -99,12 +100,24 @@ if not os.path.exists("runs/digits_sweep-random"):
         directory="runs/digits_sweep-random", project_name="keras_tuner",
     ).search(x, y, validation_data=(xv, yv), verbose=0)
 """
+SERVED = """
+import ctypes, re, signal, subprocess
+import keras
+import tfdist
+model = keras.Sequential([keras.Input((3,), name="features"), keras.layers.Dense(2)])
+tfdist.export_model(model, "served", name="digits")
+command = [sys.executable, "-m", "tfdist.serve", "served", "--rest_port=0", "--grpc_port=0"]
+ends_with_us = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ends_with_us)
+address = re.search(r"gRPC (\\S+)", server.stdout.readline())[1]
+"""
 BEFORE = {
     "docs/checkpoints.md": f'{FLAT}{DATA}{MODEL}\nmodel.save("pretrained.keras")',
     "docs/data.md": f"{FLAT}{DATA}{RECORDS}{MODEL}",
     "docs/ledger.md": f'{FLAT}{DATA}{MODEL}\nbackup = tfdist.BackupAndRestore("run/backup")',
     "docs/migrate/model_fit.md": f"{IMAGES}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",
+    "docs/serve.md": f"import sys{SERVED}",
     "docs/start.md": f"{FLAT}{DATA}",
     "docs/strategies.md": f"{FLAT}{DATA}",
     "docs/training.md": f"{FLAT}{DATA}{GAN}\nimport logging",
@@ -127,6 +140,7 @@ metric = Mistakes()
 metric.update_state(tf.one_hot([1, 2], 3), tf.one_hot([1, 0], 3))
 assert float(metric.result()) == 1
 """,
+    "docs/serve.md": "server.terminate(); assert server.wait() in (0, 143)",
     "docs/training.md": "assert totals['seen'] == 128",
     "docs/tuning.md": """
 from tfdist.configs import base
