@@ -95,8 +95,9 @@ def api_page() -> str:
     for name in sorted(tfdist._HOME_OF, key=str.casefold):
         home = tfdist._HOME_OF[name]
         is_module = home == f"tfdist.{name}"
-        lines += [f"## tfdist.{name}", "", f"::: {home if is_module else f'{home}.{name}'}"]
-        lines += ["    options:", "      show_root_heading: false", ""]
+        lines += [f"::: {home if is_module else f'{home}.{name}'}", "    options:"]
+        lines += ["      show_root_heading: true", "      heading_level: 2"]
+        lines += [f"      heading: tfdist.{name}", f"      toc_label: tfdist.{name}", ""]
     return "\n".join(lines)
 
 

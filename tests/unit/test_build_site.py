@@ -31,7 +31,7 @@ def test_every_page_is_in_the_navigation_once():
 def test_the_api_page_has_every_public_name():
     page = site.api_page()
     assert [
-        n for n in tfdist.__all__ if n != "__version__" and f"## tfdist.{n}\n" not in page
+        n for n in tfdist.__all__ if n != "__version__" and f"heading: tfdist.{n}\n" not in page
     ] == []
 
 
