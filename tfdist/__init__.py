@@ -34,6 +34,9 @@ _HOME_OF = {
     "PeerLost": "tfdist.errors",
     "Stopped": "tfdist.errors",
     "export_model": "tfdist.serving.export",
+    "estimate_memory": "tfdist.find.memory",
+    "find_batch_size": "tfdist.find.batch_size",
+    "find_learning_rate": "tfdist.find.learning_rate",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
     "tuning": "tfdist.tuning",
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
     from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
+    from tfdist.find.batch_size import find_batch_size
+    from tfdist.find.learning_rate import find_learning_rate
+    from tfdist.find.memory import estimate_memory
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.training.epochs import VirtualEpochs
@@ -73,8 +79,11 @@ __all__ = [
     "broadcast",
     "data",
     "errors",
+    "estimate_memory",
     "evaluate",
     "export_model",
+    "find_batch_size",
+    "find_learning_rate",
     "fit",
     "is_chief",
     "load_weights",

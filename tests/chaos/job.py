@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SEED = 11
 BATCH = 24
-VARIANTS = ("plain", "accumulation", "mixed_bfloat16")
+VARIANTS = ("plain", "accumulation", "mixed_bfloat16", "auto")
 TIMINGS = ("examples_per_second",)
 
 
@@ -152,7 +152,7 @@ def _callbacks(
         tfdist.ModelCheckpoint(args.out / "best" / "best.keras", save_best_only=True),
         RunReporter(directory, plan, display=ProgressDisplay(total_steps=plan.total_steps)),
         _told_of(plan, marks=marks, faults=faults),
-        _timed_backup(args.checkpoints, marks=marks, faults=faults),
+        _timed_backup(args, marks=marks, faults=faults),
     ]
 
 
@@ -185,7 +185,7 @@ def _told_of(plan: EpochPlan, *, marks: Marks, faults: InTask) -> Any:
     return Told()
 
 
-def _timed_backup(directory: Path, *, marks: Marks, faults: InTask) -> Any:
+def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> Any:
     import tfdist
 
     class Backup(tfdist.BackupAndRestore):
@@ -207,7 +207,9 @@ def _timed_backup(directory: Path, *, marks: Marks, faults: InTask) -> Any:
             faults.at_phase("save")
             return super().save(*args, **options)
 
-    return Backup(directory, every_steps=6, every_s=0.2)
+    if args.variant == "auto":  # the mean time between failures is that of the kills
+        return Backup(args.checkpoints, every="auto")
+    return Backup(args.checkpoints, every_steps=6, every_s=0.2)
 
 
 def _verdict(

@@ -20,6 +20,7 @@ SMALLER = {
     "total_examples=1_000_000": "total_examples=1_000",
     "max_trials=20": "max_trials=1",
     "range(2000)": "range(20)",
+    "find_batch_size(model, x, y)": "find_batch_size(model, x, y, first=8, most=8, steps=1)",
     "loop.run(100)": "loop.run(2)",
     '"127.0.0.1:8500"': "address",
 }
@@ -114,6 +115,7 @@ address = re.search(r"gRPC (\\S+)", server.stdout.readline())[1]
 BEFORE = {
     "docs/checkpoints.md": f'{FLAT}{DATA}{MODEL}\nmodel.save("pretrained.keras")',
     "docs/data.md": f"{FLAT}{DATA}{RECORDS}{MODEL}",
+    "docs/find.md": f"{FLAT}{DATA}{MODEL}\ny = x.argmax(1) // 8",
     "docs/ledger.md": f'{FLAT}{DATA}{MODEL}\nbackup = tfdist.BackupAndRestore("run/backup")',
     "docs/migrate/model_fit.md": f"{IMAGES}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",

@@ -489,3 +489,53 @@ def test_a_state_that_json_cannot_say_names_its_callback(strategies, tmp_path):
     listing.seen = [np.float32(1)]
     with pytest.raises(UsageError, match=r"Listing.get_state: received .*float32"):
         fit(make(strategies[1]), tmp_path, listing)
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monkeypatch, caplog):
+    time, capture = Time(), state.capture
+
+    class Step(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.now += 10.0
+            backup.wait()  # as one that is being written puts the next off
+
+    def costly(*args):
+        time.now += 2.0
+        return capture(*args)
+
+    monkeypatch.setattr(state, "capture", costly)
+    backup = tfdist.BackupAndRestore(
+        tmp_path / "b", every="auto", mtbf_s=3600.0, keep=100, clock=time
+    )
+    model = make(strategies[1])
+    with caplog.at_level("INFO", logger="tfdist.checkpoint.backup"):
+        tfdist.fit(model, X, Y, batch_size=2, verbose=0, callbacks=[backup, Step()])
+    # After the first minute one that tells the cost, then at 1 % of the time, then the epoch's.
+    assert CheckpointStore(tmp_path / "b").steps() == [7, 28, 30]
+    said = [r.getMessage() for r in caplog.records]
+    assert said[0] == 'every="auto": no save measured yet; the first in 60 s'
+    lines = [line for line in said if "a save every" in line]
+    assert len(lines) == 3
+    assert "a save every 198 s (one blocks for 2 s, mean time between failures 3,600 s)" in lines[0]
+    assert "a failure loses 101 s of work" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": "always"}, "expected one of auto"),
+        ({"every": "auto", "every_s": 5.0}, "every: received it with every_s"),
+        ({"mtbf_s": 5.0}, 'without every="auto"'),
+        ({"every": "auto", "mtbf_s": 0}, "of seconds above 0"),
+    ],
+)
+def test_an_interval_that_cannot_be_is_refused(tmp_path, options, said):
+    with pytest.raises(UsageError, match=said):
+        tfdist.BackupAndRestore(tmp_path / "b", **options)

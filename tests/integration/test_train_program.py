@@ -134,7 +134,8 @@ def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(
     finished: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    arguments = [*SHORT, "--config.seed=5", "--config.backup_every_steps=4"]
+    often = ("--config.backup_every_steps=4", "--config.backup_every=auto")
+    arguments = [*SHORT, "--config.seed=5", *often]
     where = f"--config.run_dir={run_dir}"
     process = forked_python.Program("-m", "tfdist.train", *arguments, where, env=environment())
     deadline = time.monotonic() + DEADLINE_S
@@ -148,6 +149,7 @@ def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(
         process.wait()
     resumed = trained(run_dir, *arguments)
     assert resumed["resumed_from_step"] in (None, *range(4, 22))
+    assert 'every="auto": no save measured yet' in resumed["stdout"] + resumed["stderr"]
     # Saving more often changes nothing either.
     reference = RunDirectory(finished).read_summary() or {}
     for name in ("weights_sha256", "state_sha256", "metrics", "steps", "examples", "status"):

@@ -16,9 +16,10 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import demo, doctor, env, export, ledger, lint, replay, serve, submit
+from tfdist import bench, demo, doctor, env, export, ledger, lint, replay, serve, submit
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
+from tfdist.find import __main__ as find
 from tfdist.launch import options
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 
@@ -45,6 +46,8 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "lint": lint.parse,
     "export": lambda words: export._parser().parse_args(words),
     "serve": lambda words: serve._parser().parse_args(words),
+    "find": find.parse,
+    "bench": bench.parse,
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
     "env": lambda words: env._parser().parse_args(words),

@@ -39,6 +39,10 @@ MAY_IMPORT = {
     "serving": {
         *("errors", "launch", "strategy", "checkpoint", "training", "outputs"),
     },
+    "find": {
+        *("errors", "argument_parser", "strategy", "data", "checkpoint", "training", "configs"),
+        *("outputs", "app", "launch"),
+    },
     "audit": {
         *("errors", "strategy", "data", "checkpoint", "training", "configs", "outputs", "app"),
     },
@@ -146,6 +150,16 @@ tfdist.predict(model, x, batch_size=4, verbose=0)
 loaded = [name for name in sys.modules if name.startswith(("tfdist.ps", "tfdist.audit"))]
 assert not loaded, loaded
 """
+
+
+def test_the_search_for_a_batch_size_loads_no_tensorflow() -> None:
+    program = (
+        "import sys, tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.range_test;"
+        "import tfdist.find.liveness, tfdist.find.trial;"
+        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_ledger_is_read_without_tensorflow() -> None:

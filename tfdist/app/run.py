@@ -196,9 +196,11 @@ def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
 
 
 def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
-    every = config.backup_every_steps
     return BackupAndRestore(
-        directory.checkpoints, every_steps=every or None, keep=config.keep_checkpoints
+        directory.checkpoints,
+        every="auto" if config.backup_every == "auto" else None,
+        every_steps=config.backup_every_steps or None,
+        keep=config.keep_checkpoints,
     )
 
 

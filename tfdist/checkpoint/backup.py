@@ -14,9 +14,17 @@ import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, state
 from tfdist.checkpoint.best import Best
+from tfdist.checkpoint.interval import AutoInterval
 from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
-from tfdist.errors import UsageError, require_int, require_number
-from tfdist.strategy import Job, broadcast, is_chief
+from tfdist.errors import (
+    UsageError,
+    mutually_exclusive,
+    require,
+    require_int,
+    require_number,
+    require_one_of,
+)
+from tfdist.strategy import Job, broadcast, current_job, is_chief
 from tfdist.strategy.devices import threads_of_an_operation
 
 _LOG = logging.getLogger(__name__)
@@ -55,6 +63,10 @@ class BackupAndRestore(keras.callbacks.Callback):
       directory: of the checkpoints; nothing else should write there.
       every_steps: save after each so many steps.
       every_s: save when so many seconds have passed since the last time.
+      every: "auto" chooses the seconds, from how long a save blocks the training and how often the
+        run fails; see `tfdist.checkpoint.interval`.
+      mtbf_s: with "auto", mean time between failures in seconds; by default that of this run's
+        attempts, as the launcher reports them.
       keep: how many checkpoints are kept, beside the best.
       best: name of a metric of the logs, like "val_loss"; the checkpoint at the end of the epoch
         in which it was best is kept too.
@@ -77,6 +89,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         *,
         every_steps: int | None = None,
         every_s: float | None = None,
+        every: str | None = None,
+        mtbf_s: float | None = None,
         keep: int = 3,
         best: str | None = None,
         mode: str = "auto",
@@ -92,6 +106,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if every_s is not None:
             name, unit = "BackupAndRestore: every_s", "seconds"
             every_s = require_number(name, every_s, above=0, unit=unit, fix=fix)
+        self._auto = _auto_interval(every, every_s, mtbf_s)
         self.store = CheckpointStore(directory, keep=keep)
         self.exact = exact
         self.best = best
@@ -113,7 +128,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def due(self) -> bool:
         """True when it goes by time, its time has come, and none is being written; of the chief."""
-        if self._every_s is None or self._clock() - self._saved_at < self._every_s:
+        every_s = self._auto.interval_s if self._auto else self._every_s
+        if every_s is None or self._clock() - self._saved_at < every_s:
             return False
         return not self._background.busy
 
@@ -153,6 +169,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         best = self._best.improved
         if run == self._saved_run and not best:
             return
+        began_s = self._clock()
         if job.is_chief:
             self.wait()  # before copying: there is never more than one copy
             self.prepare()
@@ -172,6 +189,10 @@ class BackupAndRestore(keras.callbacks.Callback):
             "place": _place(job),
         }
         self._background.start(lambda: self.store.write(run.step, arrays, meta=meta, best=best))
+        if self._auto:
+            now_s = self._clock()
+            chosen = self._auto.saved(blocked_s=now_s - began_s, now_s=now_s)
+            _LOG.info("%s: %s", self.store.directory, chosen)
 
     def wait(self) -> None:
         """Return when everything saved is on the disk; raise what went wrong, once."""
@@ -210,8 +231,16 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._configuration = state.configuration_of(self.model)
-        if is_chief():
-            self.prepare()
+        if not is_chief():
+            return
+        self.prepare()
+        if self._auto:
+            self._saved_at = self._clock()
+            job = current_job()
+            run_dir = job.config.options.run_dir if job and job.config else None
+            self._auto.begin(run_dir, now_s=self._saved_at)
+            first_s = self._auto.interval_s
+            _LOG.info('every="auto": no save measured yet; the first in %g s', first_s)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._best.epoch_begins()
@@ -244,6 +273,30 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         if differences:
             _LOG.info("resumed with %s: the same run, not the same bits", ", ".join(differences))
+
+
+def _auto_interval(
+    every: str | None, every_s: float | None, mtbf_s: float | None
+) -> AutoInterval | None:
+    """Return what chooses the interval, None where it is given."""
+    where = "BackupAndRestore: mtbf_s"
+    if every is None:
+        require(
+            mtbf_s is None,
+            where,
+            received=f'{mtbf_s!r} without every="auto"',
+            expected='it beside every="auto"',
+            fix='add every="auto", or leave mtbf_s out',
+            code="exclusive",
+        )
+        return None
+    fix = 'write every="auto", every_steps=500 or every_s=600'
+    require_one_of("BackupAndRestore: every", every, ["auto"], fix=fix)
+    mutually_exclusive({"every": every, "every_s": every_s}, fix="leave every_s out")
+    if mtbf_s is not None:
+        fix = "give the mean time between two failures of the job"
+        mtbf_s = require_number(where, mtbf_s, above=0, unit="seconds", fix=fix)
+    return AutoInterval(mtbf_s=mtbf_s)
 
 
 def _place(job: Job) -> dict[str, Any]:

@@ -134,6 +134,12 @@ FIELDS: tuple[Field, ...] = (
         least=0,
         help="save also every so many steps; 0 only at the end of each virtual epoch",
     ),
+    Field(
+        name="backup_every",
+        default="steps",
+        choices=("steps", "auto"),
+        help="auto: save also at intervals chosen from what a save costs and how often runs fail",
+    ),
     Field(name="save_model", default=False, help="save the trained model as model.keras"),
     Field(name="keep_checkpoints", default=2, least=1, help="checkpoints kept"),
     Field(
@@ -170,6 +176,7 @@ FREE = frozenset(
         "data_dir",
         "strategy",
         "devices_per_worker",
+        "backup_every",
         "keep_checkpoints",
         "save_model",
         "ledger",

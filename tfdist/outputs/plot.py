@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist.errors import UsageError
 from tfdist.outputs.run_directory import COUNTERS
 
 logger = logging.getLogger(__name__)
@@ -26,21 +27,35 @@ def draw(
     if not lines:
         logger.info("no plot: no virtual epoch was finished")
         return None
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
-        return None
     names = panels(lines)
-    # The canvas is made by hand, so that neither pyplot nor a display is touched.
-    figure = Figure(figsize=(5.2 * len(names), 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    try:
+        figure = require_figure("plot", figsize=(5.2 * len(names), 4.0))
+    except UsageError as error:
+        logger.info("no plot: %s; %s", error.received, error.fix)
+        return None
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         _draw_panel(axes, lines, name)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path)
     return Path(path)
+
+
+def require_figure(where: str, *, figsize: tuple[float, float] = (6.4, 4.0)) -> Any:
+    """Return an empty figure, without pyplot or a display; raise UsageError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(
+            where,
+            received="no matplotlib",
+            expected="it to be installed",
+            fix="pip install 'tfdist[plots]'",
+            code="no-matplotlib",
+        ) from None
+    figure = Figure(figsize=figsize, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:

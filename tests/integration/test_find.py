@@ -1,0 +1,279 @@
+"""Finders with TensorFlow: the range test leaves no trace, memory is as measured, children try."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist import bench
+from tfdist.errors import Stopped, UsageError
+from tfdist.find.trial import decode_spec, encode_spec
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(96, 6).astype("float32")
+Y = (X.sum(1) > 0).astype("int32")
+ROOT = Path(__file__).parents[2]
+
+
+def make(strategy, *, rate=0.05, optimizer=keras.optimizers.SGD, **options):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8, activation="relu"), layers.BatchNormalization(),
+             layers.Dropout(0.3), layers.Dense(2, dtype="float32")]
+        )  # fmt: skip
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(rate, **options), loss, metrics=["accuracy"])
+    return model
+
+
+def bits(model, strategy):
+    """Every copy of every variable."""
+    variables = [*model.weights, *model.optimizer.variables, *model.metrics_variables]
+    local = strategy.experimental_local_results
+    return [copy.numpy().tobytes() for v in variables for copy in local(v.value)]
+
+
+@pytest.fixture(params=[1, 2])
+def strategy(request, strategies):
+    return strategies[request.param]
+
+
+def test_the_model_is_afterwards_what_it_was_to_the_bit(strategy):
+    model = make(strategy, momentum=0.9)
+    tfdist.fit(model, X, Y, batch_size=16, verbose=0, seed=3)
+    before, optimizer = bits(model, strategy), model.optimizer
+    found = tfdist.find_learning_rate(model, X, Y, 16, lowest=1e-4, highest=100.0, steps=40)
+    assert bits(model, strategy) == before
+    assert model.optimizer is optimizer
+    assert len(found.rates) == len(found.losses)
+    assert found.rates[0] == pytest.approx(1e-4)
+    assert found.suggestion is not None
+    assert 1e-4 < found.suggestion < 10.0
+
+
+def test_replicas_give_the_losses_of_one_device(strategies):
+    found = []
+    for replicas in (1, 2):
+        model = without_draws(strategies[replicas])
+        found.append(tfdist.find_learning_rate(model, X, Y, 16, lowest=1e-3, highest=0.1, steps=12))
+    np.testing.assert_allclose(found[0].losses, found[1].losses, rtol=1e-4)
+
+
+def without_draws(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+    return model
+
+
+def test_the_losses_are_those_of_a_training_with_these_rates(strategies):
+    model = without_draws(strategies[1])
+    rates = tfdist.find_learning_rate(model, X, Y, 16, lowest=1e-2, highest=1.0, steps=10)
+    losses = []
+
+    class Each(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = rates.rates[batch]
+
+        def on_train_batch_end(self, batch, logs=None):
+            losses.append(logs["loss"])
+
+    tfdist.fit(model, X, Y, 16, steps_per_epoch=10, verbose=0, seed=0, callbacks=[Each()])
+    means = np.cumsum(rates.losses) / np.arange(1, 11)  # Keras' logs are the epoch's mean so far
+    np.testing.assert_allclose(losses, means, rtol=1e-4)
+
+
+def test_a_schedule_is_there_again(strategy):
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    model = make(strategy, rate=schedule)
+    tfdist.find_learning_rate(model, X, Y, 16, steps=10)
+    assert model.optimizer._learning_rate is schedule
+    assert int(model.optimizer.iterations.numpy()) == 0
+    tfdist.fit(model, X, Y, batch_size=16, verbose=0)
+
+
+def test_a_loss_that_diverges_ends_the_test(strategies):
+    model = make(strategies[1], momentum=0.9)
+    before = [w.tobytes() for w in model.get_weights()]
+    found = tfdist.find_learning_rate(model, 1e3 * X, Y, 16, highest=1e9, steps=40)
+    assert found.diverged
+    assert len(found.losses) < 40
+    assert [w.tobytes() for w in model.get_weights()] == before
+
+
+class Broken(Exception):
+    pass
+
+
+def test_an_error_leaves_no_trace(strategy, monkeypatch):
+    from tfdist.training.blocks import BlockRunner
+
+    model = make(strategy, optimizer=keras.optimizers.Adam)
+    tfdist.fit(model, X, Y, batch_size=16, verbose=0, seed=3)
+    before, metrics = bits(model, strategy), BlockRunner.metrics
+
+    def breaks(self, logs):
+        if self.model.optimizer.iterations.numpy() >= 10:
+            raise Broken
+        return metrics(self, logs)
+
+    monkeypatch.setattr(BlockRunner, "metrics", breaks)
+    with pytest.raises(Broken):
+        tfdist.find_learning_rate(model, X, Y, 16, steps=20)
+    assert bits(model, strategy) == before
+
+
+def test_ctrl_c_leaves_no_trace(strategies, monkeypatch):
+    from tfdist.training.blocks import BlockRunner
+
+    model = make(strategies[1], optimizer=keras.optimizers.Adam)
+    tfdist.fit(model, X, Y, batch_size=16, verbose=0, seed=3)
+    before, metrics = bits(model, strategies[1]), BlockRunner.metrics
+
+    def interrupted(self, logs):
+        if self.model.optimizer.iterations.numpy() == 10:
+            signal.raise_signal(signal.SIGINT)
+        return metrics(self, logs)
+
+    monkeypatch.setattr(BlockRunner, "metrics", interrupted)
+    with pytest.raises(Stopped, match="the model is as it was") as stopped:
+        tfdist.find_learning_rate(model, X, Y, 16, steps=50)
+    assert stopped.value.code == 130
+    assert bits(model, strategies[1]) == before
+
+
+@pytest.mark.parametrize("name", ["find_learning_rate", "find_batch_size"])
+def test_an_uncompiled_model_is_one_line(name):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    with pytest.raises(UsageError, match="a model that was not compiled") as error:
+        getattr(tfdist, name)(model, X, Y)
+    assert error.value.code == "not-compiled"
+
+
+def test_what_cannot_be_is_refused(strategies):
+    model = make(strategies[1])
+    for options in ({"steps": 3}, {"lowest": 0.0}, {"lowest": 1.0, "highest": 0.1},
+                    {"smoothing": 1.0}, {"diverges_at": 1.0}):  # fmt: skip
+        with pytest.raises(UsageError):
+            tfdist.find_learning_rate(model, X, Y, 16, **options)
+    with pytest.raises(UsageError, match="a loss of nan at the first step"):
+        tfdist.find_learning_rate(without_draws(strategies[1]), X * np.nan, Y, 16, steps=10)
+    with pytest.raises(UsageError, match="inputs of known shape"):
+        tfdist.estimate_memory(keras.Sequential([keras.layers.Dense(2)]), 8, "adam")
+    uncompiled = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    with pytest.raises(UsageError, match="not compiled, and no optimizer"):
+        tfdist.estimate_memory(uncompiled, 8)
+
+
+def test_the_parts_of_an_estimate_are_what_can_be_counted(strategy):
+    model = make(strategy, optimizer=keras.optimizers.Adam)
+    before = [w.tobytes() for w in model.get_weights()]
+    found = tfdist.estimate_memory(model, 32)
+    trained = 4 * (6 * 8 + 8 + 8 + 8 + 8 * 2 + 2)
+    assert found.gradients == trained
+    assert found.weights == trained + 4 * 16
+    assert found.slots == 2 * trained
+    assert tfdist.estimate_memory(model, 32, "sgd").slots == 0
+    assert sum(found.by_layer.values()) == found.activations
+    assert {"dense", "batch_normalization"} & {
+        name.rstrip("_0123456789") for name in found.by_layer
+    }
+    assert tfdist.estimate_memory(model, 3200).activations > 50 * found.activations
+    assert [w.tobytes() for w in model.get_weights()] == before
+
+
+@pytest.mark.parametrize("what", ["MobileNetV2:128:16", "ResNet50:128:16"])
+def test_an_estimate_is_within_15_percent_of_what_is_measured(what):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "memory_estimates.py", what],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    error = float(done.stdout.partition("off by ")[2].partition("%")[0])
+    assert abs(error) < 15, done.stdout
+
+
+def test_a_batch_size_is_tried_in_children(strategies):
+    model = make(strategies[1])
+    found = tfdist.find_batch_size(model, X, Y, first=64, most=64, steps=1)
+    assert (found.per_replica, found.global_batch_size) == (64, 64)
+    assert [t.batch_size for t in found.trials] == [64]
+    assert found.trials[0].fits
+    assert found.trials[0].peak_bytes > 100 << 20
+
+
+def test_a_child_that_runs_out_of_memory_leaves_this_process_alone(strategies, monkeypatch):
+    from tfdist.find import batch_size
+
+    monkeypatch.setattr(batch_size, "available_bytes", lambda: 100 << 20)  # less than TensorFlow
+    with pytest.raises(tfdist.TfdistError, match="a batch of 1 does not fit into 90 MiB"):
+        tfdist.find_batch_size(make(strategies[1]), X, Y, first=1)
+
+
+def test_specs_of_batches_travel_as_json():
+    import tensorflow as tf
+
+    spec = ({"a": tf.TensorSpec([None, 3], tf.float32)}, tf.TensorSpec([None], tf.int32), None)
+    assert decode_spec(encode_spec(spec)) == spec
+
+
+MADE = """
+import keras, numpy as np
+def make():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+    x = np.random.RandomState(0).randn(64, 4).astype('float32')
+    return model, x, x.sum(1, keepdims=True)
+def bare():
+    model, *data = make()
+    return keras.Sequential(model.layers), *data
+"""
+
+
+def test_speed_by_batch_size_is_measured_in_children(tmp_path):
+    (tmp_path / "made.py").write_text(MADE)
+    flags = ["--sizes", "16", "--least_s", "0", "--json", str(tmp_path / "b.jsonl")]
+    assert bench.main(["batch", f"{tmp_path / 'made.py'}:make", *flags]) == 0
+    (line,) = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
+    trial = line["trial"]
+    assert (trial["batch_size"], trial["fits"], trial["parameters"]) == (16, True, 5)
+    assert trial["examples_per_second"] > 0
+    assert 0 < trial["cores"] <= os.cpu_count() + 0.5
+
+
+def test_the_program_finds_for_a_function_of_a_file(tmp_path):
+    (tmp_path / "made.py").write_text(MADE)
+    subject, plot = f"{tmp_path / 'made.py'}:make", tmp_path / "rates.png"
+    for words, said in (
+        (["lr", subject, "--steps", "30", "--plot", plot], "learning rate "),
+        (["memory", subject], "activations"),
+        (["batch", subject, "--first", "16", "--most", "16"], "batch size 16 fits into"),
+        (["batch", f"{tmp_path / 'made.py'}:bare"], "received a model that was not compiled"),
+        (["lr", f"{subject}s"], "no function 'makes' in it (did you mean 'make'?)"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "tfdist.find", *map(str, words)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert said in done.stdout + done.stderr, done.stderr
+    assert plot.exists()

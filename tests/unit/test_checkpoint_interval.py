@@ -1,0 +1,141 @@
+"""The interval between two checkpoints: formulas, simulation, what a report says of failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from tfdist.checkpoint.interval import (
+    DEFAULT_MTBF_S,
+    FIRST_S,
+    MOST_COST,
+    AutoInterval,
+    History,
+    choose,
+    daly,
+    history_of,
+    young,
+)
+
+CASES = [(0.02, 600.0), (0.02, 3600.0), (0.5, 3600.0), (0.5, 86_400.0), (8.0, 86_400.0)]
+
+
+def expected_share(interval_s: float, save_s: float, mtbf_s: float) -> float:
+    """Time for a second of work when failures are exponential (Daly 2006, equation 13)."""
+    return mtbf_s * math.expm1((interval_s + save_s) / mtbf_s) / interval_s
+
+
+def simulated_s(interval_s: float, save_s: float, mtbf_s: float, *, seed: int) -> float:
+    """Time of 200 mean times between failures of work, with failures drawn from `seed`."""
+    draw = random.Random(seed)
+    work_s, done_s, clock_s = 200 * mtbf_s, 0.0, 0.0
+    left_s = draw.expovariate(1 / mtbf_s)
+    while done_s < work_s:
+        need_s = interval_s + save_s
+        whole = int(min(left_s // need_s, math.ceil((work_s - done_s) / interval_s)))
+        done_s += whole * interval_s
+        clock_s += whole * need_s
+        left_s -= whole * need_s
+        if done_s < work_s:  # the next failure comes before the next save has ended
+            clock_s += left_s
+            left_s = draw.expovariate(1 / mtbf_s)
+    return clock_s
+
+
+def allowed(save_s: float, mtbf_s: float) -> list[float]:
+    """Intervals to try, 2 % apart, at which saving is within its bound."""
+    least_s = save_s * (1 / MOST_COST - 1)
+    return [s for n in range(600) if least_s <= (s := 1e-2 * 1.02**n) <= 3 * mtbf_s] + [least_s]
+
+
+@pytest.mark.parametrize(("save_s", "mtbf_s"), CASES)
+def test_the_choice_is_within_5_percent_of_the_best_of_all_in_simulation(
+    save_s: float, mtbf_s: float
+) -> None:
+    tried = allowed(save_s, mtbf_s)
+    best_s = min(simulated_s(s, save_s, mtbf_s, seed=7) for s in tried)
+    chosen_s = simulated_s(choose(save_s, mtbf_s).interval_s, save_s, mtbf_s, seed=7)
+    assert chosen_s <= 1.05 * best_s
+
+
+@pytest.mark.parametrize(("save_s", "mtbf_s"), CASES)
+def test_the_interval_itself_is_within_5_percent_of_the_optimum(
+    save_s: float, mtbf_s: float
+) -> None:
+    best_s = min(allowed(save_s, mtbf_s), key=lambda s: expected_share(s, save_s, mtbf_s))
+    assert choose(save_s, mtbf_s).interval_s == pytest.approx(best_s, rel=0.05)
+
+
+def test_the_simulation_is_as_the_expectation_says() -> None:
+    found_s = simulated_s(60.0, 1.0, 600.0, seed=3)
+    assert found_s / (200 * 600.0) == pytest.approx(expected_share(60.0, 1.0, 600.0), rel=0.02)
+
+
+def test_the_formulas_are_those_of_the_papers() -> None:
+    assert young(2.0, 100.0) == 20.0
+    part = math.sqrt(0.01)
+    assert daly(2.0, 100.0) == pytest.approx(20.0 * (1 + part / 3 + 0.01 / 9) - 2.0)
+    assert daly(300.0, 100.0) == 100.0
+
+
+@pytest.mark.parametrize("save_s", [0.0, 1e-3, 0.1, 5.0, 1e4])
+@pytest.mark.parametrize("mtbf_s", [1e-3, 10.0, 1e6])
+def test_saving_never_costs_more_than_its_bound(save_s: float, mtbf_s: float) -> None:
+    chosen = choose(save_s, mtbf_s)
+    if save_s:
+        assert chosen.cost <= MOST_COST * (1 + 1e-9)
+        assert chosen.lost_s > chosen.interval_s / 2
+
+
+def attempt(*, exit_code: int, failed: bool, begin: str, end: str | None) -> dict[str, object]:
+    return {
+        "exit_code": exit_code,
+        "first_failure": {"task": "worker-0"} if failed else None,
+        "tasks": [
+            {"started_at": f"2026-01-01T{begin}Z", "ended_at": end and f"2026-01-01T{end}Z"},
+            {"started_at": None, "ended_at": None},
+        ],
+    }
+
+
+def test_the_report_of_the_launcher_tells_the_mean_time_between_failures(tmp_path: Path) -> None:
+    attempts = [
+        attempt(exit_code=137, failed=True, begin="10:00:00.000", end="10:10:00.000"),
+        attempt(exit_code=143, failed=True, begin="10:10:00.000", end="10:20:00.500"),
+        attempt(exit_code=1, failed=True, begin="11:00:00.000", end=None),
+    ]
+    (tmp_path / "report.json").write_text(json.dumps({"exit_code": None, "attempts": attempts}))
+    history = history_of(tmp_path)
+    assert history == History(failures=2, ran_s=1200.5)
+    assert history.mtbf_s(99.5) == 650.0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": [1]}', '{"attempts": [{}]}'])
+def test_a_report_that_cannot_be_read_says_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    assert history_of(tmp_path) == history_of(tmp_path / "none") == history_of(None) == History()
+
+
+def test_a_run_without_a_failure_is_taken_for_a_day() -> None:
+    assert History().mtbf_s(5.0) == DEFAULT_MTBF_S
+    assert History().mtbf_s(2 * DEFAULT_MTBF_S) == 2 * DEFAULT_MTBF_S
+
+
+def test_the_interval_follows_what_saves_cost() -> None:
+    auto = AutoInterval(mtbf_s=3600.0)
+    auto.begin(None, now_s=0.0)
+    assert auto.interval_s == FIRST_S
+    assert auto.saved(blocked_s=0.1, now_s=60.0) == choose(0.1, 3600.0)
+    assert auto.saved(blocked_s=0.3, now_s=90.0) == choose(0.2, 3600.0)
+    assert auto.interval_s == choose(0.2, 3600.0).interval_s
+
+
+def test_the_line_in_the_log_has_the_choice_and_the_expected_loss() -> None:
+    assert str(choose(0.5, 86_400.0)) == (
+        "a save every 294 s (one blocks for 0.5 s, mean time between failures 86,400 s): "
+        "saving takes 0.17% of the time, a failure loses 147 s of work"
+    )

@@ -1,0 +1,135 @@
+"""``python -m tfdist.find lr|batch|memory SUBJECT``: what to set before a run.
+
+SUBJECT is ``file.py:function``, a function that returns ``(model, x, y)``, or the flags of
+`tfdist.train`: ``--config=configs/x.py --config.model=cnn``; without any, a CNN on the digits.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.argument_parser import Parser
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError, UsageError
+from tfdist.find.batch_size import Limits, Search
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    try:
+        return _find(sys.argv[1:] if argv is None else argv)
+    except TfdistError as error:
+        print(f"tfdist.find: {error}", file=sys.stderr)
+        return error.exit_code
+    except Stopped as stopped:
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tfdist.find", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("what", choices=("lr", "batch", "memory"), help="what to find")
+    parser.add_argument(
+        "subject", nargs="?", metavar="FILE.py:FUNCTION", help="returns model, x, y"
+    )
+    parser.add_argument("--batch_size", type=int, help="of lr and memory; default 32, or as config")
+    parser.add_argument("--steps", type=int, help="of lr (100), or of each trial of batch (3)")
+    parser.add_argument("--lowest", type=float, default=1e-7, help="first rate of lr")
+    parser.add_argument("--highest", type=float, default=10.0, help="last rate of lr")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="picture of lr")
+    parser.add_argument("--optimizer", help="of memory; default the model's own")
+    parser.add_argument("--first", type=int, default=8, help="first size of batch")
+    parser.add_argument("--most", type=int, default=65_536, help="largest size of batch")
+    parser.add_argument("--use", type=float, default=0.9, help="part of the free memory of batch")
+    parser.add_argument("--timeout_s", type=float, default=600.0, help="of each trial of batch")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return the options, and the words that name the subject; raise UsageError."""
+    config, ours = of_config(argv)
+    options = _parser().parse_args(ours)
+    if options.subject and config:
+        raise UsageError(
+            "tfdist.find",
+            received=f"{options.subject} with {config[0]}",
+            expected="one of them",
+            fix="leave out one",
+            code="exclusive",
+        )
+    return options, [options.subject] if options.subject else config
+
+
+def of_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of `tfdist.train`, each with its value, and all other words."""
+    config, ours, rest = list[str](), list[str](), iter(argv)
+    for word in rest:
+        if not word.startswith("--config"):
+            ours.append(word)
+            continue
+        config.append(word)
+        if "=" not in word:
+            config += [value for value in [next(rest, None)] if value is not None]
+    return config, ours
+
+
+def _find(argv: Sequence[str]) -> int:
+    options, words = parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
+    logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    find = {"lr": _lr, "batch": _batch, "memory": _memory}[options.what]
+    found = find(words, options)
+    if found is not None:
+        print(found)
+    return EXIT_OK
+
+
+def _lr(words: Sequence[str], options: Any) -> object:
+    """Every training task of a job calls it; None but in the chief."""
+    from tfdist.find.learning_rate import find_learning_rate
+    from tfdist.find.subject import read
+    from tfdist.strategy import barrier, is_chief, make_strategy
+
+    subject = read(words, strategy=make_strategy())
+    found = find_learning_rate(
+        subject.model,
+        subject.x,
+        subject.y,
+        options.batch_size or subject.batch_size,
+        lowest=options.lowest,
+        highest=options.highest,
+        steps=options.steps or 100,
+    )
+    if options.plot and is_chief():
+        found.plot(options.plot)
+    barrier()  # who ended before the others would take them down
+    return found if is_chief() else None
+
+
+def _batch(words: Sequence[str], options: Any) -> object:
+    search = Search(
+        first=options.first,
+        most=options.most,
+        steps=options.steps or 3,
+        use=options.use,
+        timeout_s=options.timeout_s,
+    )
+    return search.run({"subject": words}, Limits.of_this_machine(options.use))
+
+
+def _memory(words: Sequence[str], options: Any) -> object:
+    from tfdist.find.memory import estimate_memory
+    from tfdist.find.subject import read
+    from tfdist.strategy import make_strategy
+
+    subject = read(words, strategy=make_strategy("single"))
+    size = options.batch_size or subject.batch_size or 32
+    return estimate_memory(subject.model, size, options.optimizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

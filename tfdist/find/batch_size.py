@@ -1,0 +1,347 @@
+"""`find_batch_size`: the largest batch that fits into memory, tried in child processes.
+
+Sizes are doubled until one does not fit, then bisected. Each is tried in a process of its own: what
+runs out of memory is that process. A child is ended when it takes more than there is for it, and
+asks the kernel to be the first to go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
+from tfdist.find.capacity import available_bytes, gpu_bytes
+
+_LOG = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.05
+_CLUSTER = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JOB_COMPLETION_INDEX")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One batch size that was tried.
+
+    Attributes:
+      batch_size: of one replica.
+      fits: whether the steps were done.
+      peak_bytes: the most that the process had in memory; None where it did not tell.
+      gpu_peak_bytes: the most that it had on its GPU; None without one.
+      examples_per_second: of one replica; None where it did not fit.
+      cores: how many the steps kept busy; None likewise.
+      parameters: of the model; None likewise.
+      cause: why it did not fit.
+    """
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int | None = None
+    gpu_peak_bytes: int | None = None
+    examples_per_second: float | None = None
+    cores: float | None = None
+    parameters: int | None = None
+    cause: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSizes:
+    """What was tried, and what fits.
+
+    Attributes:
+      per_replica: the largest batch of one replica that fits.
+      global_batch_size: of all replicas, as `tfdist.fit` takes it.
+      limit_bytes: what there was for the process of one replica.
+      gpu_limit_bytes: what there was for it on a GPU; None without one.
+      trials: in the order in which they were made.
+    """
+
+    per_replica: int
+    global_batch_size: int
+    limit_bytes: int
+    gpu_limit_bytes: int | None
+    trials: tuple[Trial, ...]
+
+    def __str__(self) -> str:
+        of = f" ({self.per_replica} a replica)" if self.global_batch_size > self.per_replica else ""
+        room = f"{self.limit_bytes >> 20} MiB"
+        if self.gpu_limit_bytes is not None:
+            room += f", {self.gpu_limit_bytes >> 20} MiB of a GPU"
+        size = f"batch size {self.global_batch_size}{of}"
+        return f"{size} fits into {room}, by {len(self.trials)} trials"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bytes that one replica may take: its process, and on its GPU, None without one."""
+
+    process: int
+    gpu: int | None
+
+    @classmethod
+    def of_this_machine(cls, use: float, *, replicas: int = 1) -> Limits:
+        """Return `use` of what is left; replicas without GPUs share the machine's memory."""
+        gpus = gpu_bytes()
+        share = 1 if gpus else replicas
+        gpu = int(use * min(gpus)) if gpus else None
+        return cls(process=int(use * available_bytes()) // share, gpu=gpu)
+
+
+def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
+    """Return the largest size that fits, by doubling and bisection; 0 where not even 1 does.
+
+    To an eighth of it: `fits` is asked a few times only, and memory is not known better.
+    """
+    low, size = 0, min(first, most)
+    while fits(size):
+        low = size
+        if size == most:
+            return most
+        size = min(2 * size, most)
+    high = size
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """How to search: the arguments of `find_batch_size`, which see; raises UsageError."""
+
+    first: int = 8
+    most: int = 65_536
+    steps: int = 3
+    use: float = 0.9
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("first", "most", "steps"):
+            require_int(name, getattr(self, name), least=1)
+        require_number("use", self.use, above=0)
+        require_number("timeout_s", self.timeout_s, above=0, unit="seconds")
+
+    def run(self, request: Mapping[str, Any], limits: Limits, *, replicas: int = 1) -> BatchSizes:
+        """Return what fits, for a job of so many replicas; raise TfdistError where 1 does not."""
+        trials: list[Trial] = []
+
+        def fits(size: int) -> bool:
+            options = {"batch_size": size, "steps": self.steps, "least_s": 0.0}
+            trial = try_out({**request, **options}, limits, timeout_s=self.timeout_s)
+            what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
+            _LOG.info("batch size %d: %s", size, what)
+            trials.append(trial)
+            return trial.fits
+
+        found = largest(fits, first=self.first, most=self.most)
+        if not found:
+            raise TfdistError(
+                f"find_batch_size: a batch of 1 does not fit into {limits.process >> 20} MiB "
+                f"({trials[-1].cause}). Fix: use a smaller model, or a machine with more memory"
+            )
+        return BatchSizes(
+            per_replica=found,
+            global_batch_size=found * replicas,
+            limit_bytes=limits.process,
+            gpu_limit_bytes=limits.gpu,
+            trials=tuple(trials),
+        )
+
+
+def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> Trial:
+    """Run one trial in a child; raise TfdistError where it fails for something else than memory.
+
+    Args:
+      request: ``batch_size``; ``steps`` of a round, and ``least_s`` for which rounds are repeated;
+        and ``subject``, words as `tfdist.find.subject.read` takes them, or None beside ``model``,
+        the path of a ``.keras`` file, ``spec`` and ``dtype_policy``.
+      limits: of its memory.
+      timeout_s: of the child.
+    """
+    size = int(request["batch_size"])
+    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tfdist.find.trial"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=_environment(os.environ),
+            pass_fds=(answer.fileno(),),
+            text=True,
+        )
+        try:
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                more = {"answer_fd": answer.fileno(), "parent": os.getpid()}
+                child.stdin.write(json.dumps({**request, **more, "gpu_limit_bytes": limits.gpu}))
+            cause = _watched(child, limits.process, timeout_s=timeout_s)
+        finally:
+            child.kill()
+            child.wait()
+        answer.seek(0)
+        output.seek(0)
+        return _trial(size, child.returncode, cause, answer.read(), output.read())
+
+
+def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
+    """Wait for the child's end; end it where it takes too much, and return that."""
+    process, deadline_s = psutil.Process(child.pid), time.monotonic() + timeout_s
+    while True:
+        try:
+            child.wait(_LOOK_EVERY_S)
+            return ""
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            taken = process.memory_info().rss
+        except psutil.Error:
+            continue
+        if taken > limit_bytes:
+            return f"took more than {limit_bytes >> 20} MiB"
+        if time.monotonic() > deadline_s:
+            raise TfdistError(
+                f"find_batch_size: a trial took more than {timeout_s:g} s. "
+                "Fix: pass timeout_s, or most for the largest size to try"
+            )
+
+
+def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Trial:
+    """Return what became of a child."""
+    if cause:
+        return Trial(batch_size=size, fits=False, cause=cause)
+    found = json.loads(answer) if answer else {}
+    if "peak_bytes" in found:
+        return Trial(batch_size=size, fits=True, **found)
+    if "out_of_memory" in found:
+        return Trial(batch_size=size, fits=False, cause=found["out_of_memory"])
+    if "refused" in found:
+        raise UsageError(**found["refused"])
+    killed = status in (-9, -6) and not found
+    if killed and (status == -9 or "bad_alloc" in output):
+        return Trial(batch_size=size, fits=False, cause="ended by the kernel or the allocator")
+    last = found.get("error") or next(iter(reversed(output.strip().splitlines())), "")
+    raise TfdistError(
+        f"find_batch_size: the trial with {size} examples failed: {last or f'status {status}'}. "
+        "Fix: a model with classes of the program's own is tried by "
+        "`python -m tfdist.find batch file.py:function`"
+    )
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that stands alone."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_CLUSTER)}
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    kept["TFDIST_CLUSTER"] = "none"
+    return kept
+
+
+def find_batch_size(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    first: int = 8,
+    most: int = 65_536,
+    steps: int = 3,
+    use: float = 0.9,
+    timeout_s: float = 600.0,
+) -> BatchSizes:
+    """Return the largest batch with which training `model` fits into memory.
+
+    A collective: every training task calls it alike; the chief tries, alone and on its machine.
+
+    Args:
+      model: compiled and built; the child reads it from a ``.keras`` file, so classes of the
+        program's own must be registered with Keras in a module that can be imported.
+      x, y: as in `tfdist.fit`; only their shapes and types matter.
+      first: the batch of one replica to begin with.
+      most: the largest to try.
+      steps: of each trial.
+      use: the part of the memory that is left now which the replicas may take.
+      timeout_s: of one trial.
+
+    Raises:
+      UsageError: the model is not compiled or not built, or holds what a file cannot.
+      TfdistError: a batch of 1 does not fit, or a trial fails for something else than memory.
+    """
+    from tfdist.find.subject import spec_of
+    from tfdist.find.trial import encode_spec
+    from tfdist.strategy import broadcast
+    from tfdist.training import building
+
+    job = building.job_for(model, doing="find_batch_size")
+    building.require_compiled(model, doing="find_batch_size")
+    _require_built(model)
+    search = Search(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
+    answer, failure = dict[str, Any](), None
+    if job.is_chief:
+        limits = Limits.of_this_machine(use, replicas=replicas_here(job))
+        replicas = 1 if job.kind == "ps" else job.num_replicas
+        try:
+            with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
+                path = Path(directory) / "model.keras"
+                request = _request(model, path, encode_spec(spec_of(x, y)))
+                answer = dataclasses.asdict(search.run(request, limits, replicas=replicas))
+        except TfdistError as error:  # the others wait to hear of it
+            answer, failure = {"error": str(error)}, error
+    result = broadcast(answer if job.is_chief else None)
+    if "error" in result:
+        raise failure or TfdistError(result["error"])
+    trials = tuple(Trial(**trial) for trial in result["trials"])
+    return BatchSizes(**{**result, "trials": trials})
+
+
+def replicas_here(job: Any) -> int:
+    """Return how many replicas are on this machine."""
+    if job.config is None or job.kind not in ("multiworker", "ps"):
+        return int(job.num_replicas)
+    cluster, mine = job.config.cluster, job.config.task
+    hosts = [
+        cluster.address(task).rpartition(":")[0]
+        for task in cluster.tasks()
+        if task.type in ("chief", "worker")
+    ]
+    here = hosts.count(cluster.address(mine).rpartition(":")[0])
+    return max(1, here) * len(job.replica_ids)
+
+
+def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
+    import keras
+
+    try:
+        model.save(path)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UsageError(
+            "find_batch_size",
+            received=f"a model that cannot be saved ({' '.join(str(error).split())[:200]})",
+            expected="one that a .keras file can hold, for the child process",
+            fix="use `python -m tfdist.find batch file.py:function`",
+            code="not-saveable",
+        ) from None
+    policy = keras.config.dtype_policy().name
+    return {"subject": None, "model": str(path), "spec": spec, "dtype_policy": policy}
+
+
+def _require_built(model: Any) -> None:
+    require(
+        model.built,
+        "find_batch_size",
+        received="a model that is not built",
+        expected="a built model, of which a file can be made",
+        fix="make the model with keras.Input, or call it once",
+        code="not-built",
+    )

@@ -1,0 +1,209 @@
+"""`find_learning_rate`: a range test under every strategy, which leaves the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tfdist import phases
+from tfdist.checkpoint import state
+from tfdist.errors import PeerLost, Stopped, UsageError, require, require_int, require_number
+from tfdist.find.range_test import LearningRates, exponential_rates, has_diverged, read
+from tfdist.strategy import Job
+from tfdist.training import building, inputs
+from tfdist.training.blocks import BlockRunner, Decision, decide
+from tfdist.training.engines import engine_for, naming_a_lost_server
+from tfdist.training.inputs import Length
+from tfdist.training.program import program_of
+from tfdist.training.stop_requests import StopRequests
+
+_LOG = logging.getLogger(__name__)
+_DEFAULT_BATCH_SIZE = 32
+
+
+@naming_a_lost_server()
+def find_learning_rate(
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    *,
+    sample_weight: Any = None,
+    lowest: float = 1e-7,
+    highest: float = 10.0,
+    steps: int = 100,
+    smoothing: float = 0.9,
+    diverges_at: float = 4.0,
+    seed: int = 0,
+) -> LearningRates:
+    """Train with a rate that grows from step to step; return the rates, losses and a suggestion.
+
+    The range test of Smith (2017, https://arxiv.org/abs/1506.01186). Weights, optimizer, learning
+    rate and metrics are afterwards what they were, to the bit, also after an error or a signal. A
+    collective: every training task calls it alike (under ps only the chief gets this far).
+
+    Args:
+      x, y, batch_size, sample_weight: as in `tfdist.fit`; `batch_size` is the global batch,
+        32 if not given.
+      lowest, highest: first and last rate.
+      steps: how many to try, of one batch each.
+      smoothing: of the loss, how much of the mean before a step keeps; from 0 to below 1.
+      diverges_at: the test ends where the smoothed loss is so many times its lowest.
+      seed: of the order of the examples and of random layers.
+
+    Raises:
+      UsageError: the model is not compiled, or of another scope, or its optimizer has not one
+        learning rate; the data cannot be had under this strategy; the loss is not finite at once.
+      Stopped: a task was asked to stop by a signal.
+    """
+    job = building.job_for(model, doing="find_learning_rate")
+    building.require_compiled(model, doing="find_learning_rate")
+    _check(lowest, highest, steps=steps, smoothing=smoothing, diverges_at=diverges_at)
+    _require_one_rate(model)
+    seed = require_int("seed", seed)
+    size = _DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+    length = Length(batch_size=size, steps_per_epoch=steps)
+    data = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
+    building.build(model, job, data.batch_spec, first_batch=data.first_batch)
+    building.require_known_variables(model)
+    building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
+    rates = exponential_rates(lowest, highest, steps=steps)
+    engine = engine_for(job)
+    with (
+        StopRequests() as requests,
+        contextlib.closing(data.feed),
+        _unchanged(model, job),
+        contextlib.closing(engine),
+        _settable_rate(model, job),
+    ):
+        program = program_of(model, job, "train_step", data.feed, seed=seed)
+        blocks = BlockRunner(model, job, engine, program, phase="step")
+        losses = _losses(
+            blocks, rates, requests=requests, smoothing=smoothing, diverges_at=diverges_at
+        )
+    found = read(rates, losses, smoothing=smoothing)
+    if job.is_chief:
+        _LOG.info("%s", found)
+    return found
+
+
+def _losses(
+    blocks: BlockRunner,
+    rates: Sequence[float],
+    *,
+    requests: StopRequests,
+    smoothing: float,
+    diverges_at: float,
+) -> list[float]:
+    """Return the loss of each step, up to one that diverges. A collective."""
+    losses: list[float] = []
+    for step, rate in enumerate(rates):
+        diverged = has_diverged(losses, smoothing=smoothing, diverges_at=diverges_at)
+        mine = Decision(last=step + 1, stop=diverged, learning_rate=rate)
+        decision = decide(blocks.job, mine, requests=requests, of="the next step of a range test")
+        if decision.signum is not None:
+            name = signal.Signals(decision.signum).name
+            raise Stopped(decision.signum, f"stopped by {name}; the model is as it was before")
+        if decision.stop:
+            break
+        blocks.learning_rate = decision.learning_rate
+        losses.append(_loss_of(blocks, step))
+    return losses
+
+
+def _loss_of(blocks: BlockRunner, step: int) -> float:
+    """Run a step by itself; return the loss of its whole batch."""
+    blocks.reset_metrics()
+    blocks.run(step, step + 1, looked_at=True)
+    logs = blocks.metrics(blocks.logs)
+    loss = logs.get("loss")
+    require(
+        isinstance(loss, float),
+        "find_learning_rate",
+        received=f"a training step that returns {', '.join(sorted(logs)) or 'nothing'}",
+        expected='"loss" among it',
+        fix='return {"loss": loss, ...} from train_step',
+        code="no-loss",
+    )
+    value = float(logs["loss"])
+    if step == 0 and value != value:
+        raise UsageError(
+            "find_learning_rate",
+            received="a loss of nan at the first step",
+            expected="a finite loss before any update",
+            fix="look for NaN in the data and in the initial weights",
+            code="not-finite",
+        )
+    return value
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Model, job: Job) -> Iterator[None]:
+    """Set every variable of weights, optimizer and metrics in the end as it was. A collective."""
+    before = state.capture(model, job)
+    is_lost = False
+    try:
+        yield
+    except PeerLost:  # nobody is there to restore anything together with
+        is_lost = True
+        raise
+    finally:
+        phases.enter("save")
+        if not is_lost:
+            state.restore(model, job, before if job.is_chief else None)
+        phases.enter("done")
+
+
+@contextlib.contextmanager
+def _settable_rate(model: keras.Model, job: Job) -> Iterator[None]:
+    """Put a variable in the place of a schedule, or of a function, meanwhile."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    before = optimizer._learning_rate
+    if isinstance(before, keras.Variable):
+        yield
+        return
+    with job.strategy.scope():
+        variable = keras.Variable(
+            0.0, trainable=False, aggregation="only_first_replica", name="learning_rate"
+        )
+    optimizer._learning_rate = variable
+    try:
+        yield
+    finally:
+        optimizer._learning_rate = before
+        optimizer._untrack_variable(variable)  # an attribute of an optimizer is a part of its state
+
+
+def _require_one_rate(model: keras.Model) -> None:
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    several = isinstance(getattr(optimizer, "optimizers", None), list | tuple)
+    require(
+        hasattr(optimizer, "_learning_rate") and not several,
+        "find_learning_rate",
+        received=f"a model with {type(optimizer).__name__} as its optimizer",
+        expected="an optimizer with one learning rate",
+        fix="compile the model with the optimizer to find a rate for",
+        code="no-learning-rate",
+    )
+
+
+def _check(
+    lowest: float, highest: float, *, steps: int, smoothing: float, diverges_at: float
+) -> None:
+    lowest = require_number("lowest", lowest, above=0, fix="pass the first rate, such as 1e-7")
+    require_number("highest", highest, above=lowest, fix="pass a rate above lowest, such as 10.0")
+    require_int("steps", steps, least=10)
+    require_number("diverges_at", diverges_at, above=1)
+    require(
+        isinstance(smoothing, int | float) and 0 <= smoothing < 1,
+        "smoothing",
+        received=repr(smoothing),
+        expected="a number from 0 to below 1",
+        fix="pass smoothing=0.9",
+        code="not-a-number",
+    )

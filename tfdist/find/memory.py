@@ -1,0 +1,236 @@
+"""`estimate_memory`: what a training takes, by its parts, from the graph of one step.
+
+The step is traced, not run: forward and backward, with plain tensors in the place of variables, so
+that neither the strategy nor the state of the model matters. Shapes are known then, and
+`liveness` says what is held at once. What TensorFlow itself takes for a graph goes by the number of
+its operations (measured: `benchmarks/memory_estimates.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.errors import UsageError, require, require_int
+from tfdist.find.liveness import Operation, Peak, peak_of
+
+_BYTES_AN_OPERATION = 59 * 1024
+"""Fitted: docs/find.md has the models, and how well it holds for others."""
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Bytes that one replica takes to train, beside what a started TensorFlow has.
+
+    Attributes:
+      weights: of all variables of the model.
+      gradients: of those that are trained.
+      slots: of the optimizer.
+      activations: what forward and backward hold at their peak, gradients of weights left out.
+      by_layer: the parts of `activations`, by the name of the layer that made them, largest first.
+      program: graph and executor.
+      peak: the most at once; gradients need not be there when activations are largest.
+    """
+
+    weights: int
+    gradients: int
+    slots: int
+    activations: int
+    by_layer: dict[str, int]
+    program: int
+    peak: int
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "slots", "activations", "program", "peak")
+        lines = [f"{part:>12} {getattr(self, part) / _MIB:10.1f} MiB" for part in parts]
+        layers = [f"{size / _MIB:14.1f} MiB  {name}" for name, size in self.by_layer.items()]
+        return "\n".join([*lines, *layers[:10]])
+
+
+def estimate_memory(model: keras.Model, batch_size: int, optimizer: Any = None) -> MemoryEstimate:
+    """Return the memory that training `model` takes; nothing is run, nothing changed.
+
+    Not a collective.
+
+    Args:
+      model: built, with inputs of known shape (`keras.Input`); it need not be compiled.
+      batch_size: examples of one replica.
+      optimizer: an optimizer, or its name; by default that of the model.
+
+    Raises:
+      UsageError: the model is not built or its inputs are not known, or there is no optimizer.
+    """
+    batch_size = require_int("estimate_memory: batch_size", batch_size, least=1)
+    specs = _input_specs(model, batch_size)
+    optimizer = _optimizer(model, optimizer)
+    graph, gradients = _traced(model, specs)
+    operations, keys = _operations(graph)
+    made = {keys[g.ref()] for g in gradients if g is not None}
+    peak = peak_of(operations, kept=made)
+    weights = sum(map(_bytes, model.weights))
+    slots = _slots(optimizer, model.trainable_variables)
+    trained = [_bytes(variable) for variable in model.trainable_variables]
+    program = len(operations) * _BYTES_AN_OPERATION
+    makers = {op.name for op in operations if any(key in made for key, _ in op.outputs)}
+    by_layer = _by_layer(model, peak, without=makers)
+    return MemoryEstimate(
+        weights=weights,
+        gradients=sum(trained),
+        slots=slots,
+        activations=sum(by_layer.values()),
+        by_layer=by_layer,
+        program=program,
+        peak=weights + slots + peak.size_bytes + program + _of_update(trained, slots),
+    )
+
+
+def _input_specs(model: Any, batch_size: int) -> Any:
+    """Return the inputs of a batch as a nest of `tf.TensorSpec`."""
+    is_model = isinstance(model, keras.Model)
+    inputs = getattr(model, "_inputs_struct", None) if is_model else None
+    if inputs is None and is_model and isinstance(model, keras.Sequential) and model.built:
+        inputs = (getattr(model, "inputs", None) or [None])[0]
+    shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
+    known = bool(shapes) and all(None not in shape for shape in shapes)
+    require(
+        known,
+        "estimate_memory",
+        received=f"a {type(model).__name__} whose inputs have {shapes or 'no'} shapes",
+        expected="a built keras.Model with inputs of known shape",
+        fix="make the model from keras.Input of a whole shape, or use tfdist.find_batch_size",
+        code="unknown-shape",
+    )
+    return keras.tree.map_structure(
+        lambda t: tf.TensorSpec((batch_size, *t.shape[1:]), t.dtype), inputs
+    )
+
+
+def _traced(model: keras.Model, specs: Any) -> tuple[tf.Graph, list[Any]]:
+    """Return the graph of a step, and in it the gradients of the trainable variables."""
+    found: list[Any] = []
+
+    def step(trainable: list[Any], others: list[Any], inputs: Any) -> None:
+        with tf.GradientTape() as tape:
+            tape.watch(trainable)
+            outputs, _ = model.stateless_call(trainable, others, inputs, training=True)
+            losses = [tf.reduce_mean(tf.nn.log_softmax(o)) for o in _floats(outputs)]
+            loss = tf.add_n([tf.cast(each, tf.float32) for each in losses])
+        found[:] = tape.gradient(loss, trainable)
+
+    function = tf.function(step, autograph=False)
+    traced = function.get_concrete_function(
+        [_spec(v) for v in model.trainable_variables],
+        [_spec(v) for v in model.non_trainable_variables],
+        specs,
+    )
+    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in found]
+    return traced.graph, dense
+
+
+def _floats(outputs: Any) -> list[Any]:
+    flat = keras.tree.flatten(outputs)
+    return [output for output in flat if output.dtype.is_floating and output.shape.rank]
+
+
+def _operations(graph: tf.Graph) -> tuple[list[Operation], dict[Any, int]]:
+    """Return the operations in their order, and the key of each tensor."""
+    keys: dict[Any, int] = {}
+    found = []
+    for op in graph.get_operations():
+        outputs = []
+        for tensor in op.outputs:
+            keys[tensor.ref()] = len(keys)
+            outputs.append((keys[tensor.ref()], _tensor_bytes(tensor)))
+        inputs = tuple(keys[tensor.ref()] for tensor in op.inputs if tensor.ref() in keys)
+        found.append(Operation(name=op.name, kind=op.type, inputs=inputs, outputs=tuple(outputs)))
+    return found, keys
+
+
+def _by_layer(model: keras.Model, peak: Peak, *, without: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of each layer at the peak, largest first."""
+    names = {layer.name for layer in model._flatten_layers(include_self=False)}
+    left_out, sizes = set(without), dict[str, int]()
+    for name, size in peak.by_operation.items():
+        if name not in left_out:
+            layer = _layer_of(name, names)
+            sizes[layer] = sizes.get(layer, 0) + size
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _layer_of(operation: str, names: set[str]) -> str:
+    """Return the innermost layer whose scope an operation is in.
+
+    Keras opens the scope of a layer twice, to build it and to call it, and TensorFlow puts a number
+    behind the second: ``dense_1`` is where ``dense`` is called.
+    """
+    for scope in reversed(operation.split("/")):
+        for name in (re.sub(r"_\d+$", "", scope), scope):
+            if name in names:
+                return name
+    return "(no layer)"
+
+
+def _slots(optimizer: keras.optimizers.Optimizer, variables: Any) -> int:
+    """Return the bytes of an optimizer's own variables once it is built.
+
+    By what it makes for one number; slots that are not of their variable's shape, as Adafactor's
+    and Muon's, are only known of an optimizer that is built.
+    """
+    if optimizer.built:
+        return sum(map(_bytes, optimizer.variables))
+    probe = keras.Variable(np.zeros(1, "float32"), name="probe")
+    another = type(optimizer).from_config(optimizer.get_config())
+    before = len(another.variables)
+    another.build([probe])
+    each = sum(math.prod(v.shape) for v in another.variables[before:] if v.shape == (1,))
+    return each * sum(map(_bytes, variables))
+
+
+def _of_update(trained: Sequence[int], slots: int) -> int:
+    """Return what the largest variable's update takes meanwhile: about its size for each slot, and
+    once more. It runs as soon as its gradient is there, beside what is left of the backward pass.
+    """
+    return int(max(trained, default=0) * (1 + slots / max(sum(trained), 1)))
+
+
+def _optimizer(model: keras.Model, optimizer: Any) -> keras.optimizers.Optimizer:
+    chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    if chosen is None:
+        raise UsageError(
+            "estimate_memory",
+            received="a model that was not compiled, and no optimizer",
+            expected="an optimizer",
+            fix='pass optimizer="adam", or compile the model',
+            code="not-compiled",
+        )
+    try:
+        return keras.optimizers.get(chosen)
+    except ValueError:
+        raise UsageError(
+            "estimate_memory: optimizer",
+            received=repr(chosen),
+            expected="a Keras optimizer or its name",
+            fix='pass optimizer="adam", for example',
+            code="unknown-value",
+        ) from None
+
+
+def _spec(variable: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(tuple(variable.shape), variable.dtype)
+
+
+def _bytes(variable: Any) -> int:
+    return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)
+
+
+def _tensor_bytes(tensor: Any) -> int:
+    elements = tensor.shape.num_elements()
+    return 0 if elements is None else int(elements) * int(tensor.dtype.size)

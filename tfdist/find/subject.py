@@ -1,0 +1,110 @@
+"""What a finder looks at: model and data of a configuration, or of ``file.py:function``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.configs.command_line import parse
+from tfdist.data.resolve import as_source
+from tfdist.data.source import batch_spec
+from tfdist.errors import UsageError, near
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """Model with the data to train it on.
+
+    Attributes:
+      x, y: as in `tfdist.fit`; None where only the model is known.
+      batch_size: the global batch that the configuration asks for.
+    """
+
+    model: keras.Model
+    x: Any = None
+    y: Any = None
+    batch_size: int | None = None
+
+    def spec(self) -> Any:
+        """Return the nest of `tf.TensorSpec` of a batch, as the step gets it."""
+        return spec_of(self.x, self.y)
+
+
+def spec_of(x: Any, y: Any) -> Any:
+    """Return the nest of `tf.TensorSpec` of a batch of some data, its first axis of any length."""
+    source = as_source(x, y)
+    spec = batch_spec(source.element_spec)
+    if source.transform is None:
+        return spec
+    ids = tf.TensorSpec([None], tf.int64)
+    transform = tf.function(lambda b, i: source.transformed(b, example_ids=i, epoch=0, seed=0))
+    traced = transform.get_concrete_function(spec, ids)
+    return tf.nest.map_structure(_spec, traced.structured_outputs)
+
+
+def _spec(tensor: Any) -> tf.TensorSpec | None:
+    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def read(words: Sequence[str], *, strategy: Any) -> Subject:
+    """Return the subject that a command line names.
+
+    Args:
+      words: ``file.py:function``, or flags of `tfdist.train` such as ``--config=configs/x.py``.
+      strategy: in whose scope the model is made.
+
+    Raises:
+      UsageError: there is no such file or function, or it returns something else.
+    """
+    if len(words) == 1 and not words[0].startswith("-"):
+        return _of_function(words[0], strategy=strategy)
+    return _of_config(parse(list(words)).config, strategy=strategy)
+
+
+def _of_config(config: Any, *, strategy: Any) -> Subject:
+    from tfdist.app import recipe
+
+    keras.config.set_dtype_policy(config.precision)
+    keras.utils.set_random_seed(config.seed or 0)
+    datasets = recipe.load_datasets(config)
+    steps = recipe.plan_of(config).total_steps
+    with strategy.scope():
+        model = recipe.compiled_model(config, datasets, total_steps=steps)
+    return Subject(model=model, x=datasets.training, batch_size=config.global_batch_size)
+
+
+def _of_function(name: str, *, strategy: Any) -> Subject:
+    """Call the function inside the strategy's scope."""
+    path, _, function_name = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("subject_of_find", path) if path else None
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise _bad(name, "no such Python file")
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python file.py` has it
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise _bad(name, f"no function {function_name!r} in it{near(function_name, vars(module))}")
+    with strategy.scope():
+        made = function()
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], keras.Model):
+        raise _bad(name, f"{type(made).__name__} from it")
+    return Subject(model=parts[0], **dict(zip(("x", "y"), parts[1:], strict=False)))
+
+
+def _bad(name: str, received: str) -> UsageError:
+    return UsageError(
+        name,
+        received=received,
+        expected="file.py:function, which returns (model, x, y), (model, x) or a keras.Model",
+        fix="name the function that makes the program's model and data",
+        code="not-a-subject",
+    )

@@ -1,0 +1,162 @@
+"""Child process of `find_batch_size`: trains a few steps of one batch size, and says what it took.
+
+``python -m tfdist.find.trial`` reads one JSON object from its standard input and writes one to the
+descriptor that it names. Data are zeros in the shape of the real ones. Nothing is unpickled: the
+model is a ``.keras`` file, read in Keras' safe mode, or comes from ``file.py:function``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tfdist.errors import UsageError
+from tfdist.launch.guardian import die_with
+
+_OUT_OF_MEMORY = ("ResourceExhausted", "OOM", "bad_alloc", "out of memory", "MemoryError")
+
+
+def main() -> int:
+    """Run a trial; return 0 where its answer was written."""
+    request = json.load(sys.stdin)
+    die_with(int(request["parent"]))
+    _be_the_first_to_go()
+    try:
+        answer = _run(request)
+    except UsageError as error:
+        parts = ("where", "received", "expected", "fix", "code")
+        answer = {"refused": {part: str(getattr(error, part)) for part in parts}}
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        key = "out_of_memory" if any(word in text for word in _OUT_OF_MEMORY) else "error"
+        answer = {key: " ".join(text.split())[:500]}
+    with os.fdopen(int(request["answer_fd"]), "w") as file:
+        json.dump(answer, file)
+    return 0
+
+
+def _be_the_first_to_go() -> None:
+    """Have the kernel end this process rather than another one when memory runs out."""
+    Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")[:1]
+    tf.config.set_visible_devices(gpus, "GPU")
+    limit = request["gpu_limit_bytes"]
+    for gpu in gpus if limit else ():
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
+        tf.config.set_logical_device_configuration(gpu, [part])
+    model, spec = _subject(request)
+    data = _zeros(spec, int(request["batch_size"]))
+    examples_per_second, cores = _train(model, data, request)
+    return {
+        "peak_bytes": _peak_bytes(),
+        "gpu_peak_bytes": _gpu_peak_bytes() if gpus else None,
+        "examples_per_second": examples_per_second,
+        "cores": cores,
+        "parameters": model.count_params(),
+    }
+
+
+def _subject(request: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the compiled model, and the nest of `tf.TensorSpec` of a batch."""
+    import keras
+    import tensorflow as tf
+
+    if request["subject"] is not None:
+        from tfdist.find.subject import read
+
+        subject = read(request["subject"], strategy=tf.distribute.get_strategy())
+        return subject.model, subject.spec()
+    keras.config.set_dtype_policy(request["dtype_policy"])
+    model = keras.models.load_model(request["model"])
+    return model, decode_spec(request["spec"])
+
+
+def _train(model: Any, data: Any, request: dict[str, Any]) -> tuple[float, float]:
+    """Train rounds of so many steps; return the examples per second, and the cores that were busy.
+
+    The first round, which traces, is left out; the others go on for `least_s`.
+    """
+    import keras
+
+    from tfdist.training.fitting import fit
+
+    batch_size, steps = int(request["batch_size"]), int(request["steps"])
+    began, took = list[float](), list[float]()
+
+    class Clock(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            now = (time.perf_counter(), time.process_time())
+            began.extend(() if began else now)
+            took[:] = epoch, now[0] - began[0], now[1] - began[1]
+            self.model.stop_training = bool(epoch) and took[1] >= request["least_s"]
+
+    x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
+    fit(
+        model,
+        x,
+        y,
+        batch_size=batch_size,
+        sample_weight=weight,
+        epochs=1000,
+        steps_per_epoch=steps,
+        callbacks=[Clock()],
+        verbose=0,
+    )
+    rounds, wall_s, busy_s = took
+    return batch_size * steps * rounds / wall_s, busy_s / wall_s
+
+
+def _zeros(spec: Any, batch_size: int) -> Any:
+    import numpy as np
+    import tensorflow as tf
+
+    def zeros(part: Any) -> Any:
+        if part is None:
+            return None
+        return np.zeros((batch_size, *part.shape[1:]), part.dtype.as_numpy_dtype)
+
+    return tf.nest.map_structure(zeros, spec)
+
+
+def _peak_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+def _gpu_peak_bytes() -> int:
+    import tensorflow as tf
+
+    return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+
+
+def encode_spec(spec: Any) -> Any:
+    """Return a nest of `tf.TensorSpec` as JSON says it."""
+    if isinstance(spec, dict):
+        return {"dict": {key: encode_spec(part) for key, part in spec.items()}}
+    if isinstance(spec, list | tuple):
+        return {"tuple": [encode_spec(part) for part in spec]}
+    return None if spec is None else [list(spec.shape), spec.dtype.name]
+
+
+def decode_spec(value: Any) -> Any:
+    """Return what `encode_spec` was given."""
+    import tensorflow as tf
+
+    if isinstance(value, dict) and "dict" in value:
+        return {key: decode_spec(part) for key, part in value["dict"].items()}
+    if isinstance(value, dict):
+        return tuple(map(decode_spec, value["tuple"]))
+    return None if value is None else tf.TensorSpec(*value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
