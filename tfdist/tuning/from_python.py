@@ -65,7 +65,7 @@ def search(
 
     Args:
       tuner: of any class of KerasTuner's or derived from one.
-      strategy: of every trial, as in `tfdist.launch`; so are workers, ps, devices_per_worker.
+      strategy, workers, ps, devices_per_worker: of every trial, as in `tfdist.launch`.
       parallel_trials: trials at once; the CPUs and the GPUs are divided among them.
       sweep_dir: by default the tuner's directory and project name with ``-sweep`` added.
       backup_every_steps: how often a trial saves, beside the end of each epoch.
