@@ -21,7 +21,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-versions \
+.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-browser test-versions \
 	docs lint chaos bench soak stress recovery clean
 
 help:  ## this list
@@ -70,6 +70,10 @@ $(RAY_VENV)/.ready: $(READY) Makefile
 	$(call MAKE_BESIDE,$(RAY_VENV))
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
 	touch $@
+
+test-browser: setup  ## the report of a run in a headless Chromium, which root installs from Debian
+	tests/browser/setup.sh
+	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
 
 test-versions: $(WITH:%=.venv-with-%/.ready)  ## equivalence, resume and field tests with each Keras; WITH=tensorflow-2.20.0
 	failed=; for with in $(WITH); do echo "== $$with"; \

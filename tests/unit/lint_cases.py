@@ -151,7 +151,6 @@ OF_PROGRAM = {
 
 LISTED = '{name: TFDIST_HOSTS, value: "mnist-[0-3].train"}\n'
 OWN_TF_CONFIG = f"{{name: TF_CONFIG, value: '{GOOD}'}}\n"
-PORTS_OF_HTTP = "          ports: [{containerPort: 8080}]\n"
 POLICY = """\
   podFailurePolicy:
     rules:
@@ -182,7 +181,6 @@ OF_JOB = {
     "K8S025_not_in": ("operator: In, values: [2]", "operator: NotIn, values: [0, 1]"),
     "K8S026_five_seconds": ("PeriodSeconds: 120", "PeriodSeconds: 5"),
     "K8S035_tf_config": (LISTED, OWN_TF_CONFIG),
-    "K8S045_port": ("          resources:\n", f"{PORTS_OF_HTTP}          resources:\n"),
 }
 # Variables more in its container.
 OF_VARIABLES = {

@@ -18,6 +18,7 @@ from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
+from tfdist.launch.live import LIVE_FILE, LiveStatus, description_of_job, versions_of_job
 from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.hosts import (
     Group,
@@ -392,6 +393,7 @@ class JobRun:
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
         self._entries = earlier_attempts(job.run_dir)
+        self._description = description_of_job(job.strategy, argv=sys.orig_argv)
         self._policy = RestartPolicy(
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
         )
@@ -404,10 +406,12 @@ class JobRun:
         """
         with self._stack:
             self._stack.enter_context(self._task_factory)
+            if (port := self._job.options.metrics_port) is not None:
+                self._serve_metrics(port)
             logs = self._run_dir.start_attempt()
             try:
                 self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
-                write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+                self._write_report(None)
             except OSError as error:
                 raise not_writable(self._job.run_dir, error) from None
             try:
@@ -455,11 +459,33 @@ class JobRun:
         state = JobState.of(
             specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
         )
-        supervisor = Supervisor(state, processes=processes, screen=screen, clock=time.monotonic)
+        live = self._live_status(logs)
+        supervisor = Supervisor(
+            state, processes=processes, screen=screen, clock=time.monotonic, observe=live.see
+        )
         try:
             return supervisor.run()
         finally:
             processes.finish()
+
+    def _serve_metrics(self, port: int) -> None:
+        from tfdist.launch.metrics_server import MetricsServer  # an HTTP server, which takes time
+
+        live_file = self._job.run_dir / LIVE_FILE
+        self._stack.enter_context(MetricsServer(port, live_file))
+        self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
+
+    def _live_status(self, logs: Path) -> LiveStatus:
+        team = self._team
+        return LiveStatus(
+            self._job.run_dir,
+            logs=logs,
+            attempt=self._run_dir.attempt,
+            strategy=self._job.strategy,
+            epoch_s=self._epoch_s,
+            hosts=self._screen.hosts,
+            is_here=lambda task: team is None or not team.host_of[task],
+        )
 
     def _specs(self) -> tuple[ProcessSpec, ...]:
         attempt = self._run_dir.attempt
@@ -532,11 +558,20 @@ class JobRun:
     def _write(self, exit_code: int | None) -> None:
         if exit_code is not None:  # the last one, for which the disk may have become too full
             self._room.close()
+        self._description.setdefault("versions", versions_of_job())
         try:
-            write_report(self._job.run_dir, exit_code=exit_code, attempts=self._entries)
+            self._write_report(exit_code)
         except OSError as error:
             path = self._job.run_dir / "report.json"
             self._screen.say(f"{path}: cannot be written: {error.strerror}")
+
+    def _write_report(self, exit_code: int | None) -> None:
+        write_report(
+            self._job.run_dir,
+            exit_code=exit_code,
+            attempts=self._entries,
+            job=self._description,
+        )
 
 
 def _counted(specs: Sequence[ProcessSpec]) -> str:

@@ -203,7 +203,15 @@ def reserve_room(run_dir: Path) -> IO[bytes]:
 
 
 def write_report(
-    run_dir: Path, *, exit_code: int | None, attempts: Sequence[dict[str, Any]]
+    run_dir: Path,
+    *,
+    exit_code: int | None,
+    attempts: Sequence[dict[str, Any]],
+    job: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the report in one piece; `exit_code` None means that the job still runs."""
-    write_json(run_dir / FILE_NAME, {"exit_code": exit_code, "attempts": list(attempts)})
+    """Write the report in one piece; `exit_code` None means that the job still runs.
+
+    `job` says what ran.
+    """
+    content = {"exit_code": exit_code, **({"job": dict(job)} if job else {})}
+    write_json(run_dir / FILE_NAME, {**content, "attempts": list(attempts)})
