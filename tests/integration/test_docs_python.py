@@ -91,9 +91,8 @@ SEARCHED = """
 import keras_tuner
 
 def build_model(hp):
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(hp.Int("units", 10, 16))])
-    model.compile("sgd", "mse", metrics=["accuracy"])
-    return model
+    hp.Int("units", 16, 64)
+    return make_model()
 
 if not os.path.exists("runs/digits_sweep-random"):
     keras_tuner.RandomSearch(
@@ -103,14 +102,22 @@ if not os.path.exists("runs/digits_sweep-random"):
 """
 SERVED = """
 import ctypes, re, signal, subprocess
+import grpc
 import keras
 import tfdist
 model = keras.Sequential([keras.Input((3,), name="features"), keras.layers.Dense(2)])
 tfdist.export_model(model, "served", name="digits")
 command = [sys.executable, "-m", "tfdist.serve", "served", "--rest_port=0", "--grpc_port=0"]
 ends_with_us = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ends_with_us)
-address = re.search(r"gRPC (\\S+)", server.stdout.readline())[1]
+server = subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=ends_with_us
+)
+for line in server.stdout:
+    if found := re.search(r"gRPC (\\S+)", line):
+        address = found[1]
+    if "is served" in line:
+        break
+grpc.channel_ready_future(grpc.insecure_channel(address)).result(60)
 """
 BEFORE = {
     "docs/checkpoints.md": f'{FLAT}{DATA}{MODEL}\nmodel.save("pretrained.keras")',
@@ -136,7 +143,7 @@ assert checkpoint.step == 20 and checkpoint.arrays["weights/0"].shape == (64, 8)
 tfdist.fit(model, x, y, epochs=2, validation_data=(xv, yv), callbacks=[Best()])
 """,
     "docs/configs.md": "assert get_config().total_examples == 300_000",
-    "docs/data.md": "assert len(source) == len(x) and len(train) == 1442",
+    "docs/data.md": "assert source.num_examples == len(x) and train.num_examples == 1442",
     "docs/ps.md": """
 metric = Mistakes()
 metric.update_state(tf.one_hot([1, 2], 3), tf.one_hot([1, 0], 3))
