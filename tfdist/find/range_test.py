@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.outputs.plot import require_figure
+from tfdist.outputs.plot import empty_panels
 
 DIVISOR = 10.0
 """What the rate of the lowest loss is divided by: there the loss is about to rise again."""
@@ -120,8 +120,8 @@ def _steepest(curve: Sequence[float], *, last: int) -> int | None:
 
 
 def _drawn(found: LearningRates, path: Path) -> Path:
-    figure = require_figure("LearningRates.plot")
-    axes, many = figure.subplots(), len(found.smoothed)
+    figure, (axes,) = empty_panels("LearningRates.plot")
+    many = len(found.smoothed)
     axes.plot(found.rates[:many], found.losses[:many], color="#9bb8d8", lw=0.8, label="step")
     axes.plot(found.rates[:many], found.smoothed, color="#1f5fa8", label="smoothed")
     if found.suggestion is not None:
@@ -130,8 +130,6 @@ def _drawn(found: LearningRates, path: Path) -> Path:
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path)
     return path
