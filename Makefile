@@ -11,7 +11,7 @@ RAY := ray[default,train]==2.60.0
 # The demo and the tests are meant for any machine, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray lint chaos bench soak stress recovery clean
+.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-browser lint chaos bench soak stress recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -61,6 +61,10 @@ $(RAY_VENV)/.ready: $(READY) Makefile
 		>"$$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tfdist.pth"
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
 	touch $@
+
+test-browser: setup  ## the report of a run in a headless Chromium, which root installs from Debian
+	tests/browser/setup.sh
+	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .

@@ -39,6 +39,7 @@ _HOME_OF = {
     "find_learning_rate": "tfdist.find.learning_rate",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
+    "PipelineOptions": "tfdist.strategy.stages",
     "tuning": "tfdist.tuning",
 }
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from tfdist.find.memory import estimate_memory
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
+    from tfdist.strategy.stages import PipelineOptions
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import evaluate, predict
     from tfdist.training.evaluator import Evaluator
@@ -68,6 +70,7 @@ __all__ = [
     "Ledger",
     "ModelCheckpoint",
     "PeerLost",
+    "PipelineOptions",
     "StartupTimeout",
     "StepLoop",
     "Stopped",

@@ -25,6 +25,8 @@ PROGRAMS = {
     "submit": "give a job to Slurm or Kubernetes",
     "doctor": "say what is wrong with the hosts of a job before it starts",
     "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests",
+    "report": "write what a run or a sweep has left as one HTML file",
+    "top": "show the tasks of a job while it runs",
     "ledger": "prove that a run consumed each example exactly once",
     "replay": "run one step of a run again",
 }

@@ -16,12 +16,13 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import bench, doctor, export, ledger, lint, replay, serve, submit
+from tfdist import bench, doctor, export, ledger, lint, replay, serve, submit, top
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
 from tfdist.launch import options
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
+from tfdist.report import __main__ as report
 
 _COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
 
@@ -49,6 +50,8 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "bench": bench.parse,
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
+    "report": lambda words: report._parser().parse_args(words),
+    "top": lambda words: top._parser().parse_args(words),
 }
 
 
@@ -89,6 +92,12 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
         ],
         "serve.md": [
             a.option_strings[-1][2:] for a in serve._parser()._actions if a.option_strings
+        ],
+        "report.md": [
+            action.option_strings[-1][2:]
+            for parser in (report._parser(), top._parser())
+            for action in parser._actions
+            if action.option_strings
         ],
         "ledger.md": [
             action.option_strings[-1][2:]

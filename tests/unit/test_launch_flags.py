@@ -161,12 +161,12 @@ def test_a_mistake_is_found(where, code, line):
         (
             "--strategy=mirored",
             "--strategy: received 'mirored' (did you mean 'mirrored'?); expected one of auto, "
-            "single, mirrored, multiworker, ps. Fix: use one of these",
+            "single, mirrored, multiworker, ps, pipeline. Fix: use one of these",
         ),
         (
             "--strategy=PS",
-            "--strategy: received 'PS'; expected one of auto, single, mirrored, multiworker, ps. "
-            "Fix: use --strategy ps",
+            "--strategy: received 'PS'; expected one of auto, single, mirrored, multiworker, ps, "
+            "pipeline. Fix: use --strategy ps",
         ),
         (
             "--grace_s=-1",

@@ -183,7 +183,7 @@ def _own_rows(variable: Any, job: Job) -> np.ndarray[Any, Any]:
 
 def _rows_of_all(job: Job, rows: Arrays) -> Arrays:
     """The arrays with the rows of all tasks, by one message for all of them. A collective."""
-    if not rows:
+    if not rows or job.num_replicas == 1:  # of a pipeline, which has put it in every task
         return rows
     packed = np.concatenate([a.reshape(-1).view(np.uint8) for a in rows.values()])
     data, start = sum_bytes(job, packed, of="the replicas' own values").tobytes(), 0

@@ -79,7 +79,11 @@ def check_source(name: str) -> None:
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
     """Return the settings of a process by itself: None, or options and its attempt."""
     for where, value, is_of_several in (
-        (STRATEGY, job_settings.strategy, job_settings.strategy in ("multiworker", "ps")),
+        (
+            STRATEGY,
+            job_settings.strategy,
+            job_settings.strategy in ("multiworker", "ps", "pipeline"),
+        ),
         (PS, job_settings.ps, job_settings.ps),
         (EVALUATOR, 1, job_settings.evaluator),
     ):

@@ -10,7 +10,7 @@ from tfdist.cluster.address import shown_json
 from tfdist.cluster.spec import ClusterSpec, Kind, Task
 from tfdist.errors import UsageError, near, require, require_int
 
-STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps")
+STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps", "pipeline")
 
 _MAX_INT = 2**31 - 1
 _MAX_TIMEOUT_S = 1e9
@@ -38,6 +38,8 @@ class JobOptions:
     """Whether a task beside the training evaluates its checkpoints."""
     split_bytes: int | None = None
     """Above how many bytes a trainable variable is divided over the ps; None divides none."""
+    stages: int | None = None
+    """Stages of a pipeline job, each a task; None for as many as there are tasks."""
     profile_ps: bool = False
     """Whether a ps job measures what its steps cost; see docs/placement.md."""
     terminal: bool = False
@@ -45,7 +47,13 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, where="tfdist.strategy", code="TFC019")
-        for name in ("devices_per_worker", "threads_per_task", "min_workers", "split_bytes"):
+        for name in (
+            "devices_per_worker",
+            "threads_per_task",
+            "min_workers",
+            "split_bytes",
+            "stages",
+        ):
             _check_count(name, getattr(self, name), optional=True)
         _check_count("attempt", self.attempt, optional=False)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
@@ -177,7 +185,7 @@ def _kind(strategy: str, *, workers: int, ps: int, chief: bool) -> Kind:
     if ps:
         fix = "ask for strategy ps, or leave ps out"
         raise _unfit("ps", f"{ps} with strategy {strategy}", "0", fix)
-    if strategy == "multiworker" or (strategy == "auto" and (workers > 1 or chief)):
+    if strategy in ("multiworker", "pipeline") or (strategy == "auto" and (workers > 1 or chief)):
         return "multiworker"
     if workers > 1 or chief:
         received = f"{workers + chief} training tasks with strategy {strategy}"

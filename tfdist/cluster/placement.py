@@ -46,7 +46,7 @@ def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> Tas
     if (
         len(hosts) == 1
         and not job_settings.ps
-        and job_settings.strategy not in ("multiworker", "ps")
+        and job_settings.strategy not in ("multiworker", "ps", "pipeline")
     ):
         return None
     return place(hosts, rank=rank, job_settings=job_settings)

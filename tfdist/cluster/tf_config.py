@@ -236,7 +236,7 @@ def _check_membership(config: TaskConfig) -> None:
 
 def _check_agreement(config: TaskConfig) -> None:
     strategy, kind, cluster = config.options.strategy, config.cluster.kind, config.cluster
-    if strategy == "multiworker" and kind == "ps":
+    if strategy in ("multiworker", "pipeline") and kind == "ps":
         fix = 'take "ps" out of the cluster, or ask for strategy ps'
         _disagree(strategy, has=f"{len(cluster.ps)} ps", expected="no ps in the cluster", fix=fix)
     if config.task.type == "evaluator":
@@ -244,7 +244,7 @@ def _check_agreement(config: TaskConfig) -> None:
     if strategy == "ps" and kind != "ps":
         fix = "add chief, worker and ps to the cluster, or ask for another strategy"
         _disagree(strategy, has="no ps", expected="at least one ps in the cluster", fix=fix)
-    if strategy == "multiworker" and kind == "single":
+    if strategy in ("multiworker", "pipeline") and kind == "single":
         fix = 'add "worker": ["host:port", ...] to the cluster, or ask for strategy single'
         _disagree(strategy, has="no address", expected="the workers' addresses", fix=fix)
     count = len(cluster.chief) + len(cluster.worker) + len(cluster.ps)

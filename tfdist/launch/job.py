@@ -18,7 +18,10 @@ from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
+from tfdist.launch.events import Awakening
+from tfdist.launch.live import LiveStatus, description_of_job, versions_of_job
 from tfdist.launch.machine import this_machine
+from tfdist.launch.metrics_server import MetricsServer
 from tfdist.launch.multihost.hosts import (
     Group,
     decided_group,
@@ -392,6 +395,9 @@ class JobRun:
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
         self._entries = earlier_attempts(job.run_dir)
+        self._live: LiveStatus | None = None
+        self._server: MetricsServer | None = None
+        self._description = description_of_job(job.strategy, argv=sys.orig_argv)
         self._policy = RestartPolicy(
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
         )
@@ -404,10 +410,13 @@ class JobRun:
         """
         with self._stack:
             self._stack.enter_context(self._task_factory)
+            if (port := self._job.options.metrics_port) is not None:
+                self._server = self._stack.enter_context(MetricsServer(port))
+                self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
             logs = self._run_dir.start_attempt()
             try:
                 self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
-                write_report(self._job.run_dir, exit_code=None, attempts=self._entries)
+                self._write_report(None)
             except OSError as error:
                 raise not_writable(self._job.run_dir, error) from None
             try:
@@ -439,7 +448,7 @@ class JobRun:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
         options, chief = self._job.options, specs[0].task
         is_ps = self._job.strategy == "ps"
-        processes, screen = self._processes(specs, logs=logs)
+        processes, screen, local = self._processes(specs, logs=logs)
         rules = JobRules(
             chief=chief, is_ps=is_ps, grace_s=options.grace_s, min_workers=options.min_workers
         )
@@ -455,11 +464,38 @@ class JobRun:
         state = JobState.of(
             specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
         )
-        supervisor = Supervisor(state, processes=processes, screen=screen, clock=time.monotonic)
+        self._follow(logs, local)
+        supervisor = Supervisor(
+            state, processes=processes, screen=screen, clock=time.monotonic, observe=self._observe
+        )
         try:
             return supervisor.run()
         finally:
+            if self._server is not None:
+                self._server.detach()
             processes.finish()
+
+    def _follow(self, logs: Path, local: JobProcesses) -> None:
+        """Have `live.json` and the metrics follow an attempt."""
+        team, server = self._team, self._server
+        self._live = LiveStatus(
+            self._job.run_dir,
+            logs=logs,
+            attempt=self._run_dir.attempt,
+            strategy=self._job.strategy,
+            epoch_s=self._epoch_s,
+            hosts=self._screen.hosts,
+            is_here=lambda task: team is None or not team.host_of[task],
+            tell=server.tell if server else lambda status: None,
+        )
+        if server is not None:
+            server.attach(local)
+
+    def _observe(self, state: JobState, awakening: Awakening) -> None:
+        if self._live is not None:
+            self._live.see(state, awakening)
+        if self._server is not None:
+            self._server.turn()
 
     def _specs(self) -> tuple[ProcessSpec, ...]:
         attempt = self._run_dir.attempt
@@ -474,16 +510,16 @@ class JobRun:
 
     def _processes(
         self, specs: Sequence[ProcessSpec], *, logs: Path
-    ) -> tuple[JobProcesses | TeamProcesses, Screen]:
+    ) -> tuple[JobProcesses | TeamProcesses, Screen, JobProcesses]:
         team = self._team
         here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
         local = self._task_factory.processes(
             here, chief=specs[0].task, fork_log=logs / "fork-server.log"
         )
         if team is None:
-            return local, self._screen
+            return local, self._screen, local
         processes = TeamProcesses(local, team, screen=self._screen)
-        return processes, TeamScreen(self._screen, processes)
+        return processes, TeamScreen(self._screen, processes), local
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""
@@ -526,17 +562,27 @@ class JobRun:
             number=self._run_dir.attempt,
             epoch_s=self._epoch_s,
             hosts=self._screen.hosts,
+            observed=self._live.observed() if self._live else None,
         )
         self._entries.append(entry)
 
     def _write(self, exit_code: int | None) -> None:
         if exit_code is not None:  # the last one, for which the disk may have become too full
             self._room.close()
+        self._description.setdefault("versions", versions_of_job())
         try:
-            write_report(self._job.run_dir, exit_code=exit_code, attempts=self._entries)
+            self._write_report(exit_code)
         except OSError as error:
             path = self._job.run_dir / "report.json"
             self._screen.say(f"{path}: cannot be written: {error.strerror}")
+
+    def _write_report(self, exit_code: int | None) -> None:
+        write_report(
+            self._job.run_dir,
+            exit_code=exit_code,
+            attempts=self._entries,
+            job=self._description,
+        )
 
 
 def _counted(specs: Sequence[ProcessSpec]) -> str:

@@ -69,6 +69,7 @@ class LaunchOptions:
     strategy: str = "auto"
     workers: int = 1
     ps: int | None = None
+    stages: int | None = None
     min_workers: int | None = None
     evaluator: bool = False
     devices_per_worker: int | None = None
@@ -85,6 +86,7 @@ class LaunchOptions:
     host_timeout_s: float = 5.0
     ports: str | None = None
     run_dir: str | None = None
+    metrics_port: int | None = None
     split_bytes: int | None = None
     profile_ps: bool = False
     isolate: bool = False
@@ -98,6 +100,10 @@ class LaunchOptions:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("start", self.start, STARTS)
         _check_counts(self)
+        if self.stages is not None and self.strategy == "auto":
+            object.__setattr__(self, "strategy", "pipeline")
+        if self.stages is not None and self.workers == 1:
+            object.__setattr__(self, "workers", self.stages)  # a task for each
         _check_times(self)
         if self.run_dir is not None and not self.run_dir.strip():
             fix = "give one, or leave --run_dir out"
@@ -125,7 +131,14 @@ def _check_name(flag: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _check_counts(options: LaunchOptions) -> None:
-    for name in ("workers", "ps", "min_workers", "devices_per_worker", "threads_per_task"):
+    for name in (
+        "workers",
+        "ps",
+        "stages",
+        "min_workers",
+        "devices_per_worker",
+        "threads_per_task",
+    ):
         value = getattr(options, name)
         if value is None or 1 <= value <= _MAX_TASKS:
             continue
@@ -140,10 +153,11 @@ def _check_counts(options: LaunchOptions) -> None:
     if not 0 <= options.max_restarts <= _MAX_RESTARTS:
         expected = f"an integer from 0 to {_MAX_RESTARTS}"
         _refuse("max_restarts", options.max_restarts, expected, "use --max_restarts 3")
-    port = options.rendezvous_port
-    if port is not None and not 1 <= port <= 65_535:
-        fix = "use --rendezvous_port 2222, for example"
-        _refuse("rendezvous_port", port, "a port from 1 to 65535", fix)
+    for name, example in (("rendezvous_port", 2222), ("metrics_port", 9100)):
+        port = getattr(options, name)
+        if port is not None and not 1 <= port <= 65_535:
+            fix = f"use --{name} {example}, for example"
+            _refuse(name, port, "a port from 1 to 65535", fix)
 
 
 def _check_times(options: LaunchOptions) -> None:
@@ -171,6 +185,13 @@ def _check_together(options: LaunchOptions) -> None:
     if ps is not None and strategy not in ("auto", "ps"):
         fix = "leave --ps out, or use --strategy ps"
         _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix, code="exclusive")
+    stages = options.stages
+    if stages is not None and strategy != "pipeline":
+        fix = "leave --stages out, or use --strategy pipeline"
+        _refuse("stages", f"{stages} with --strategy {strategy}", "no --stages", fix)
+    if stages is not None and stages != workers:
+        fix = "leave --workers out"
+        _refuse("stages", f"{stages} with --workers {workers}", "a task for each stage", fix)
     for flag in ("split_bytes", "profile_ps"):
         value = getattr(options, flag)
         if value and strategy != "ps" and ps is None:
@@ -242,11 +263,12 @@ FLAGS = (
     _Flag(
         "strategy",
         str,
-        "auto|single|mirrored|multiworker|ps",
+        "auto|single|mirrored|multiworker|ps|pipeline",
         "how the job is spread; auto decides by the next three flags",
     ),
     _Flag("workers", int, "N", "processes that compute (1)"),
     _Flag("ps", int, "M", "parameter servers of a ps job (1)"),
+    _Flag("stages", int, "K", "stages of a pipeline job, a task for each"),
     _Flag(
         "min_workers",
         int,
@@ -281,6 +303,7 @@ FLAGS = (
         "how long a task may hang before it has failed; 0: for ever (300)",
     ),
     _Flag("run_dir", str, "D", "where the job writes (runs/<time>-<random>)"),
+    _Flag("metrics_port", int, "P", "serve the job's metrics to Prometheus, on loopback (none)"),
     _Flag(
         "hosts",
         str,

@@ -95,11 +95,16 @@ def exit_code_of(status: int) -> int:
 
 
 def attempt_entry(
-    attempt: AttemptReport, *, number: int, epoch_s: float, hosts: Mapping[Task, str] | None = None
+    attempt: AttemptReport,
+    *,
+    number: int,
+    epoch_s: float,
+    hosts: Mapping[Task, str] | None = None,
+    observed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the report's entry; `epoch_s` is the time of day when the clock stood at 0.
 
-    `hosts` says where each task was, in a job on several hosts.
+    `hosts` says where each task was, in a job on several hosts; `observed` is put into the entry.
     """
 
     def time_of(at_s: float | None) -> str | None:
@@ -154,6 +159,7 @@ def attempt_entry(
             "last_lines": list(failure.last_lines),
             "stacks": {str(task): list(lines) for task, lines in failure.stacks},
         },
+        **(observed or {}),
     }
 
 
@@ -203,7 +209,15 @@ def reserve_room(run_dir: Path) -> IO[bytes]:
 
 
 def write_report(
-    run_dir: Path, *, exit_code: int | None, attempts: Sequence[dict[str, Any]]
+    run_dir: Path,
+    *,
+    exit_code: int | None,
+    attempts: Sequence[dict[str, Any]],
+    job: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the report in one piece; `exit_code` None means that the job still runs."""
-    write_json(run_dir / FILE_NAME, {"exit_code": exit_code, "attempts": list(attempts)})
+    """Write the report in one piece; `exit_code` None means that the job still runs.
+
+    `job` says what ran.
+    """
+    content = {"exit_code": exit_code, **({"job": dict(job)} if job else {})}
+    write_json(run_dir / FILE_NAME, {**content, "attempts": list(attempts)})

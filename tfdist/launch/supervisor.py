@@ -420,8 +420,10 @@ class Supervisor:
         processes: Processes,
         screen: Screen,
         clock: Callable[[], float],
+        observe: Callable[[JobState, Awakening], None] = lambda state, awakening: None,
     ) -> None:
         self._state = state
+        self._observe = observe
         self._processes = processes
         self._screen = screen
         self._clock = clock
@@ -450,6 +452,8 @@ class Supervisor:
         done = [self._perform(action) for action in decide(self._state, awakening)]
         if failed := tuple(ended for ended in done if ended is not None):
             self._awake(replace(awakening, at_s=self._clock(), events=failed))
+        else:
+            self._observe(self._state, awakening)
 
     def _perform(self, action: Action) -> Ended | None:
         """Do as decided; return the end of a task that cannot be started."""

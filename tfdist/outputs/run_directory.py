@@ -22,7 +22,7 @@ from tfdist.files import one_line_errors, write_text
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second"})
 """What a line of `metrics.jsonl` says beside the metrics."""
-_LAUNCHERS_OWN = frozenset({"logs", "report.json"})
+_LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3
 
 
@@ -93,7 +93,7 @@ class RunDirectory:
 
     def read_config(self) -> dict[str, Any] | None:
         """Return the configuration of the run that owns the directory, None where none does."""
-        return _read_json(self.config_file)
+        return read_json(self.config_file)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the result of the run, whole or not at all."""
@@ -102,7 +102,7 @@ class RunDirectory:
 
     def read_summary(self) -> dict[str, Any] | None:
         """Return the summary, None before there is one."""
-        return _read_json(self.summary_file)
+        return read_json(self.summary_file)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null.
@@ -135,7 +135,7 @@ class RunDirectory:
     def _require_same(
         self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
     ) -> None:
-        before, now = _flat(theirs), _flat(json.loads(to_json(ours)))
+        before, now = flat(theirs), flat(json.loads(to_json(ours)))
         keys = [key for key in before | now if key not in free]
         missing = object()
         different = [k for k in keys if before.get(k, missing) != now.get(k, missing)]
@@ -215,14 +215,13 @@ class Evaluations:
         return one_line_errors(f"evaluator, in {self.metrics_file.parent}")
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration with the keys of nested ones dotted."""
+    found: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+        nested = isinstance(value, Mapping)
+        found.update(flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
+    return found
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -244,21 +243,22 @@ def _plain(value: Any) -> Any:
 def _read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines, without one that a crash cut short."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
     lines = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
-    return lines
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def _write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     write_text(file, "".join(to_json(line) + "\n" for line in lines))
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Return the object in a file, None without the file; UsageError where it is something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -270,9 +270,9 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise UsageError(
             str(file),
-            received="a file that is not JSON",
+            received="a file that is half written or not JSON",
             expected="what a run wrote",
-            fix="give this run a run_dir of its own",
+            fix="name another run directory",
             code="not-json",
         )
     return content

@@ -59,7 +59,7 @@ def broadcast(value: Any = None) -> Any:
     job = current_job()
     if job is None or job.is_chief:
         _require_text_as_keys(value)
-    if job is None or job.kind != "multiworker":
+    if job is None or job.kind not in ("multiworker", "pipeline"):
         return value
     return _broadcast(job, value)
 
@@ -94,9 +94,9 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
     """Sum a float64 or int32 vector of the same length over the tasks. A collective.
 
     `of` says what is summed, in the same words in every task: it tells this sum from others.
-    Under every other strategy than multiworker this is `values`.
+    Under other strategies than multiworker and pipeline this is `values`.
     """
-    if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
+    if not job.has_peers:
         return values
     with phases.waiting_for_all():
         if job.ring is None:
@@ -111,7 +111,7 @@ def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
     Of any type and one shape in all tasks. A copy, sent in pieces: it takes the memory of one
     array more, however large that is.
     """
-    if job.kind != "multiworker" or job.strategy.num_replicas_in_sync == 1:
+    if not job.has_peers:
         return array
     mine = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     words = np.zeros(-(-mine.size // 4), np.int32)

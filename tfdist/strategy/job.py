@@ -15,8 +15,9 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfdist.cluster import TaskConfig, read_environment, resolved_strategy
 from tfdist.errors import UsageError
 from tfdist.strategy.ring import Ring
+from tfdist.strategy.stages import Stages
 
-KINDS = ("single", "mirrored", "multiworker", "ps")
+KINDS = ("single", "mirrored", "multiworker", "ps", "pipeline")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +29,21 @@ class Job:
       kind: one of `KINDS`.
       config: the decoded TF_CONFIG, or None for a process that stands alone.
       ring: what sums gradients over the workers; None where TensorFlow's collectives do.
+      stages: of a pipeline job; None otherwise.
     """
 
     strategy: tf.distribute.Strategy
     kind: str
     config: TaskConfig | None = None
     ring: Ring | None = None
+    stages: Stages | None = None
+
+    @property
+    def has_peers(self) -> bool:
+        """True where tasks sum among themselves and move on together."""
+        if self.kind == "pipeline":
+            return self.ring is not None
+        return self.kind == "multiworker" and self.strategy.num_replicas_in_sync > 1
 
     @property
     def is_chief(self) -> bool:
@@ -77,7 +87,7 @@ _made: list[Job] = []
 
 def remember(job: Job) -> Job:
     """Make `job` the one that `current_job` and `job_of` find."""
-    if job.kind in ("multiworker", "ps"):
+    if job.kind in ("multiworker", "ps", "pipeline"):
         refuse_native_calls()
     _made[:] = [job]
     return job
@@ -136,6 +146,7 @@ def _require_agreement(kind: str) -> None:
 _REFUSED_UNDER = {
     "multiworker": ("fit", "evaluate", "train_on_batch", "test_on_batch"),
     "ps": ("fit", "evaluate", "predict"),
+    "pipeline": ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"),
 }
 _INSTEAD = {
     **{
@@ -175,6 +186,9 @@ def _kind(strategy: tf.distribute.Strategy) -> str:
     """Return the kind of a strategy, as far as Keras' methods differ in it."""
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
         return "ps"
+    job = current_job()
+    if job is not None and job.kind == "pipeline" and job.strategy is strategy:
+        return "pipeline"
     group = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     return "multiworker" if group and strategy.num_replicas_in_sync > 1 else ""
 

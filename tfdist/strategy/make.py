@@ -26,16 +26,18 @@ from tfdist.cluster import (
 )
 from tfdist.cluster.address import shown
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
-from tfdist.strategy import devices, neighbours, rendezvous
+from tfdist.strategy import devices, neighbours, rendezvous, stages
 from tfdist.strategy.chief_watch import chief_watch
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import KINDS, Job, current_job, remember
+from tfdist.strategy.stages import PipelineOptions
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
 _PER_WORKER = {
     "single": "one device",
     "ps": "one device",
+    "pipeline": "one device",
     "multiworker": "each visible GPU, or one CPU",
 }
 
@@ -48,6 +50,7 @@ def make_strategy(
     startup_timeout_s: float | None = None,
     min_workers: int | None = None,
     split_bytes: int | None = None,
+    pipeline: PipelineOptions | None = None,
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
@@ -57,8 +60,8 @@ def make_strategy(
     process when the chief has gone.
 
     Args:
-      kind: ``single``, ``mirrored``, ``multiworker``, ``ps``, or ``auto``: what TF_CONFIG says,
-        and without one, every GPU of this machine, or its one CPU.
+      kind: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline``, or ``auto``: what
+        TF_CONFIG says, and without one, every GPU of this machine, or its one CPU.
       devices_per_worker: replicas on this machine; default what TF_CONFIG says, else all GPUs.
       threads: threads of one operation; TF_NUM_INTRAOP_THREADS goes before it.
       startup_timeout_s: how long to wait for peers before naming them and giving up.
@@ -66,6 +69,7 @@ def make_strategy(
         come in that time; default what TF_CONFIG says, else all.
       split_bytes: under ps, divide a trainable variable of more bytes over the parameter servers;
         default what TF_CONFIG says, else none is divided.
+      pipeline: under pipeline, how the model is cut and a batch divided.
       communication_options: of the all-reduce; default tfdist's own ring on CPUs,
         TensorFlow's choice on GPUs.
       environ: where TF_CONFIG, or what a scheduler set, is read; default `os.environ`.
@@ -101,12 +105,16 @@ def make_strategy(
             strategy = tf.distribute.MirroredStrategy(
                 devices.replica_devices(options.devices_per_worker)
             )
+        elif kind == "pipeline":
+            strategy = _single(options, kind=kind, fix="start more stages")
         elif kind == "multiworker":
             strategy = _multiworker(_needed(config, kind), options, communication_options)
         else:
             strategy = _parameter_server(_needed(config, kind), options)
     _hear_sigterm()
     job = Job(strategy=strategy, kind=kind, config=config)
+    if kind == "pipeline":
+        job = _in_stages(job, pipeline or PipelineOptions(), options)
     if kind == "multiworker" and communication_options is None:
         with phases.starting_runtime():
             job = _in_ring(job)
@@ -121,7 +129,11 @@ def make_strategy(
 def _resolve(kind: str, config: TaskConfig | None) -> str:
     require_one_of("make_strategy(kind)", kind, (*KINDS, "auto"))
     resolved = resolved_strategy(config) if config else "auto"
-    if config is not None and config.task.type == "evaluator" and kind in ("ps", "multiworker"):
+    if (
+        config is not None
+        and config.task.type == "evaluator"
+        and kind in ("ps", "multiworker", "pipeline")
+    ):
         kind = resolved  # that of the training, which it takes no part in
     require(
         kind == "auto" or resolved in ("auto", kind),
@@ -183,8 +195,13 @@ def _needed(config: TaskConfig | None, kind: str) -> TaskConfig:
     return config
 
 
-def _single(options: JobOptions) -> tf.distribute.Strategy:
-    _require_devices(options, 1, kind="single", fix="use strategy mirrored for several devices")
+def _single(
+    options: JobOptions,
+    *,
+    kind: str = "single",
+    fix: str = "use strategy mirrored for several devices",
+) -> tf.distribute.Strategy:
+    _require_devices(options, 1, kind=kind, fix=fix)
     gpus = tf.config.list_physical_devices("GPU")
     return tf.distribute.OneDeviceStrategy("/GPU:0" if gpus else "/CPU:0")
 
@@ -252,6 +269,15 @@ def _in_ring(job: Job) -> Job:
     if ring is not None:
         broadcast_initial_values(job)
     return job
+
+
+def _in_stages(job: Job, pipeline: PipelineOptions, options: JobOptions) -> Job:
+    """Return the same job, with its ring and the connections between neighbouring stages."""
+    config, timeout_s = _needed(job.config, "pipeline"), options.startup_timeout_s
+    ports = settings.from_environ(os.environ).ports
+    with phases.entered("rendezvous"):
+        place, ring = stages.join(config, pipeline, timeout_s=timeout_s, ports=ports)
+    return dataclasses.replace(job, ring=ring, stages=place)
 
 
 def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:

@@ -66,6 +66,32 @@ def join(
       timeout_s: how long to wait for both neighbours.
       ports: where to listen for workers of other machines; None for a port that the system gives.
     """
+    ends = connect(rank, addresses, names, total=total, timeout_s=timeout_s, ports=ports)
+    if ends is not None:
+        to_next, from_previous = ends
+        size = len(addresses)
+        return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
+    if rank == 0:
+        _LOG.warning(
+            "not every worker reaches the next one beside TensorFlow's own port: gradients go by"
+            " TensorFlow's collectives, which on CPUs is slower"
+        )
+    return None
+
+
+def connect(
+    rank: int,
+    addresses: Sequence[str],
+    names: Sequence[str],
+    *,
+    total: Sum,
+    timeout_s: float,
+    ports: range | None = None,
+) -> tuple[socket.socket, socket.socket] | None:
+    """Return connections to the next worker and the previous one; the last one's next is the first.
+
+    None in every worker if one cannot connect. A collective; arguments as of `join`.
+    """
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
     hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
     with contextlib.ExitStack() as stack:
@@ -86,14 +112,9 @@ def join(
     reached[rank] = to_next is not None and from_previous is not None
     reached = total(reached)
     if reached.all() and to_next is not None and from_previous is not None:
-        return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
+        return to_next, from_previous
     if to_next is None:
         _LOG.warning("%s cannot be reached from %s at %s", names[after], names[rank], place)
-    if rank == 0:
-        _LOG.warning(
-            "not every worker reaches the next one beside TensorFlow's own port: gradients go by"
-            " TensorFlow's collectives, which on CPUs is slower"
-        )
     for end in (to_next, from_previous):
         if end is not None:
             end.close()

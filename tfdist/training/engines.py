@@ -39,6 +39,10 @@ def engine_for(job: Job) -> Engine:
         from tfdist.ps.engine import ParameterServerEngine
 
         return ParameterServerEngine(job)
+    if job.kind == "pipeline":
+        from tfdist.pipeline.engine import PipelineEngine
+
+        return PipelineEngine(job)
     return SynchronousEngine(job)
 
 

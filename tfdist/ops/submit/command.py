@@ -152,9 +152,10 @@ _HELP = {
 }
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("start", "fork_server", "isolate", "restart_window_s"),
+        ("start", "fork_server", "isolate", "restart_window_s", "metrics_port"),
         "a flag that a scheduler has a use for",
     ),
+    "stages": "--strategy pipeline --workers K, a task for each stage",
     **dict.fromkeys(
         ("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
         "no hosts: the scheduler knows them, and each task finds itself",

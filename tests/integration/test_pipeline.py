@@ -1,0 +1,438 @@
+"""A model in stages computes and trains as it does whole; the stages here are in one process."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
+from tfdist.errors import StartupTimeout, UsageError
+from tfdist.pipeline.cuts import LayerGraph
+from tfdist.pipeline.schedule import passes
+from tfdist.pipeline.stage import MicroBatch, Stage
+from tfdist.pipeline.timing import chosen_places
+from tfdist.pipeline.union import owners_of
+from tfdist.strategy import job as jobs
+from tfdist.strategy import stages
+from tfdist.training.keras_compat import random_key
+
+L = keras.layers
+MICROS, ROWS = 3, 4
+
+
+def residual():
+    image = keras.Input((8, 8, 2), name="image")
+    x = L.Conv2D(4, 3, padding="same", name="stem")(image)
+    for block in range(2):
+        y = L.BatchNormalization(name=f"norm{block}")(x)
+        y = L.Conv2D(4, 3, padding="same", activation="relu", name=f"conv{block}")(y)
+        x = L.Add(name=f"add{block}")([x, L.Dropout(0.3, name=f"dropout{block}")(y)])
+    x = L.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(image, L.Dense(3, name="head")(x), name="residual")
+
+
+def words():
+    """Integers in, with masks that cross every cut."""
+    ids = keras.Input((6,), dtype="int32", name="ids")
+    x = L.Embedding(10, 4, mask_zero=True, name="embed")(ids)
+    x = L.LSTM(5, return_sequences=True, name="lstm0")(x)
+    x = L.LSTM(5, name="lstm1")(x)
+    return keras.Model(ids, L.Dense(3, name="head")(x), name="words")
+
+
+def several():
+    """Two inputs, of which the second is first used late, and two outputs, one made early."""
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    x = L.Dense(5, activation="tanh", name="first", kernel_regularizer="l2")(a)
+    early = L.Dense(3, name="early")(x)
+    x = L.Dense(5, name="second", activity_regularizer="l1")(x)
+    x = L.Concatenate(name="join")([x, b])
+    return keras.Model([a, b], [early, L.Dense(3, name="late")(x)], name="several")
+
+
+def in_a_row():
+    layers = [L.Dense(6, activation="relu", name=f"dense{i}") for i in range(4)]
+    return keras.Sequential([keras.Input((5,)), *layers, L.Dense(3, name="head")], name="row")
+
+
+MODELS = {
+    "residual": (residual, ["conv0"], ["norm0", "pool"]),
+    "words": (words, ["lstm0"], ["embed", "lstm0"]),
+    "several": (several, ["second"], {"first|early": 0, "second": 1, "join|late": 2}),
+    "in_a_row": (in_a_row, ["dense1"], ["dense0", "dense2"]),
+}
+TWO_AND_THREE = [(name, cut) for name, (_, *cuts) in MODELS.items() for cut in cuts]
+
+
+def loss_of(batch, outputs, added):
+    losses = [
+        tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, o, from_logits=True))
+        for y, o in zip(tf.nest.flatten(batch.targets), outputs, strict=True)
+    ]
+    return tf.add_n([tf.constant(0.0), *losses]) + added
+
+
+def batches(model):
+    random = np.random.default_rng(3)
+    for micro in range(MICROS):
+        inputs = [
+            random.integers(0, 10, (ROWS, *t.shape[1:])).astype("int32")
+            if "int" in t.dtype
+            else random.random((ROWS, *t.shape[1:]), "float32")
+            for t in model.inputs
+        ]
+        targets = [random.integers(0, 3, (ROWS,)) for _ in model.outputs]
+        yield MicroBatch(
+            inputs=[tf.constant(x) for x in inputs],
+            targets=[tf.constant(y) for y in targets],
+            share=tf.constant(1 / MICROS),
+            random_key=random_key(5, step=tf.constant(7, tf.int64), replica=micro),
+        )
+
+
+def stages_of(model, cut):
+    graph = LayerGraph(model)
+    if isinstance(cut, dict):
+        return graph.cut(graph.by_patterns(cut), num_stages=len(cut))
+    return graph.cut(graph.behind_layers(cut), num_stages=len(cut) + 1)
+
+
+def trained(make, cut, *, schedule="1f1b", keep="tape"):
+    """Run one step's passes; return loss, gradients by path, and the variables' values after it."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    model = make()
+    parts = stages_of(model, cut)
+    made = [Stage(p, keep=keep, loss_of=loss_of if p.is_last else None) for p in parts]
+    data = list(batches(model))
+    orders = [
+        passes(schedule, stage=i, stages=len(parts), micros=MICROS) for i in range(len(parts))
+    ]
+    losses = run(made, orders, data)
+    gradients = {
+        v.path: g.numpy()
+        for s in made
+        for v, g in zip(s.variables, s.take_sums(), strict=True)
+        if g is not None
+    }
+    return losses, gradients, {v.path: v.numpy() for v in model.non_trainable_variables}
+
+
+def run(made, orders, data):
+    messages, losses = {}, []
+    waiting = [list(order) for order in orders]
+    while any(waiting):
+        for i, stage in enumerate(made):
+            if not waiting[i]:
+                continue
+            forward, micro = waiting[i][0]
+            if forward and (i == 0 or (i, "F", micro) in messages):
+                given = messages.pop((i, "F", micro), None)
+                received = stage.first() if given is None else stage.unpacked(given)
+                whole = data[micro]
+                mine = whole._replace(inputs=[whole.inputs[j] for j in stage.part.inputs])
+                sent = stage.forward(micro, mine, received)
+                if stage.part.is_last:
+                    losses.append(float(sent[0]))
+                    messages[i, "B", micro] = []
+                else:
+                    messages[i + 1, "F", micro] = sent
+            elif not forward and (i, "B", micro) in messages:
+                back = stage.backward(micro, messages.pop((i, "B", micro)))
+                messages[i - 1, "B", micro] = back
+            else:
+                continue
+            waiting[i].pop(0)
+    return losses
+
+
+def assert_same(one, other, *, bits=True):
+    assert one.keys() == other.keys()
+    for path in one:
+        if bits:
+            assert np.array_equal(one[path], other[path]), path
+        else:
+            np.testing.assert_allclose(one[path], other[path], rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return {name: trained(make, []) for name, (make, *_) in MODELS.items()}
+
+
+@pytest.mark.parametrize(("name", "cut"), TWO_AND_THREE)
+def test_stages_have_the_losses_gradients_and_statistics_of_the_whole_model(whole, name, cut):
+    losses, gradients, statistics = trained(MODELS[name][0], cut)
+    np.testing.assert_allclose(losses, whole[name][0], rtol=1e-6)
+    assert_same(gradients, whole[name][1], bits=False)
+    assert_same(statistics, whole[name][2], bits=False)
+
+
+@pytest.mark.parametrize(("name", "cut"), TWO_AND_THREE)
+@pytest.mark.parametrize(("schedule", "keep"), [("gpipe", "tape"), ("1f1b", "recompute")])
+def test_schedule_and_recomputation_leave_the_bits(name, cut, schedule, keep):
+    make = MODELS[name][0]
+    expected = trained(make, cut)
+    found = trained(make, cut, schedule=schedule, keep=keep)
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1], bits=keep == "tape")
+    assert_same(found[2], expected[2])
+
+
+def test_the_sums_are_those_of_a_step_of_keras_with_the_same_draws(whole):
+    """One micro-batch of the whole batch, without draws, against a plain tape."""
+    keras.utils.set_random_seed(1)
+    model = in_a_row()
+    data = list(batches(model))
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([loss_of(b, [model(b.inputs[0])], 0.0) * b.share for b in data])
+    expected = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    for variable, gradient in zip(model.trainable_variables, expected, strict=True):
+        np.testing.assert_allclose(whole["in_a_row"][1][variable.path], gradient, atol=1e-7)
+
+
+def test_the_model_is_as_it_was_after_a_cut(tmp_path):
+    model = residual()
+    before = model.to_json()
+    graph = LayerGraph(model)
+    graph.cut(graph.behind_layers(["conv0"]), num_stages=2)
+    assert model.to_json() == before
+    model.save(tmp_path / "model.keras")
+    keras.models.load_model(tmp_path / "model.keras")
+
+
+def test_places_are_those_where_no_variable_is_on_both_sides():
+    x = keras.Input((4,))
+    twice = L.Dense(4, name="twice")
+    y = L.Dense(4, name="before")(x)
+    y = twice(y)
+    y = L.Dense(4, name="between")(y)
+    y = twice(y)
+    model = keras.Model(x, L.Dense(4, name="after")(y))
+    graph = LayerGraph(model)
+    assert [p.name for p in graph.places()] == ["before", "twice"]
+    with pytest.raises(UsageError) as caught:
+        graph.cut(graph.behind_layers(["between"]), num_stages=2)
+    assert caught.value.code == "tied-weights"
+
+
+def test_a_cut_by_patterns_follows_the_graph():
+    graph = LayerGraph(residual())
+    by_pattern = graph.by_patterns({"norm1|conv1": 1})
+    assert graph.cut(by_pattern, num_stages=2)[1].module.outputs[0].shape == (None, 3)
+
+
+def own_call():
+    class Model(keras.Model):
+        def call(self, x):
+            return x
+
+    return LayerGraph(Model())
+
+
+def stateful():
+    x = keras.Input((3, 2), batch_size=4)
+    return LayerGraph(keras.Model(x, L.LSTM(2, stateful=True)(x)))
+
+
+def cut_of(**cuts):
+    graph = LayerGraph(in_a_row())
+    by = graph.behind_layers if "names" in cuts else graph.by_patterns
+    return graph.cut(by(*cuts.values()), num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "code"),
+    [
+        (own_call, "no-layer-graph"),
+        (lambda: LayerGraph(keras.Sequential([L.Dense(2)])), "no-layer-graph"),
+        (stateful, "stateful-layer"),
+        (lambda: cut_of(names=["dense9"]), "unknown-layer"),
+        (lambda: cut_of(names=["head"]), "empty-stage"),
+        (lambda: cut_of(patterns={"dense9": 1}), "unknown-layer"),
+        (lambda: cut_of(patterns={"dense1": 1, "dense2": 0}), "stage-order"),
+        (lambda: cut_of(patterns={"dense1": 2}), "empty-stage"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(mistake, code):
+    with pytest.raises(UsageError) as caught:
+        mistake()
+    assert caught.value.code == code
+
+
+# Training by the engine, and how tasks meet.
+
+
+DEADLINE_S = 60.0
+random = np.random.default_rng(0)
+X = random.random((26, 5)).astype("float32")
+Y = random.integers(0, 3, (26,))
+
+
+def model_with(optimizer="adam", loss="sparse_categorical_crossentropy", **compiled):
+    keras.utils.set_random_seed(1)
+    layers = [L.Dense(8, activation="relu", kernel_regularizer="l2") for _ in range(3)]
+    model = keras.Sequential(
+        [keras.Input((5,)), *layers, L.Dense(3, activation="softmax", name="head")]
+    )
+    optimizer = optimizer() if callable(optimizer) else optimizer
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **compiled)
+    return model
+
+
+@pytest.fixture
+def one_stage(strategies, monkeypatch):
+    """The job of a pipeline with one stage."""
+    place = stages.Stages(
+        index=0, count=1, names=("worker-0",), before=None, after=None,
+        options=stages.PipelineOptions(split_size=3),
+    )  # fmt: skip
+    job = jobs.Job(strategy=strategies[1], kind="pipeline", stages=place)
+
+    def begin():
+        monkeypatch.setattr(jobs, "_made", [job])
+        return job.strategy
+
+    return begin
+
+
+def fitted(strategy, **given):
+    with strategy.scope():
+        model = model_with(**given)
+    validation = (X[:7], Y[:7])
+    history = tfdist.fit(
+        model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, validation_data=validation
+    )
+    predicted = tfdist.predict(model, X, batch_size=8, verbose=0)
+    evaluated = tfdist.evaluate(model, X, Y, batch_size=8, verbose=0)
+    return model.get_weights(), history.history, predicted, evaluated
+
+
+OPTIMIZERS = {  # made in the scope
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
+    "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, name):
+    expected = fitted(strategies[1], optimizer=OPTIMIZERS[name])
+    found = fitted(one_stage(), optimizer=OPTIMIZERS[name])
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for key in expected[1]:
+        np.testing.assert_allclose(found[1][key], expected[1][key], rtol=1e-4, err_msg=key)
+    np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
+    np.testing.assert_allclose(found[3], expected[3], rtol=1e-4)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_a_step_of_the_models_own_is_refused(one_stage):
+    with one_stage().scope():
+        model = OwnStep([keras.Input((5,)), L.Dense(3)])
+        model.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(UsageError) as caught:
+        tfdist.fit(model, X, X[:, :3], batch_size=8, verbose=0)
+    assert caught.value.code == "own-step"
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        (
+            {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
+            "loss-scale",
+        ),
+        (
+            {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
+            "loss-reduction",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_in_stages_is_refused(one_stage, given, code):
+    with one_stage().scope():
+        model = model_with(**given)
+    with pytest.raises(UsageError) as caught:
+        tfdist.fit(model, X, Y, batch_size=8, verbose=0)
+    assert caught.value.code == code
+
+
+def test_a_slot_belongs_to_the_stage_of_its_variable():
+    model = model_with("adam")
+    model.optimizer.build(model.trainable_variables)
+    graph = LayerGraph(model)
+    parts = graph.cut(graph.behind([1]), num_stages=2)
+    owners = owners_of(model, parts)
+    stage_of = {v.path.replace("/", "_"): owners[id(v)] for v in model.trainable_variables}
+    slots = [v for v in model.optimizer.variables if tuple(v.shape)]
+    assert len(slots) == 2 * len(stage_of)
+    for slot in slots:
+        (owner,) = {stage for path, stage in stage_of.items() if path in slot.path}
+        assert owners[id(slot)] == owner
+
+
+def test_the_places_that_are_chosen_cut_the_model():
+    graph = LayerGraph(model_with())
+    places = chosen_places(graph, num_stages=3, rows=4)
+    assert len(graph.cut(graph.behind([p.position for p in places]), num_stages=3)) == 3
+    with pytest.raises(UsageError) as caught:
+        chosen_places(graph, num_stages=9, rows=4)
+    assert caught.value.code == "too-many-stages"
+
+
+def configs(count):
+    ports = hold_ports(count)
+    cluster = ClusterSpec(worker=tuple(port.address for port in ports))
+    options = JobOptions(strategy="pipeline", stages=count)
+    return [
+        TaskConfig(cluster=cluster, task=Task("worker", index), options=options)
+        for index in range(count)
+    ]
+
+
+def joined(config, timeout_s=DEADLINE_S):
+    options = stages.PipelineOptions()
+    return stages.join(config, options, timeout_s=timeout_s, ports=None)
+
+
+def test_tasks_meet_at_the_chief_and_connect_in_a_line_and_a_ring():
+    tasks = configs(3)
+    with ThreadPoolExecutor(3) as pool:
+        places = list(pool.map(joined, tasks, timeout=DEADLINE_S))
+        sums = list(
+            pool.map(lambda p: p[1].sum(np.float64([p[0].index]))[0], places, timeout=DEADLINE_S)
+        )
+    assert sums == [3, 3, 3]
+    lines = [place for place, _ in places]
+    assert lines[0].before is None
+    assert lines[-1].after is None
+    for one, other in itertools.pairwise(lines):
+        one.after.sendall(b"x")
+        assert other.before.recv(1) == b"x"
+    for place, ring in places:
+        ring.close()
+        for end in (place.before, place.after):
+            if end is not None:
+                end.close()
+
+
+def test_a_stage_that_does_not_come_is_named():
+    tasks = configs(3)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(joined, task, 1.0) for task in tasks[:2]]
+        with pytest.raises(StartupTimeout, match="worker-2"):
+            waiting[0].result(DEADLINE_S)
+        with pytest.raises(StartupTimeout):
+            waiting[1].result(DEADLINE_S)

@@ -1,0 +1,104 @@
+"""A pipeline job that does what its tests look at; each task writes what it saw.
+
+Arguments: where to write, and what it does:
+``fits``, ``again`` (recomputing) and ``auto`` (cut by measured times) train, evaluate and predict;
+``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
+``dies`` loses task 1 for good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import keras
+import numpy as np
+
+import tfdist
+from tfdist.strategy.job import current_job
+from tfdist.strategy.stages import PipelineOptions
+
+OUT, DOES = pathlib.Path(sys.argv[1]), sys.argv[2]
+STAGES = int(os.environ["STAGES"])
+random = np.random.default_rng(0)
+X = random.random((26, 5)).astype("float32")
+Y = random.integers(0, 3, (26,))
+WEIGHTS = random.random(26).astype("float32")
+L = keras.layers
+CUTS = {1: None, 2: ["adds"], 3: ["dropout0", "adds"]}
+
+
+class AddsLoss(L.Layer):
+    """Passes on what it gets; its mean of squares is a loss."""
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def staged_model():
+    """Weights that each task draws by itself: the chief's are to count."""
+    layers = [
+        L.Dense(6, activation="relu", kernel_regularizer="l2", name="d0"),
+        L.Dropout(0.3, name="dropout0"),
+        L.Dense(6, activation="relu", name="d1"),
+        L.BatchNormalization(name="norm"),
+        AddsLoss(name="adds"),
+        L.Dropout(0.2, name="dropout1"),
+        L.Dense(3, name="head"),
+    ]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile(
+        optimizer=keras.optimizers.AdamW(
+            0.01, weight_decay=0.02, global_clipnorm=0.5, use_ema=True, ema_momentum=0.9
+        ),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        weighted_metrics=["sparse_categorical_crossentropy"],
+    )
+    return model
+
+
+class Dies(keras.callbacks.Callback):
+    """Ends a task in the second epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        job, (does, _, task) = current_job(), DOES.partition("-")
+        mine = does == "dies" and job.name == "worker-1"
+        mine |= job.name == f"worker-{task}" and job.config.options.attempt == 1
+        if mine and self.model.optimizer.iterations > 4 and batch >= 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rate(epoch, before):
+    return before * 0.8
+
+
+if __name__ == "__main__":
+    options = PipelineOptions(
+        split_size=4,
+        cut=None if DOES == "auto" else CUTS[STAGES],
+        keep="recompute" if DOES == "again" else "tape",
+    )
+    strategy = tfdist.make_strategy(pipeline=options)
+    keras.utils.set_random_seed(1 if tfdist.is_chief() else 99)
+    with strategy.scope():
+        model = staged_model()
+    callbacks = [keras.callbacks.LearningRateScheduler(rate), Dies()]
+    if DOES.partition("-")[0] in ("saves", "kills"):
+        callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
+    history = tfdist.fit(
+        model, X, Y, sample_weight=WEIGHTS, batch_size=8, epochs=2, seed=3, verbose=0,
+        callbacks=callbacks, validation_data=(X[:7], Y[:7]),
+    )  # fmt: skip
+    seen = {
+        "history": history.history,
+        "weights": [w.tolist() for w in model.get_weights()],
+        "slots": [np.asarray(v.value).tolist() for v in model.optimizer.variables],
+        "evaluated": tfdist.evaluate(model, X, Y, batch_size=8, verbose=0),
+        "predicted": tfdist.predict(model, X, batch_size=8, verbose=0).tolist(),
+    }
+    (OUT / f"{DOES}-{STAGES}-{current_job().name}.json").write_text(json.dumps(seen))

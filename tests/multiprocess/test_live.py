@@ -1,0 +1,96 @@
+"""What others see of a job while it runs: `live.json`, Prometheus, `tfdist.top`, and the report."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from tests.multiprocess.jobs import DEADLINE_S, LAUNCH, ROOT, report
+
+SOURCE = """
+import json, os, signal
+from tfdist import phases
+config = json.loads(os.environ["TF_CONFIG"])
+phases.enter("step", step=0)
+phases.enter("step", step=7 + config["task"]["index"])
+print("ready", os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def metrics_with(port, wanted):
+    """Asks until the metrics have a line; returns them."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        if wanted in text.splitlines():
+            return text
+    raise AssertionError(f"{wanted} never came: {text}")
+
+
+def run(module, *args):
+    return subprocess.run(
+        [sys.executable, "-m", module, *args],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={"PYTHONPATH": str(ROOT), "COLUMNS": "150"},
+    )
+
+
+def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch):
+    port = free_port()
+    job = launch(SOURCE, "--workers=2", f"--metrics_port={port}", "--run_dir=run")
+    job.ready(2)
+    text = metrics_with(port, 'tfdist_step{task="worker-1"} 8')
+    assert 'tfdist_task_phase{task="worker-0",phase="step"} 1' in text
+    assert re.search(r'tfdist_memory_bytes\{task="worker-0"\} [1-9]\d{6,}', text)
+    shown = run("tfdist.top", "--once", "run")
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"worker-1 +running +step .* 8 ", shown.stdout)
+    made = run("tfdist.report", "run", "--out", "going.html")
+    assert made.returncode == 0, made.stderr
+    assert 'data-state="going"' in Path("going.html").read_text()
+    job.signal(signal.SIGTERM)
+    assert job.end() == 143
+    entry = report("run")["attempts"][0]
+    assert entry["phases"]["worker-0"]["step"] >= 0
+    assert entry["peak_memory_bytes"]["worker-1"] > 1_000_000
+    assert report("run")["job"]["command"].endswith("program.py")
+    assert "keras" in report("run")["job"]["versions"]
+    assert json.loads(Path("run/live.json").read_text())["state"] == "ended"
+    assert Path("run/logs/attempt-1/history.json").is_file()
+    with socket.create_server(("127.0.0.1", port)):  # given back
+        pass
+
+
+def test_a_metrics_port_that_is_taken_is_one_line_and_nothing_is_started(launch, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*LAUNCH, f"--metrics_port={port}", "--run_dir=run", "-m", "this"],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--metrics_port" in done.stderr
+    assert not list(tmp_path.glob("run/logs/attempt-*/*.log"))

@@ -1,0 +1,270 @@
+"""Live status of a job: phases by heartbeats, the history's size, and Prometheus' text."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import select
+import socket
+
+import pytest
+from rich.console import Console
+
+from tests.unit.test_report import RUNS
+from tfdist import top
+from tfdist.cluster import Task
+from tfdist.errors import UsageError
+from tfdist.launch.events import Awakening, Beat, Ended, Started
+from tfdist.launch.live import MAX_BINS, History, LiveStatus, description_of_job, memory_bytes
+from tfdist.launch.metrics_server import MetricsServer, render
+from tfdist.launch.options import parse
+from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.state import JobRules, JobState
+from tfdist.launch.watchdog import Watchdog
+from tfdist.report.live import view
+from tfdist.report.run import read_run
+
+WORKER = Task("worker", 0)
+
+
+def state_of_job(tmp_path):
+    options = parse([])
+    spec = ProcessSpec(
+        task=WORKER,
+        program=options.program,
+        argv=(),
+        env={},
+        added=(),
+        log_path=tmp_path / "worker-0.log",
+        title="",
+    )
+    watchdog = Watchdog(
+        hang_timeout_s=300,
+        startup_timeout_s=60,
+        is_ps=False,
+        chief=WORKER,
+        state_of=lambda task: "R",
+    )
+    state = JobState.of(
+        [spec],
+        JobRules(chief=WORKER, is_ps=False, grace_s=10),
+        policy=RestartPolicy(max_restarts=0, window_s=3600),
+        watchdog=watchdog,
+        now_s=100.0,
+    )
+    state.tasks[WORKER].is_running = True
+    return state
+
+
+def beat(at_s, phase, step, since_s):
+    return Beat(task=WORKER, phase=phase, step=step, since_s=since_s, first_step_s=None, at_s=at_s)
+
+
+def observed(tmp_path, events, **options):
+    """Has a job of one worker go through these events, each with its time."""
+    logs = tmp_path / "logs" / "attempt-1"
+    logs.mkdir(parents=True)
+    live = LiveStatus(
+        tmp_path,
+        logs=logs,
+        attempt=1,
+        strategy="single",
+        epoch_s=1_800_000_000,
+        hosts={},
+        **options,
+    )
+    state = state_of_job(tmp_path)
+    for at_s, event in events:
+        state.now_s = at_s
+        if isinstance(event, Ended):
+            state.tasks[WORKER].is_running = False
+        live.see(state, Awakening(at_s=at_s, events=(event,)))
+    return live
+
+
+HISTORY = [
+    (100.5, Started(task=WORKER, pid=os.getpid(), at_s=100.5)),
+    (102.0, beat(102.0, "import", None, 100.5)),
+    (103.0, beat(103.0, "trace", 0, 102.25)),
+    (104.0, beat(104.0, "step", 10, 103.5)),
+    (105.0, beat(105.0, "step", 30, 104.9)),
+    (106.0, Ended(task=WORKER, status=0, at_s=106.0)),
+]
+
+
+def test_time_between_two_heartbeats_is_divided_where_the_phase_changed(tmp_path):
+    found = observed(tmp_path, HISTORY).observed()
+    assert found["phases"] == {"worker-0": {"import": 1.8, "trace": 1.2, "step": 1.5}}
+    assert found["peak_memory_bytes"]["worker-0"] > 1_000_000
+
+
+def test_the_status_tells_phase_step_rate_and_memory(tmp_path):
+    told = []
+    observed(tmp_path, HISTORY, tell=told.append)
+    task = told[-2]["tasks"][0]
+    assert (task["phase"], task["step"], task["steps_per_s"]) == ("step", 30, 15.0)
+    assert task["memory_bytes"] > 1_000_000
+    written = json.loads((tmp_path / "live.json").read_text())
+    assert written == told[-1]
+    assert written["state"] == "ended"
+    assert written["tasks"][0]["phase"] is None
+
+
+def test_memory_is_not_read_of_a_process_on_another_host(tmp_path):
+    live = observed(tmp_path, HISTORY, is_here=lambda task: False)
+    assert live.observed()["peak_memory_bytes"] == {}
+
+
+def test_a_disk_that_is_full_stops_nothing(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tfdist.launch.live.write_json", full)
+    assert observed(tmp_path, HISTORY).observed()["phases"]
+
+
+def test_the_report_reads_what_the_launcher_writes(tmp_path):
+    observed(tmp_path, HISTORY)
+    (tmp_path / "report.json").write_text('{"exit_code": null, "attempts": []}')
+    live = json.loads((tmp_path / "live.json").read_text())
+    (tmp_path / "live.json").write_text(json.dumps({**live, "state": "running"}))
+    (attempt,) = read_run(tmp_path).attempts
+    assert attempt.history["worker-0"].rates()[-1][1] == pytest.approx(20.0)
+    assert sum(attempt.phases["worker-0"].values()) == pytest.approx(4.5)
+
+
+def test_a_history_of_any_length_has_the_same_size():
+    history = History(0.0)
+    for second in range(10_000):
+        history.add(WORKER, "step", begin_s=second, end_s=second + 1)
+        history.note(WORKER, at_s=second, step=second, memory_bytes=second)
+    told = history.as_json(epoch_s=0.0)
+    columns = told["tasks"]["worker-0"]
+    assert MAX_BINS / 2 <= len(columns["step"]) <= MAX_BINS
+    assert told["width_s"] * MAX_BINS >= 10_000
+    assert columns["step"][-1] == 9_999
+    assert max(columns["memory_bytes"]) == 9_999
+    assert history.totals(WORKER) == {"step": 10_000.0}
+
+
+def test_memory_of_a_process_that_is_gone_is_not_known():
+    assert memory_bytes(2**22 + 1) is None
+
+
+def test_secrets_of_the_command_are_not_written_down():
+    told = description_of_job("single", argv=["python", "train.py", "--api_key=abc", "--lr=1"])
+    assert "abc" not in told["command"]
+    assert "--lr=1" in told["command"]
+
+
+STATUS = json.loads((RUNS / "multiworker" / "live.json").read_text())
+
+
+def test_prometheus_gets_each_metric_with_its_type_once():
+    text = render(STATUS)
+    lines = text.splitlines()
+    types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    assert {line.split("{")[0].split()[0] for line in lines if line[0] != "#"} == set(types)
+    assert 'tfdist_step{task="worker-0"} 900' in lines
+    assert text.endswith("\n")
+
+
+def test_labels_are_escaped():
+    task = {**STATUS["tasks"][0], "host": 'a"\\\n'}
+    assert 'host="a\\"\\\\\\n"' in render({**STATUS, "tasks": [task]})
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Watched:
+    def __init__(self):
+        self.fds = set()
+
+    def watch(self, fd):
+        self.fds.add(fd)
+
+    def unwatch(self, fd):
+        self.fds.discard(fd)
+
+
+def asked(server, watched, request):
+    """Send a request and let the server have its turns; return the answer."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(request)
+        answer, client_fd = b"", client.fileno()
+        while True:
+            ready, _, _ = select.select([*watched.fds, client_fd], [], [], 10)
+            assert ready, "no answer"
+            server.turn()
+            if client_fd in ready:
+                piece = client.recv(1 << 16)
+                if not piece:
+                    return answer
+                answer += piece
+
+
+def test_metrics_are_served_without_a_thread():
+    watched = Watched()
+    with MetricsServer(free_port()) as server:
+        server.attach(watched)
+        server.tell(STATUS)
+        head, body = asked(server, watched, b"GET /metrics HTTP/1.1\r\n\r\n").split(b"\r\n\r\n", 1)
+        assert head.startswith(b"HTTP/1.1 200")
+        assert body.decode() == render(STATUS)
+        assert asked(server, watched, b"GET / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 404")
+        assert len(watched.fds) == 1
+    assert watched.fds == set()
+
+
+def test_a_client_that_says_nothing_is_dropped():
+    now_s, watched = [0.0], Watched()
+    with MetricsServer(free_port(), clock=lambda: now_s[0]) as server:
+        server.attach(watched)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10):
+            select.select(list(watched.fds), [], [], 10)
+            server.turn()
+            assert len(watched.fds) == 2
+            now_s[0] = 6.0
+            server.turn()
+            assert len(watched.fds) == 1
+
+
+def test_a_port_that_is_taken_is_refused():
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, pytest.raises(UsageError, match="--metrics_port"):
+        MetricsServer(listener.getsockname()[1])
+
+
+def shown(run_dir):
+    console = Console(file=io.StringIO(), width=140)
+    console.print(view(run_dir))
+    return console.file.getvalue()
+
+
+def test_the_table_has_a_row_for_each_task():
+    text = shown(RUNS / "ps")
+    for name in ("chief-0", "worker-0", "worker-1", "ps-0", "over", "last epoch"):
+        assert name in text
+
+
+def test_a_job_of_a_killed_launcher_is_not_shown_as_running(tmp_path):
+    task = {**STATUS["tasks"][0], "state": "running", "phase": "step"}
+    status = {**STATUS, "state": "running", "tasks": [task]}
+    (tmp_path / "live.json").write_text(json.dumps(status))
+    text = shown(tmp_path)
+    assert "its launcher was killed" in text
+    assert "running" not in text
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"state": "running", "tasks": 3}'])
+def test_a_directory_of_no_job_is_one_line(tmp_path, text, capsys):
+    if text is not None:
+        (tmp_path / "live.json").write_text(text)
+    assert top.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,45 @@
+"""Flags and options of a pipeline job, and its plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.cluster import JobOptions, addressed_tasks, job_configs, resolved_strategy
+from tfdist.cluster.job import build_cluster
+from tfdist.errors import UsageError
+from tfdist.launch.options import parse
+
+
+@pytest.mark.parametrize("flags", [["--strategy=pipeline", "--stages=3"], ["--stages=3"]])
+def test_a_pipeline_has_a_task_for_each_stage(flags):
+    options = parse(flags)
+    assert (options.strategy, options.workers) == ("pipeline", 3)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--stages=2", "--strategy=multiworker"],
+        ["--stages=2", "--ps=1"],
+        ["--stages=2", "--workers=4"],
+        ["--stages=0"],
+    ],
+)
+def test_stages_that_do_not_go_with_the_rest_are_refused(flags):
+    with pytest.raises(UsageError) as caught:
+        parse(flags)
+    assert caught.value.where in ("--stages", "--ps")
+
+
+def test_each_task_is_told_that_it_is_a_stage():
+    tasks = addressed_tasks(strategy="pipeline", workers=2)
+    cluster = build_cluster(strategy="pipeline", addresses=["a:1", "b:1"], workers=len(tasks))
+    options = JobOptions(strategy="pipeline", stages=2)
+    configs = list(job_configs(cluster, options=options))
+    assert [str(config.task) for config in configs] == ["worker-0", "worker-1"]
+    assert {resolved_strategy(config) for config in configs} == {"pipeline"}
+
+
+def test_a_pipeline_has_no_parameter_servers():
+    with pytest.raises(UsageError):
+        addressed_tasks(strategy="pipeline", workers=2, ps=1)

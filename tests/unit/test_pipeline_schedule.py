@@ -1,0 +1,107 @@
+"""Schedules of a pipeline: every one ends, whatever the number of stages and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tfdist.errors import UsageError
+from tfdist.pipeline.balance import balanced
+from tfdist.pipeline.schedule import SCHEDULES, Pass, micro_sizes, passes, timeline
+
+SHAPES = list(itertools.product(range(1, 6), range(1, 9)))
+
+
+def orders(kind, stages, micros, ahead=1):
+    return [
+        passes(kind, stage=stage, stages=stages, micros=micros, ahead=ahead)
+        for stage in range(stages)
+    ]
+
+
+def of_equal_stages(kind, stages, micros, **options):
+    all_s = [1.0] * stages
+    return timeline(orders(kind, stages, micros), forward_s=all_s, backward_s=all_s, **options)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("buffers", [1, 2, None])
+def test_no_schedule_waits_for_ever(kind, buffers):
+    for (stages, micros), ahead in itertools.product(SHAPES, range((buffers or 2) + 1)):
+        timeline(
+            orders(kind, stages, micros, ahead),
+            forward_s=[1.0] * stages,
+            backward_s=[2.0] * stages,
+            buffers=buffers,
+        )
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_each_micro_batch_goes_forward_and_back_once_and_back_in_order(kind):
+    for stages, micros in SHAPES:
+        for order in orders(kind, stages, micros):
+            assert sorted(order) == [Pass(f, m) for f in (False, True) for m in range(micros)]
+            assert [one.micro for one in order if not one.forward] == list(range(micros))
+
+
+def test_1f1b_keeps_activations_by_the_stages_and_gpipe_of_all_micro_batches():
+    assert of_equal_stages("1f1b", 4, 20).most_kept == (5, 4, 3, 1)
+    assert of_equal_stages("gpipe", 4, 20).most_kept == (20, 20, 20, 20)
+    assert of_equal_stages("serial", 4, 20).most_kept == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_the_bubble_of_equal_stages_is_that_of_the_papers(kind):
+    for stages, micros in SHAPES:
+        expected = (stages - 1) / (micros + stages - 1)
+        assert of_equal_stages(kind, stages, micros).bubble == pytest.approx(expected)
+
+
+def test_one_micro_batch_at_a_time_computes_on_one_stage_at_a_time():
+    assert of_equal_stages("serial", 4, 3).bubble == pytest.approx(3 / 4)
+
+
+def test_orders_that_wait_for_each_other_are_refused():
+    wrong = [[Pass(False, 0), Pass(True, 0)], [Pass(True, 0), Pass(False, 0)]]
+    with pytest.raises(UsageError) as caught:
+        timeline(wrong, forward_s=[1, 1], backward_s=[1, 1])
+    assert caught.value.code == "deadlock"
+
+
+def test_micro_batches_differ_by_one_example_at_the_most():
+    for batch, size in itertools.product(range(1, 40), range(1, 45)):
+        sizes = micro_sizes(batch, split_size=size)
+        assert sum(sizes) == batch
+        assert max(sizes) <= size
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_a_split_size_that_is_no_number_of_examples_is_refused(size):
+    with pytest.raises(UsageError):
+        micro_sizes(10, split_size=size)
+
+
+def slowest(seconds, cuts):
+    bounds = [0, *(cut + 1 for cut in cuts), len(seconds)]
+    return max(sum(seconds[a:b]) for a, b in itertools.pairwise(bounds))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_no_other_cut_has_a_faster_slowest_stage(stages):
+    seconds = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    chosen = balanced(seconds, [1] * 7, stages=stages, tolerance=0)
+    every = itertools.combinations(range(7), stages - 1)
+    assert slowest(seconds, chosen) == min(slowest(seconds, cuts) for cuts in every)
+
+
+def test_of_cuts_that_are_as_fast_the_one_that_fewest_bytes_cross():
+    assert balanced([1.0, 0.01, 1.0], [100, 10], stages=2) == (1,)
+    assert balanced([1.0, 0.01, 1.0], [10, 100], stages=2) == (0,)
+
+
+def test_more_stages_than_places_are_refused():
+    with pytest.raises(UsageError) as caught:
+        balanced([1.0, 1.0], [1], stages=3)
+    assert caught.value.code == "too-many-stages"

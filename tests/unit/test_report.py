@@ -1,0 +1,373 @@
+"""The report of a run, from directories that jobs have left: what is shown, and what is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfdist.errors import UsageError
+from tfdist.report import __main__ as program
+from tfdist.report.charts import Series, axis_of, line_chart, ticks
+from tfdist.report.page import render
+from tfdist.report.run import TaskHistory, read_run
+from tfdist.report.run_section import Verdict
+from tfdist.report.serve import make_server
+from tfdist.report.style import STYLE
+from tfdist.report.sweep import read_sweep, runs_of_best
+from tfdist.report.text import duration
+from tfdist.report.timeline import PARTS
+
+RUNS = Path(__file__).parent / "data" / "report"
+_VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """Text and tags of a page; fails where a tag is not closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.tips: list[str] = []
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.tags.append(tag)
+        self.tips += [values["data-tip"]] if "data-tip" in values else []
+        self.links += [values[name] for name in ("href", "src") if name in values]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        values = dict(attrs)
+        self.tips += [values["data-tip"]] if "data-tip" in values else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if not self.open or self.open[-1] not in ("style", "script") else ""
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return Path(shutil.copytree(RUNS / "multiworker", tmp_path / "run"))
+
+
+def page_of(path):
+    return Page(render([read_run(path)]))
+
+
+def test_a_run_with_a_restart_shows_its_failure_attempts_and_curves():
+    page = page_of(RUNS / "multiworker")
+    for text in (
+        *("worker-1 at step 225, attempt 1", "killed by SIGKILL, not by the launcher"),
+        *("Attempt 1", "exit code 137", "Attempt 2", "exit code 0", "Loss", "Accuracy"),
+        *("Examples per second, by task", "Memory in MiB, by task", "Where the time went"),
+        *("tensorflow 2.21.0", "--max_restarts 2", "total_examples", "tasks, multiworker"),
+    ):
+        assert text in page.text
+    assert any(tip.startswith("worker-1 failed: killed by SIGKILL") for tip in page.tips)
+    assert page.tags.count("svg") == 5
+
+
+def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
+    page = page_of(RUNS / "ps")
+    assert "Staleness" in page.text
+    assert "Steps by worker" in page.text
+    counts = json.loads((RUNS / "ps" / "summary.json").read_text())["staleness"]
+    total = sum(counts.values())
+    assert f"0: {counts['0']:,} steps, {100 * counts['0'] / total:.1f} %" in page.tips
+    assert any(re.fullmatch(r"worker-1: .* examples/s on average", tip) for tip in page.tips)
+
+
+def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
+    html = render([read_run(RUNS / "multiworker"), read_run(RUNS / "ps")])
+    page = Page(html)
+    assert "Side by side" in page.text
+    assert "Fields that differ" in page.text
+    assert "checkpoints2012" in page.text.replace(" ", "")
+    assert "#run-0" in page.links
+    assert "#run-1" in page.links
+
+
+def test_a_sweep_shows_parallel_coordinates_and_every_trial():
+    sweep = read_sweep(RUNS / "sweep")
+    page = Page(render([], [sweep]))
+    assert len(sweep.trials) == 8
+    assert sum(tip.startswith("trial ") and "learning_rate" in tip for tip in page.tips) == 8
+    assert "learning_rate" in sweep.on_log_scale
+    assert "5 ★" in page.text
+    assert page.links == ["data:,"]
+
+
+def test_a_trial_whose_run_is_there_is_on_the_page_of_its_sweep_and_linked(tmp_path, capsys):
+    sweep = Path(shutil.copytree(RUNS / "sweep", tmp_path / "sweep"))
+    shutil.copytree(RUNS / "multiworker", sweep / "trials" / "5")
+    (sweep / "trials" / "1").mkdir()
+    (sweep / "trials" / "1" / "report.json").write_text("{")
+    (run,) = runs_of_best(read_sweep(sweep), most=8)
+    assert run.name == "sweep, trial 5"
+    assert program.main([str(sweep)]) == 0
+    page = Page((sweep / "report.html").read_text())
+    assert page.links.count("#run-0") == 2
+    assert "worker-1 at step 225, attempt 1" in page.text
+
+
+def test_the_page_loads_nothing():
+    html = render([read_run(RUNS / "multiworker")], [read_sweep(RUNS / "sweep")])
+    assert [link for link in Page(html).links if not link.startswith(("#", "data:"))] == []
+    assert "default-src 'none'" in html
+    assert "@import" not in html
+    assert "url(" not in html
+    assert "fetch(" not in html
+
+
+def test_what_a_task_has_printed_stays_text(run_dir):
+    report = json.loads((run_dir / "report.json").read_text())
+    report["attempts"][0]["first_failure"]["cause"] = "<script>alert(1)</script>"
+    report["job"]["command"] = '"><img src=x>'
+    (run_dir / "report.json").write_text(json.dumps(report))
+    page = page_of(run_dir)
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_a_ledgers_verdict_is_shown():
+    run = read_run(RUNS / "ps")
+    verdict = Verdict(is_proved=False, text="pass 3: 2 missed: 7, 9")
+    page = Page(render([run], verdicts={run.path: verdict}))
+    assert "not proved" in page.text
+    assert "pass 3: 2 missed: 7, 9" in page.text
+
+
+def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):
+    report = json.loads((run_dir / "report.json").read_text())
+    del report["attempts"][1]
+    (run_dir / "report.json").write_text(json.dumps({**report, "exit_code": None}))
+    live = json.loads((run_dir / "live.json").read_text())
+    (run_dir / "live.json").write_text(json.dumps({**live, "state": "running"}))
+    run = read_run(run_dir)
+    assert run.status == "unfinished: its launcher was killed"
+    assert [attempt.number for attempt in run.attempts] == [1, 2]
+    assert run.attempts[1].phases["worker-0"]["trace"] > 0
+    assert "no end seen" in str(Page(render([run])).tips)
+
+
+def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
+    fd = os.open(run_dir / "logs", os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        run = read_run(run_dir)
+        assert run.is_running
+        assert 'data-state="going"' in render([run], is_followed=True)
+    finally:
+        os.close(fd)
+    assert not read_run(run_dir).is_running
+
+
+@pytest.mark.parametrize("kept", [["metrics.jsonl", "config.json"], ["report.json"]])
+def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
+    for path in run_dir.iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert Page(render([read_run(run_dir)])).text
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "code"),
+    [
+        ("report.json", '{"exit_code": 0, "attem', "not-json"),
+        ("report.json", "[1, 2]", "not-json"),
+        ("report.json", '{"attempts": [{"number": 1}]}', "not-a-run"),
+        ("report.json", '{"attempts": 3}', "not-a-run"),
+        ("report.json", '{"attempts": ["x"]}', "not-a-run"),
+        ("summary.json", "PK\3\4", "not-json"),
+        ("live.json", '{"state": "running"}', "not-a-run"),
+        ("logs/attempt-1/history.json", '{"begin": 1}', "not-a-run"),
+        ("logs/attempt-1/history.json", "{}", "not-a-run"),
+    ],
+)
+def test_what_is_half_written_or_anothers_is_one_line(run_dir, file, text, code, capsys):
+    (run_dir / file).write_text(text)
+    if file == "live.json":
+        report = json.loads((run_dir / "report.json").read_text())
+        (run_dir / "report.json").write_text(json.dumps({**report, "attempts": []}))
+    with pytest.raises(UsageError) as caught:
+        read_run(run_dir)
+    assert caught.value.code == code
+    assert program.main([str(run_dir)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a document: one item of a list stands for all."""
+    yield path
+    items = content.items() if isinstance(content, dict) else ()
+    items = list(enumerate(content))[:1] if isinstance(content, list) else items
+    for key, value in items:
+        yield from places(value, (*path, key))
+
+
+def spoilt(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A document with another value at a place; without it for `...`."""
+    if not path:
+        return value
+    copy = content.copy()
+    if value is ... and len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = spoilt(content[path[0]], path[1:], value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        *((run, file) for run in ("multiworker", "ps") for file in ("report.json", "summary.json")),
+        *(("multiworker", file) for file in ("config.json", "live.json")),
+        *(("ps", "logs/attempt-1/history.json"), ("sweep", "sweep.json")),
+    ],
+)
+def test_whatever_stands_in_a_file_it_is_a_page_or_one_line(name, file, tmp_path, capsys):
+    run_dir = Path(shutil.copytree(RUNS / name, tmp_path / "run"))
+    content = json.loads((run_dir / file).read_text())
+    if file == "live.json":
+        (run_dir / "report.json").write_text('{"attempts": [], "exit_code": null}')
+    seen = set()
+    for path in places(content):
+        for value in (..., None, -1, "x", [None], {"x": "x"}):
+            if path or value is not ...:
+                (run_dir / file).write_text(json.dumps(spoilt(content, path, value)))
+                code = program.main([str(run_dir)])
+                assert capsys.readouterr().err.count("\n") == (code == 2), (path, value)
+                seen.add(code)
+    assert seen <= {0, 2}
+    assert 0 in seen
+
+
+@pytest.mark.parametrize("file", ["config.json", "summary.json", "report.json", "live.json"])
+def test_the_directory_of_another_program_is_one_line(file, tmp_path, capsys):
+    (tmp_path / file).write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    assert program.main([str(tmp_path)]) == 2
+    assert "no run of tfdist has written to" in capsys.readouterr().err
+
+
+def test_a_directory_of_no_run_is_one_line(tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "none"):
+        assert program.main([str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
+    assert program.main([str(run_dir)]) == 0
+    assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
+    assert str(run_dir / "report.html") in capsys.readouterr().out
+
+
+def test_the_served_page_is_made_anew_and_only_for_this_machine():
+    made = []
+
+    def make_page():
+        made.append("page")
+        return f"page {len(made)}"
+
+    with make_server(make_page, port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        for expected in ("page 1", "page 2"):
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                assert answer.read().decode() == expected
+        foreign = urllib.request.Request(url, headers={"Host": "example.org"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(foreign, timeout=10)
+        with pytest.raises(UsageError, match="--port"):
+            make_server(make_page, port=server.server_address[1])
+        server.shutdown()
+        thread.join()
+    assert len(made) == 2
+
+
+def test_rates_are_between_stretches_with_a_step_after_the_one_that_it_resumed_from():
+    history = TaskHistory(
+        begin=0.0,
+        width_s=2.0,
+        phases={},
+        steps=(0, 10, None, 30, 40),
+        memory_bytes=(None,) * 5,
+    )
+    assert history.rates() == [(6.0, 5.0), (9.0, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 900, [0, 200, 400, 600, 800]), (3, 3, [3])],
+)
+def test_ticks_are_round(low, high, expected):
+    assert ticks(low, high) == expected
+
+
+def test_a_line_breaks_where_nothing_is_known_and_an_empty_one_is_no_chart():
+    gap = Series(name="a", points=[(0, 1), (1, 2), (1, float("nan")), (2, 3), (3, 4)])
+    assert line_chart([gap], label="x", x_label="s").count("<polyline") == 2
+    assert line_chart([Series(name="a", points=[])], label="x", x_label="s") == ""
+
+
+def test_an_axis_is_by_size_for_numbers_and_by_turn_for_words():
+    _, heights = axis_of("lr", [1e-4, 1e-2, 1e-3], is_log=True)
+    assert heights["0.001"] == pytest.approx(0.5)
+    _, heights = axis_of("optimizer", ["sgd", "adam"], is_log=False)
+    assert heights == {"adam": 0.25, "sgd": 0.75}
+
+
+def test_every_phase_has_a_part_and_a_colour():
+    from tfdist.phases import PHASES, SUM
+
+    assert {*PHASES, SUM} <= {phase for _, phases in PARTS.values() for phase in phases}
+    assert all(f".p-{part} " in STYLE for part in PARTS)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.25, "0.2 s"), (75, "1 min 15 s"), (7380, "2 h 03 min"), (5, "5 s")]
+)
+def test_durations_are_read_at_a_glance(seconds, text):
+    assert duration(seconds) == text
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of a colour, as WCAG 2.2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_have_the_contrast_of_wcag_aa(scheme):
+    block = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--([\w]+): (#\w{6})", block))
+    behind = {name: colours.pop(name) for name in ("bg", "card")}
+    del colours["rule"]  # lines that say nothing
+    text = {"ink", "soft", "good", "bad", "warn", "live"}
+    for name, colour in colours.items():
+        for other in behind.values():
+            low, high = sorted((luminance(colour), luminance(other)))
+            assert (high + 0.05) / (low + 0.05) >= (4.5 if name in text else 3), name

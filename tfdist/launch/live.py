@@ -1,0 +1,287 @@
+"""Live status of a job: `live.json`, and the history of each attempt for the report of the run.
+
+Seen from the heartbeats, once a second: what a task does between two of them is taken for what it
+says at the second, or, where it has changed since the first, divided at the moment of the change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import shlex
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster import Task
+from tfdist.files import write_json
+from tfdist.launch.events import Awakening, Beat, Started
+from tfdist.launch.multihost.agreement import versions, without_secrets
+from tfdist.launch.state import JobState
+
+LIVE_FILE = "live.json"
+HISTORY_FILE = "history.json"
+"""In the directory of an attempt's logs."""
+
+MAX_BINS = 120
+_EVERY_S = 1.0
+_HISTORY_EVERY_S = 10.0
+_TASKS_A_SECOND = 200  # a job of more tasks writes less often
+_RATE_OVER_S = 15.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_bytes(pid: int) -> int | None:
+    """Return the resident memory of a process of this machine, None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what runs and where, for `report.json`; values that are secrets by name left out."""
+    return {
+        "command": shlex.join(without_secrets(argv)),
+        "strategy": strategy,
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def versions_of_job() -> dict[str, str]:
+    """Return the versions it runs with; takes 20 ms, and so is not for a job's start."""
+    return {**versions(), "Python": platform.python_version()}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Bin:
+    """What one task did in one stretch of time."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    step: int | None = None
+    memory_bytes: int | None = None
+
+    def merge(self, later: _Bin) -> None:
+        for phase, seconds in later.phases.items():
+            self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+        self.step = self.step if later.step is None else later.step
+        self.memory_bytes = max(self.memory_bytes or 0, later.memory_bytes or 0) or None
+
+
+class History:
+    """Phases, steps and memory of the tasks over time, in at most `MAX_BINS` equal stretches.
+
+    When they are used up, each two become one, so that a history of any length has the same size.
+    """
+
+    def __init__(self, begin_s: float) -> None:
+        self.begin_s = begin_s
+        self.width_s = 1.0
+        self._bins: dict[Task, list[_Bin]] = {}
+
+    def add(self, task: Task, phase: str, *, begin_s: float, end_s: float) -> None:
+        """Record that a task was in a phase for so long."""
+        while begin_s < end_s:
+            index, found = self._at(task, begin_s)
+            until_s = min(end_s, self.begin_s + (index + 1) * self.width_s)
+            if until_s <= begin_s:  # by rounding
+                until_s = end_s
+            found.phases[phase] = found.phases.get(phase, 0.0) + until_s - begin_s
+            begin_s = until_s
+
+    def note(self, task: Task, *, at_s: float, step: int | None, memory_bytes: int | None) -> None:
+        """Record how far a task is, and how much memory it has."""
+        _, found = self._at(task, at_s)
+        found.merge(_Bin(step=step, memory_bytes=memory_bytes))
+
+    def totals(self, task: Task) -> dict[str, float]:
+        """Return the seconds that a task has been in each phase."""
+        total = _Bin()
+        for one in self._bins.get(task, ()):
+            total.merge(one)
+        return {phase: round(seconds, 1) for phase, seconds in total.phases.items()}
+
+    def as_json(self, *, epoch_s: float) -> dict[str, Any]:
+        """Return the history with the time of day at which it begins."""
+        return {
+            "begin": round(epoch_s + self.begin_s, 3),
+            "width_s": self.width_s,
+            "tasks": {str(task): _columns(bins) for task, bins in self._bins.items()},
+        }
+
+    def _at(self, task: Task, at_s: float) -> tuple[int, _Bin]:
+        while (index := max(0, int((at_s - self.begin_s) // self.width_s))) >= MAX_BINS:
+            self._halve()
+        bins = self._bins.setdefault(task, [])
+        bins.extend(_Bin() for _ in range(index + 1 - len(bins)))
+        return index, bins[index]
+
+    def _halve(self) -> None:
+        self.width_s *= 2
+        for task, bins in self._bins.items():
+            for one, later in zip(bins[::2], bins[1::2], strict=False):
+                one.merge(later)
+            self._bins[task] = bins[::2]
+
+
+def _columns(bins: list[_Bin]) -> dict[str, Any]:
+    names = dict.fromkeys(phase for one in bins for phase in one.phases)
+    return {
+        "phases": {name: [round(one.phases.get(name, 0.0), 2) for one in bins] for name in names},
+        "step": [one.step for one in bins],
+        "memory_bytes": [one.memory_bytes for one in bins],
+    }
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    """What was heard of the present process of a task."""
+
+    pid: int | None = None
+    beat: Beat | None = None
+    memory_bytes: int | None = None
+    peak_bytes: int | None = None
+    past: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def rate(self) -> float | None:
+        """Return the steps per second over the last `_RATE_OVER_S` seconds."""
+        if len(self.past) < 2:
+            return None
+        (began_s, first), (at_s, last) = self.past[0], self.past[-1]
+        return round((last - first) / (at_s - began_s), 3) if at_s > began_s else None
+
+
+class LiveStatus:
+    """Writes `live.json` once a second and the history of an attempt every ten.
+
+    Args:
+        run_dir: Where `live.json` is written.
+        logs: The directory of this attempt's logs.
+        attempt: Its number.
+        strategy: Of the job.
+        epoch_s: The time of day when the clock stood at 0.
+        hosts: Where each task is, in a job on several hosts.
+        is_here: Whether a task runs on this machine, so that its memory can be read.
+        tell: Is given each status, besides.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        logs: Path,
+        attempt: int,
+        strategy: str,
+        epoch_s: float,
+        hosts: Mapping[Task, str],
+        is_here: Callable[[Task], bool] = lambda task: True,
+        tell: Callable[[dict[str, Any]], None] = lambda status: None,
+    ) -> None:
+        self._path = run_dir / LIVE_FILE
+        self._history_path = logs / HISTORY_FILE
+        self._attempt = attempt
+        self._strategy = strategy
+        self._epoch_s = epoch_s
+        self._hosts = hosts
+        self._is_here = is_here
+        self._tell = tell
+        self._seen: dict[Task, _Seen] = {}
+        self._history: History | None = None
+        self._written_s = self._history_written_s = -math.inf
+
+    def see(self, state: JobState, awakening: Awakening) -> None:
+        """Take what has happened, and write where a second has passed since the last time."""
+        if self._history is None:
+            self._history = History(state.started_s)
+        for event in awakening.events:
+            match event:
+                case Started(task=task):
+                    self._seen[task] = _Seen(pid=event.pid)
+                case Beat(task=task):
+                    self._see_beat(self._seen.setdefault(task, _Seen()), event, self._history)
+        now_s = awakening.at_s
+        every_s = _EVERY_S * max(1.0, len(state.tasks) / _TASKS_A_SECOND)
+        if now_s - self._written_s >= every_s or state.is_over:
+            self._written_s = now_s
+            self._write(state, self._history)
+
+    def observed(self) -> dict[str, Any]:
+        """Return the seconds of each task in each phase and its peak memory, for the report."""
+        history, tasks = self._history, sorted(self._seen)
+        phases = {str(task): history.totals(task) for task in tasks} if history else {}
+        peaks = {str(task): self._seen[task].peak_bytes for task in tasks}
+        return {
+            "phases": {name: spent for name, spent in phases.items() if spent},
+            "peak_memory_bytes": {name: peak for name, peak in peaks.items() if peak},
+        }
+
+    def _see_beat(self, seen: _Seen, beat: Beat, history: History) -> None:
+        before = seen.beat
+        if before is not None and beat.at_s > before.at_s:
+            changed_s = before.at_s
+            if beat.phase != before.phase:
+                changed_s = min(max(beat.since_s, before.at_s), beat.at_s)
+            history.add(beat.task, before.phase, begin_s=before.at_s, end_s=changed_s)
+            history.add(beat.task, beat.phase, begin_s=changed_s, end_s=beat.at_s)
+        elif before is None:
+            history.add(beat.task, beat.phase, begin_s=beat.since_s, end_s=beat.at_s)
+        seen.beat = beat
+        if seen.pid is not None and self._is_here(beat.task):
+            seen.memory_bytes = memory_bytes(seen.pid)
+            seen.peak_bytes = max(seen.peak_bytes or 0, seen.memory_bytes or 0) or None
+        history.note(beat.task, at_s=beat.at_s, step=beat.step, memory_bytes=seen.memory_bytes)
+        if beat.step is not None:
+            seen.past.append((beat.at_s, beat.step))
+            while seen.past[0][0] < beat.at_s - _RATE_OVER_S:
+                seen.past.popleft()
+
+    def _write(self, state: JobState, history: History) -> None:
+        status = self._status(state)
+        self._tell(status)
+        with contextlib.suppress(OSError):  # of no use to the job itself
+            write_json(self._path, status, durable=False)
+            if self._written_s - self._history_written_s >= _HISTORY_EVERY_S or state.is_over:
+                self._history_written_s = self._written_s
+                document = history.as_json(epoch_s=self._epoch_s)
+                write_json(self._history_path, document, durable=False)
+
+    def _status(self, state: JobState) -> dict[str, Any]:
+        rates = [seen.rate() for seen in self._seen.values()]
+        return {
+            "at": round(self._epoch_s + state.now_s, 3),
+            "attempt": self._attempt,
+            "began_at": round(self._epoch_s + state.started_s, 3),
+            "strategy": self._strategy,
+            "state": "ended" if state.is_over else "ending" if state.is_ending else "running",
+            "step": state.step,
+            "steps_per_s": max((rate for rate in rates if rate is not None), default=None),
+            "failure": f"{state.failure.task}: {state.failure.cause}" if state.failure else None,
+            "lost": [str(failure.task) for failure in state.lost],
+            "tasks": [self._task(state, task) for task in state.tasks],
+        }
+
+    def _task(self, state: JobState, task: Task) -> dict[str, Any]:
+        seen, record = self._seen.get(task, _Seen()), state.tasks[task].records[-1]
+        beat, is_running = seen.beat, state.is_running(task)
+        return {
+            "task": str(task),
+            "host": self._hosts.get(task),
+            "pid": record.pid,
+            "state": "running" if is_running else "waiting" if record.pid is None else "ended",
+            "status": record.status,
+            "phase": beat.phase if beat and is_running else None,
+            "phase_s": round(state.now_s - beat.since_s, 1) if beat and is_running else None,
+            "step": beat.step if beat else None,
+            "steps_per_s": seen.rate() if is_running else None,
+            "memory_bytes": seen.memory_bytes if is_running else None,
+            "peak_memory_bytes": seen.peak_bytes,
+            "silent_s": round(state.now_s - beat.at_s, 1) if beat and is_running else None,
+            "restarts": record.restart,
+        }

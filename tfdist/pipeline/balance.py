@@ -1,0 +1,79 @@
+"""Balance: at which places to cut, so that the slowest stage is as fast as it can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from tfdist.errors import require
+
+_TOLERANCE = 0.03
+
+
+def balanced(
+    seconds: Sequence[float],
+    crossing_bytes: Sequence[int],
+    *,
+    stages: int,
+    tolerance: float = _TOLERANCE,
+) -> tuple[int, ...]:
+    """Return which of the places to cut at, in order.
+
+    The slowest stage is as fast as it can be; of the cuts within `tolerance` of that, those that
+    the fewest bytes cross.
+
+    Args:
+      seconds: of each run of layers between two places, forward and backward; one more than places.
+      crossing_bytes: of each place.
+      stages: how many to make.
+
+    Raises:
+      UsageError: there are fewer places than cuts.
+    """
+    require(
+        stages <= len(seconds),
+        "stages",
+        received=stages,
+        expected=f"at most {len(seconds)}, as the model can be cut at {len(seconds) - 1} places",
+        fix="ask for fewer stages",
+        code="too-many-stages",
+    )
+    sums = [0.0, *itertools.accumulate(seconds)]
+    limits = sorted({high - low for low, high in itertools.combinations(sums, 2)} | {sums[-1]})
+    least = next(limit for limit in limits if _cheapest(sums, crossing_bytes, stages, limit))
+    found = _cheapest(sums, crossing_bytes, stages, least * (1 + tolerance))
+    assert found is not None
+    return found[1]
+
+
+def _cheapest(
+    sums: Sequence[float], weights: Sequence[int], stages: int, limit: float
+) -> tuple[int, tuple[int, ...]] | None:
+    """Return the fewest bytes, and the cuts, with which no stage takes longer than `limit`."""
+    end = len(sums) - 1
+    costs: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(stages):
+        ends = [end] if stage == stages - 1 else range(stage + 1, end)
+        costs = {
+            e: min(options)
+            for e in ends
+            if (options := list(_extended(costs, e, sums, weights, limit)))
+        }
+    return costs.get(end)
+
+
+def _extended(
+    costs: dict[int, tuple[int, tuple[int, ...]]],
+    end: int,
+    sums: Sequence[float],
+    weights: Sequence[int],
+    limit: float,
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the costs with one more stage, which ends here."""
+    last = end == len(sums) - 1
+    within = limit * (1 + 1e-9)
+    return [
+        (cost, cuts) if last else (cost + weights[end - 1], (*cuts, end - 1))
+        for start, (cost, cuts) in costs.items()
+        if start < end and sums[end] - sums[start] <= within
+    ]

@@ -1,0 +1,320 @@
+"""Cuts of a functional or Sequential model into stages that share its layers and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.models.functional import Functional
+
+from tfdist.errors import UsageError, near, require
+
+Assignment = tuple[int, ...]
+"""The stage of each node of a `LayerGraph`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A place in the model where it can be cut.
+
+    Attributes:
+      position: the cut is behind the node of this index.
+      name: of the layer before it.
+      num_tensors: how many tensors cross.
+      example_bytes: bytes of one example that cross, there and back; an unknown length counts 1.
+    """
+
+    position: int
+    name: str
+    num_tensors: int
+    example_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """One stage of a model.
+
+    Attributes:
+      index: of the stage.
+      num_stages: of the model.
+      module: takes a flat list, `received` and then `inputs`; returns a flat list of what it makes.
+        Its layers are the model's own.
+      received: symbolic tensors that come from the stage before.
+      inputs: which of the model's inputs this stage reads by itself, by their index.
+      sent: symbolic tensors that go to the stage after; of the last stage the model's outputs.
+      sources: of each tensor of `sent`, its place in the list of `received`, `inputs` and what
+        `module` makes: some only pass through.
+      draws_before: layers with random draws in the stages before.
+    """
+
+    index: int
+    num_stages: int
+    module: keras.Model
+    received: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    sent: tuple[Any, ...]
+    sources: tuple[int, ...]
+    draws_before: int
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this stage ends in the model's outputs."""
+        return self.index == self.num_stages - 1
+
+
+class LayerGraph:
+    """Calls of layers of a built model, each after those that it depends on.
+
+    Attributes:
+      model: the model.
+      functional: what holds its graph; the model itself, or what a Sequential has inside.
+      nodes: Keras' nodes; a layer that is used twice has two.
+
+    Raises:
+      UsageError: the model has no graph of layers, or a layer that keeps state across examples.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        functional = _functional(model)
+        by_depth = functional._nodes_by_depth  # `operations` loses the calls of a layer used twice
+        self.nodes: list[Any] = [
+            node
+            for depth in sorted(by_depth, reverse=True)
+            for node in by_depth[depth]
+            if not node.is_input
+        ]
+        self.functional = functional
+        self.inputs: list[Any] = list(functional.inputs)
+        self.outputs: list[Any] = list(functional.outputs)
+        self._made_by = {id(t): i for i, n in enumerate(self.nodes) for t in n.output_tensors}
+        for node in self.nodes:
+            _require_no_state(node.operation)
+
+    def places(self) -> list[Place]:
+        """Return where the model can be cut in two, in order.
+
+        Not where a variable is used on both sides. Of neighbouring places that the same tensors
+        cross, the first.
+        """
+        found: list[Place] = []
+        spans = [(min(users), max(users)) for users in self._users().values()]
+        before: set[int] = set()
+        for position in range(len(self.nodes) - 1):
+            tensors = self.crossing(self.behind([position]), stage=0)
+            ids = {id(t) for t in tensors}
+            if ids == before or any(low <= position < high for low, high in spans):
+                continue
+            before = ids
+            found.append(
+                Place(
+                    position=position,
+                    name=self.nodes[position].operation.name,
+                    num_tensors=len(tensors),
+                    example_bytes=sum(map(_example_bytes, tensors)),
+                )
+            )
+        return found
+
+    def behind(self, positions: Sequence[int]) -> Assignment:
+        """Return the assignment with a cut behind each of these nodes."""
+        return tuple(sum(i > cut for cut in positions) for i in range(len(self.nodes)))
+
+    def behind_layers(self, names: Sequence[str]) -> Assignment:
+        """Return the assignment with a cut behind the (last) call of each named layer."""
+        last = {node.operation.name: i for i, node in enumerate(self.nodes)}
+        for name in names:
+            require(
+                name in last,
+                "cut",
+                received=f"{name!r}{near(name, last)}",
+                expected=f"names of layers of model {self.model.name!r}",
+                fix="name the last layer of each stage but the last one",
+                code="unknown-layer",
+            )
+        return self.behind([last[name] for name in names])
+
+    def by_patterns(self, patterns: Mapping[str, int]) -> Assignment:
+        """Return the stages of layers by regular expressions over their paths; the first counts.
+
+        A layer that none matches is in the latest stage that it depends on.
+        """
+        assignment: list[int] = []
+        used: set[str] = set()
+        for node in self.nodes:
+            path = getattr(node.operation, "path", None) or node.operation.name
+            pattern = next((p for p in patterns if re.search(p, path)), None)
+            if pattern is None:
+                assignment.append(max([assignment[i] for i in self._reads(node)], default=0))
+            else:
+                used.add(pattern)
+                assignment.append(patterns[pattern])
+        unused = [pattern for pattern in patterns if pattern not in used]
+        require(
+            not unused,
+            "cut",
+            received=f"{', '.join(map(repr, unused))}, which counts for no layer",
+            expected="regular expressions that match paths of layers",
+            fix="correct it, or put it before a more general one",
+            code="unknown-layer",
+        )
+        return tuple(assignment)
+
+    def crossing(self, assignment: Assignment, *, stage: int) -> list[Any]:
+        """Return the tensors made up to `stage` and used after it; inputs each stage reads."""
+        needed: dict[int, Any] = {}
+        for i, node in enumerate(self.nodes):
+            if assignment[i] > stage:
+                needed.update((id(t), t) for t in node.input_tensors)
+        needed.update((id(t), t) for t in self.outputs)
+        made = self._made_by
+        return [t for k, t in needed.items() if k in made and assignment[made[k]] <= stage]
+
+    def cut(self, assignment: Assignment, *, num_stages: int) -> list[Part]:
+        """Return the stages.
+
+        Raises:
+          UsageError: a stage has no weights, needs what a later one makes, or shares a variable
+            with another one.
+        """
+        self._require_possible(assignment, num_stages=num_stages)
+        return self.divided(assignment, num_stages=num_stages)
+
+    def divided(self, assignment: Assignment, *, num_stages: int) -> list[Part]:
+        """Return the parts as `cut` does, without a look at their weights."""
+        crossing = [self.crossing(assignment, stage=k) for k in range(num_stages - 1)]
+        received, sent = [[], *crossing], [*crossing, self.outputs]
+        return [
+            self._part(assignment, k, num_stages, received=received[k], sent=sent[k])
+            for k in range(num_stages)
+        ]
+
+    def _part(
+        self, assignment: Assignment, k: int, stages: int, *, received: list[Any], sent: list[Any]
+    ) -> Part:
+        mine = [node for i, node in enumerate(self.nodes) if assignment[i] == k]
+        used = {id(t) for t in [t for node in mine for t in node.input_tensors] + sent}
+        inputs = tuple(i for i, t in enumerate(self.inputs) if id(t) in used)
+        given = [*received, *(self.inputs[i] for i in inputs)]
+        # One that only passes through has no place in a model: Keras cannot clone such a graph.
+        made = {id(t): t for t in sent if not any(t is g for g in given)}
+        places = {id(t): i for i, t in enumerate([*given, *made.values()])}
+        return Part(
+            index=k,
+            num_stages=stages,
+            module=keras.Model(
+                one_or_list(given),
+                one_or_list(list(made.values())),
+                name=f"{self.model.name}_stage{k}",
+            ),
+            received=tuple(received),
+            inputs=inputs,
+            sent=tuple(sent),
+            sources=tuple(places[id(t)] for t in sent),
+            draws_before=sum(
+                _draws(node.operation) for i, node in enumerate(self.nodes) if assignment[i] < k
+            ),
+        )
+
+    def _require_possible(self, assignment: Assignment, *, num_stages: int) -> None:
+        for i, node in enumerate(self.nodes):
+            late = [j for j in self._reads(node) if assignment[j] > assignment[i]]
+            if late:
+                raise UsageError(
+                    "cut",
+                    received=f"layer {node.operation.name!r} in stage {assignment[i]}, which needs"
+                    f" {self.nodes[late[0]].operation.name!r} in stage {assignment[late[0]]}",
+                    expected="layers in stages no earlier than those that they depend on",
+                    fix="move one of the two",
+                    code="stage-order",
+                )
+        variables = {id(v): v for node in self.nodes for v in _variables(node.operation)}
+        weighty: set[int] = set()
+        for key, users in self._users().items():
+            stages = sorted({assignment[i] for i in users})
+            weighty |= set(stages) if variables[key].trainable else set()
+            if len(stages) > 1:
+                raise UsageError(
+                    "cut",
+                    received=f"{variables[key].path!r} in stages {stages[0]} and {stages[-1]}",
+                    expected="each variable in one stage",
+                    fix="cut where the layers that share it are on one side",
+                    code="tied-weights",
+                )
+        empty = sorted(set(range(num_stages)) ^ weighty)
+        require(
+            not empty,
+            "cut",
+            received=f"stage {empty[0] if empty else 0} of {num_stages}, without trainable weights",
+            expected="layers with weights in each stage",
+            fix="cut elsewhere, or ask for fewer stages",
+            code="empty-stage",
+        )
+
+    def _users(self) -> dict[int, list[int]]:
+        """Return the nodes that use each variable, by its `id`."""
+        users: dict[int, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            for variable in _variables(node.operation):
+                users.setdefault(id(variable), []).append(i)
+        return users
+
+    def _reads(self, node: Any) -> list[int]:
+        return [self._made_by[id(t)] for t in node.input_tensors if id(t) in self._made_by]
+
+
+def has_mask(tensor: Any) -> bool:
+    """Return whether a Keras mask belongs to a symbolic tensor."""
+    return getattr(tensor, "_keras_mask", None) is not None
+
+
+def _functional(model: keras.Model) -> Any:
+    """Return what holds the model's graph of layers."""
+    inner = getattr(model, "_functional", None) if isinstance(model, keras.Sequential) else model
+    own_call = type(model).call not in (keras.Sequential.call, Functional.call)
+    if own_call or inner is None or not hasattr(inner, "_nodes_by_depth"):
+        state = "not built" if isinstance(model, keras.Sequential) else "with a call of its own"
+        raise UsageError(
+            f"model {model.name!r}",
+            received=f"a {type(model).__name__} {state}",
+            expected="a functional model, or a Sequential with its input's shape, to cut in stages",
+            fix="make it of keras.Input and layers, or train it under another strategy",
+            code="no-layer-graph",
+        )
+    return inner
+
+
+def _require_no_state(operation: Any) -> None:
+    require(
+        not getattr(operation, "stateful", False),
+        f"layer {getattr(operation, 'name', '')!r}",
+        received="stateful=True under strategy pipeline",
+        expected="layers that keep no state from one batch to the next",
+        fix="leave stateful out, or train under another strategy",
+        code="stateful-layer",
+    )
+
+
+def _variables(operation: Any) -> list[Any]:
+    return list(getattr(operation, "variables", ()))
+
+
+def _draws(operation: Any) -> int:
+    layers = [operation, *getattr(operation, "_flatten_layers", lambda **_: ())(include_self=False)]
+    return sum(getattr(layer, "seed_generator", None) is not None for layer in layers)
+
+
+def _example_bytes(tensor: Any) -> int:
+    values = math.prod(size or 1 for size in tensor.shape[1:])
+    ways = 2 if "float" in tensor.dtype else 1  # integers have no gradient
+    return values * ways * tf.as_dtype(tensor.dtype).size
+
+
+def one_or_list(tensors: list[Any]) -> Any:
+    """Return the only one, or the list: a list of one warns at each call of a model."""
+    return tensors[0] if len(tensors) == 1 else tensors

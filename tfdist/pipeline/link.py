@@ -1,0 +1,150 @@
+"""Link between two neighbouring stages: arrays in both directions over one socket.
+
+A thread sends what is queued and another one receives ahead, so that a stage computes while its
+tensors travel. How many wait is bounded by the schedule, which both ends know. Works with arrays
+and loads no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdist import phases
+from tfdist.errors import PeerLost
+
+_LOG = logging.getLogger(__name__)
+_LENGTH = struct.Struct("<I")
+_ERROR, _END = "error", "end"
+_CLOSE_S = 10.0
+_MAX_HEADER_BYTES = 2**24
+
+
+class Link:
+    """One end of a link.
+
+    Args:
+      end: connected to the neighbour; the link closes it.
+      name: what to call the neighbour in an error.
+
+    Attributes:
+      waited_s: how long `receive` has waited.
+    """
+
+    def __init__(self, end: socket.socket, *, name: str) -> None:
+        self.waited_s = 0.0
+        self._end, self._name = end, name
+        self._lost = ""
+        self._out: queue.SimpleQueue[tuple[str, Sequence[np.ndarray]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        end.setblocking(True)
+        self._threads = [
+            threading.Thread(target=work, name=f"tfdist-link-{name}", daemon=True)
+            for work in (self._send_all, self._receive_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, tag: str, arrays: Sequence[np.ndarray]) -> None:
+        """Queue a message; the arrays must not change any more."""
+        self._out.put((tag, arrays))
+
+    def receive(self, tag: str) -> list[np.ndarray]:
+        """Return the arrays of the next message, which is of this tag.
+
+        Raises:
+          PeerLost: the neighbour has gone, has failed, or is at another message.
+        """
+        if self._lost:
+            raise PeerLost(self._lost)
+        start = time.monotonic()
+        phases.set_at_sum(True)  # who hangs is the one that waits for nobody
+        try:
+            found, arrays = self._inbox.get()
+        finally:
+            phases.set_at_sum(False)
+        self.waited_s += time.monotonic() - start
+        if found == tag:
+            return list(arrays)
+        if found == _ERROR:
+            self._lost = str(arrays)
+        elif found == _END:
+            self._lost = f"{self._name} has ended, where this stage waits for {tag}"
+        else:
+            self._lost = f"{self._name} is at {found}, where this stage is at {tag}"
+        raise PeerLost(self._lost)
+
+    def fail(self, reason: str) -> None:
+        """Tell the neighbour why this end cannot go on; what was queued goes first."""
+        self._out.put((_ERROR, [np.frombuffer(reason.encode(), np.uint8)]))
+
+    def close(self) -> None:
+        """Send what is queued, and end the connection."""
+        self._out.put((_END, ()))
+        self._threads[0].join(_CLOSE_S)
+        try:
+            self._end.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            _LOG.debug("%s: %s", self._name, error)
+        for thread in self._threads:  # one that sends to a neighbour that does not read ends now
+            thread.join(_CLOSE_S)
+        self._end.close()
+
+    def _send_all(self) -> None:
+        try:
+            while True:
+                tag, arrays = self._out.get()
+                self._send(tag, arrays)
+                if tag == _END:
+                    return
+        except OSError as error:  # the receiving thread has the neighbour's own words
+            _LOG.debug("%s: %s", self._name, error)
+
+    def _send(self, tag: str, arrays: Sequence[np.ndarray]) -> None:
+        whole = [np.ascontiguousarray(a).reshape(a.shape) for a in arrays]
+        header = json.dumps([tag, [(a.dtype.name, a.shape) for a in whole]]).encode()
+        self._end.sendall(_LENGTH.pack(len(header)) + header)
+        for array in whole:
+            self._end.sendall(array.reshape(-1).view(np.uint8).data)
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                tag, arrays = self._message()
+                reason = arrays[0].tobytes().decode(errors="replace") if tag == _ERROR else ""
+                self._inbox.put((tag, reason or arrays))
+                if tag in (_ERROR, _END):
+                    return
+        except (OSError, ValueError, TypeError) as error:
+            self._inbox.put((_ERROR, f"{self._name} has gone: {error}"))
+
+    def _message(self) -> tuple[str, list[np.ndarray]]:
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError("it sends what is no message of a stage")
+        tag, kinds = json.loads(self._exactly(length))
+        arrays = [np.empty(shape, np.dtype(kind)) for kind, shape in kinds]
+        for array in arrays:
+            self._fill(array.reshape(-1).view(np.uint8).data)
+        return tag, arrays
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            count = self._end.recv_into(view)
+            if not count:
+                raise ConnectionError("it has closed its connection")
+            view = view[count:]

@@ -1,0 +1,257 @@
+"""Stage: forward and backward passes of one part of a model, and its sums of gradients.
+
+A pass is a compiled function; which one comes when, the schedule says in Python. Between the two
+passes of a micro-batch an eager `tf.GradientTape` keeps the activations, as tensors of the compiled
+forward pass, or the inputs are kept and the forward pass is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.errors import require_one_of
+from tfdist.pipeline.cuts import Part, has_mask, one_or_list
+from tfdist.training import keras_compat
+
+KEEPS = ("tape", "recompute")
+Tensors = list[tf.Tensor]
+LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
+"""Loss of a micro-batch, of what the last stage returns and the losses that layers have added."""
+
+
+class MicroBatch(NamedTuple):
+    """What a stage reads of a micro-batch by itself.
+
+    Attributes:
+      inputs: the model's inputs that the stage reads, ``[examples, ...]``.
+      targets: of the last stage: nest of tensors, or None.
+      weights: of the last stage: sample weights, or None.
+      share: examples / examples of the step, scalar float32.
+      random_key: of (seed, step, micro-batch), int32 [2].
+    """
+
+    inputs: Tensors
+    share: tf.Tensor
+    random_key: tf.Tensor
+    targets: Any = None
+    weights: Any = None
+
+
+class Received(NamedTuple):
+    """What a stage receives for a forward pass.
+
+    Attributes:
+      tensors: activations, in the order of `Part.received`.
+      masks: Keras masks of those that have one.
+      added: scalar float32, the losses that layers of the stages before have added.
+    """
+
+    tensors: Tensors
+    masks: Tensors
+    added: tf.Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class _Kept:
+    """What is kept of a micro-batch from its forward to its backward pass."""
+
+    batch: MicroBatch
+    received: Received
+    tape: tf.GradientTape | None = None
+    targets: Tensors = dataclasses.field(default_factory=list)
+
+
+class Stage:
+    """Computes one part of a model. Passes of several micro-batches may be under way.
+
+    Args:
+      part: of the model.
+      keep: ``tape`` keeps activations, ``recompute`` computes them again.
+      loss_of: of the last stage; traced in the forward pass, where it may update metrics.
+    """
+
+    def __init__(self, part: Part, *, keep: str = "tape", loss_of: LossOf | None = None) -> None:
+        require_one_of("keep", keep, KEEPS)
+        self.part = part
+        self.variables: list[Any] = list(part.module.trainable_variables)
+        self._keep = keep
+        self._loss_of = loss_of
+        self._values = [variable.value for variable in self.variables]
+        self._sums: list[tf.Variable | None] = [None] * len(self.variables)
+        self._begun: set[int] = set()
+        self._kept: dict[int, _Kept] = {}
+        self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
+        self._forward = keras_compat.compiled(self._traced_forward)
+        self._backward_again = keras_compat.compiled(self._traced_backward)
+        self._predict = keras_compat.compiled(partial(self._traced_inference, loss_of=None))
+        self._evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
+
+    def first(self) -> Received:
+        """Return what the first stage receives: nothing."""
+        return Received(tensors=[], masks=[], added=tf.constant(0.0))
+
+    def unpacked(self, tensors: Tensors) -> Received:
+        """Return what a message of the stage before holds."""
+        count = len(self.part.received)
+        return Received(tensors=tensors[:count], masks=tensors[count:-1], added=tensors[-1])
+
+    def forward(self, micro: int, batch: MicroBatch, received: Received) -> Tensors:
+        """Run a forward pass; return the message for the next stage, or the scalar loss.
+
+        The loss is the micro-batch's, by its share of the step.
+        """
+        kept = self._kept[micro] = _Kept(batch, received)
+        if self._keep == "recompute":
+            return self._forward(batch, received)[0]
+        with tf.GradientTape() as tape:
+            tape.watch([t for t in received.tensors if t.dtype.is_floating])
+            message, kept.targets = self._forward(batch, received)
+        kept.tape = tape
+        return message
+
+    def backward(self, micro: int, gradients: Tensors) -> Tensors:
+        """Run a backward pass, and add to the sums; return the message for the stage before.
+
+        `gradients` are those of the floating tensors that were sent, none in the last stage.
+        """
+        kept = self._kept.pop(micro)
+        if kept.tape is None:
+            own, back = self._backward_again(kept.batch, kept.received, gradients)
+        else:
+            own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
+        for index, gradient in enumerate(own):
+            if gradient is not None:
+                self._add(index, gradient)
+        return back
+
+    def predict(self, batch: MicroBatch, received: Received) -> Tensors:
+        """Return the message for the next stage, or the model's flat outputs; without training."""
+        return self._predict(batch, received)
+
+    def evaluate(self, batch: MicroBatch, received: Received) -> Tensors:
+        """Return the message for the next stage, or the scalar loss; without training."""
+        return self._evaluate(batch, received)
+
+    def take_sums(self) -> list[tf.Tensor | None]:
+        """Return the sum of the gradients of each trainable variable, and begin anew.
+
+        None where no loss depends on the variable.
+        """
+        sums = [
+            tf.convert_to_tensor(self._sums[i]) if i in self._begun else None
+            for i in range(len(self.variables))
+        ]
+        self._begun.clear()
+        return sums
+
+    def forget(self) -> None:
+        """Forget what passes under way have kept, and the sums."""
+        self._kept.clear()
+        self._begun.clear()
+
+    def _add(self, index: int, gradient: tf.Tensor) -> None:
+        total = self._sums[index]
+        if total is None:
+            self._sums[index] = tf.Variable(gradient, trainable=False)
+        elif index in self._begun:
+            total.assign_add(gradient)
+        else:
+            total.assign(gradient)
+        self._begun.add(index)
+
+    def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
+        """Return the message, and what the backward pass starts from."""
+        if self.part.is_last:
+            (loss,), _ = self._run(batch, received, training=True, loss_of=self._loss_of)
+            loss *= batch.share  # what stages before have added has its gradient there
+            return [loss], [loss]
+        outputs, added = self._run(batch, received, training=True)
+        targets = [t for t in outputs if t.dtype.is_floating]
+        if added is not None:
+            targets.append(added * batch.share)
+        return self._message(outputs, received, added), targets
+
+    def _traced_backward(
+        self, batch: MicroBatch, received: Received, gradients: Tensors
+    ) -> tuple[list[tf.Tensor | None], Tensors]:
+        with tf.GradientTape() as tape:
+            tape.watch([t for t in received.tensors if t.dtype.is_floating])
+            # The first pass has updated statistics and metrics; what this one writes is dropped.
+            # A regularizer sees None for a variable that such a scope has no value of.
+            weights = [(variable, variable.value) for variable in self.variables]
+            with keras.StatelessScope(state_mapping=weights, collect_losses=True):
+                _, targets = self._traced_forward(batch, received)
+        return self._gradients(tape, targets, received, gradients)
+
+    def _traced_inference(
+        self, batch: MicroBatch, received: Received, *, loss_of: LossOf | None
+    ) -> Tensors:
+        outputs, added = self._run(batch, received, training=False, loss_of=loss_of)
+        return outputs if self.part.is_last else self._message(outputs, received, added)
+
+    def _run(
+        self,
+        batch: MicroBatch,
+        received: Received,
+        *,
+        training: bool,
+        loss_of: LossOf | None = None,
+    ) -> tuple[Tensors, tf.Tensor | None]:
+        """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
+        inputs = [*received.tensors, *batch.inputs]
+        masks: list[Any] = [None] * len(inputs)
+        for index, mask in zip(self._masked, received.masks, strict=True):
+            masks[index] = mask
+        given = {"mask": one_or_list(masks)} if self._masked else {}
+        module = self.part.module
+        with keras_compat.tracing(self._trace(batch, inputs, training=training)):
+            outputs = keras.tree.flatten(module(one_or_list(inputs), training=training, **given))
+            for index in self._masked:  # one may pass through
+                inputs[index]._keras_mask = masks[index]
+            outputs = [[*inputs, *outputs][i] for i in self.part.sources]
+            losses = [keras.ops.sum(keras.ops.cast(one, "float32")) for one in module.losses]
+            added = tf.add_n(losses) if losses else None
+            if loss_of is not None:
+                total = received.added if added is None else received.added + added
+                outputs = [loss_of(batch, outputs, total)]
+        return outputs, added
+
+    def _trace(
+        self, batch: MicroBatch, inputs: Tensors, *, training: bool
+    ) -> keras_compat.StepTrace:
+        trace = keras_compat.StepTrace(
+            num_replicas=1,
+            share=1.0,
+            examples=tf.shape(inputs[0])[0],
+            random_key=batch.random_key,
+            batch=inputs,
+            training=training,
+        )
+        trace.draws = self.part.draws_before  # those of the whole model
+        return trace
+
+    def _message(self, outputs: Tensors, received: Received, added: tf.Tensor | None) -> Tensors:
+        pairs = zip(self.part.sent, outputs, strict=True)
+        masks = [output._keras_mask for sent, output in pairs if has_mask(sent)]
+        return [*outputs, *masks, received.added if added is None else received.added + added]
+
+    def _gradients(
+        self, tape: tf.GradientTape, targets: Tensors, received: Received, gradients: Tensors
+    ) -> tuple[list[tf.Tensor | None], Tensors]:
+        """Return the gradients of the variables, and those of the floating tensors received."""
+        sources = [t for t in received.tensors if t.dtype.is_floating]
+        ones = [tf.ones_like(t) for t in targets[len(gradients) :]]  # a loss of its own
+        found = tape.gradient(
+            targets, [*self._values, *sources], output_gradients=[*gradients, *ones]
+        )
+        count = len(self._values)
+        # Those of an Embedding are IndexedSlices, which do not add.
+        own = [None if g is None else tf.convert_to_tensor(g) for g in found[:count]]
+        back = zip(found[count:], sources, strict=True)
+        return own, [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in back]

@@ -1,0 +1,78 @@
+"""Measured times of a model's parts, by which it is divided over the stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.pipeline.balance import balanced
+from tfdist.pipeline.cuts import LayerGraph, Place, one_or_list
+from tfdist.training import keras_compat
+
+_ROUNDS = 3
+_MOST_TENSORS = 2
+
+
+def chosen_places(graph: LayerGraph, *, num_stages: int, rows: int) -> list[Place]:
+    """Return where to cut so that the slowest stage is as fast as it can be.
+
+    Places that more than a few tensors cross are not looked at. Weights stay as they are.
+
+    Args:
+      graph: of the model.
+      num_stages: to make.
+      rows: examples of a micro-batch, at which the parts are timed.
+
+    Raises:
+      UsageError: the model has fewer places than cuts.
+    """
+    places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
+    if num_stages > len(places) + 1:
+        seconds = [1.0] * (len(places) + 1)  # which is refused
+    else:
+        seconds = _seconds(graph, [place.position for place in places], rows)
+    weights = [place.example_bytes for place in places]
+    return [places[i] for i in balanced(seconds, weights, stages=num_stages)]
+
+
+def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:
+    """Return the seconds of each run of layers between two positions, forward and backward."""
+    parts = graph.divided(graph.behind(positions), num_stages=len(positions) + 1)
+    return [_seconds_of(part.module, rows, first=part.index == 0) for part in parts]
+
+
+def _seconds_of(module: keras.Model, rows: int, *, first: bool) -> float:
+    inputs = [_example(tensor, rows) for tensor in module.inputs]
+
+    @keras_compat.compiled
+    def both(*given: tf.Tensor) -> tf.Tensor:
+        floats = [] if first else [x for x in given if x.dtype.is_floating]
+        with tf.GradientTape() as tape, keras.StatelessScope():  # statistics and seeds stay
+            tape.watch(floats)
+            outputs = tf.nest.flatten(module(one_or_list(list(given)), training=True))
+            outputs = [o for o in outputs if o.dtype.is_floating]
+            total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
+        values = [variable.value for variable in module.trainable_variables]
+        found = tape.gradient(total, [*values, *floats])
+        with tf.control_dependencies([tf.convert_to_tensor(g) for g in found if g is not None]):
+            return tf.identity(total)
+
+    both(*inputs)
+    return min(_timed(both, inputs) for _ in range(_ROUNDS))
+
+
+def _timed(function: Callable[..., tf.Tensor], inputs: Sequence[tf.Tensor]) -> float:
+    start = time.perf_counter()
+    function(*inputs).numpy()
+    return time.perf_counter() - start
+
+
+def _example(tensor: Any, rows: int) -> tf.Tensor:
+    shape = [rows, *(size or 1 for size in tensor.shape[1:])]
+    if tf.as_dtype(tensor.dtype).is_floating:
+        return tf.random.stateless_normal(shape, seed=[0, 0], dtype=tensor.dtype)
+    return tf.zeros(shape, tensor.dtype)

@@ -1,0 +1,117 @@
+"""``python -m tfdist.report RUN_DIR [RUN_DIR ...]``: runs and sweeps as one HTML file."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.argument_parser import Parser
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
+from tfdist.files import one_line_errors, write_text
+from tfdist.report.charts import NUM_COLOURS
+from tfdist.report.page import render
+from tfdist.report.run import Run, read_run, reading
+from tfdist.report.run_section import Verdict
+from tfdist.report.serve import make_server
+from tfdist.report.sweep import Sweep, is_sweep, read_sweep, runs_of_best
+
+_LEDGER_TIMEOUT_S = 120.0
+_FILE = "report.html"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    try:
+        return _main(argv)
+    except TfdistError as error:
+        print(f"tfdist.report: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    arguments = _parser().parse_args(argv)
+    mutually_exclusive({"--serve": arguments.serve, "--out": arguments.out})
+    paths = [Path(path) for path in arguments.run_dirs]
+    if arguments.serve:
+        return _serve(paths, port=arguments.port)
+    page = _page(paths)
+    out = Path(arguments.out) if arguments.out else _default_file(paths)
+    with one_line_errors(out):
+        write_text(out, page, durable=False)
+    print(f"written: {out}")
+    return EXIT_OK
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tfdist.report",
+        description="Writes what runs and sweeps have left as one HTML file that needs no network.",
+    )
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="of a run or a sweep")
+    parser.add_argument("--out", metavar="FILE", help=f"by default RUN_DIR/{_FILE}, or ./{_FILE}")
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="serve the page on loopback instead; it follows a run that is going",
+    )
+    parser.add_argument("--port", type=int, default=8765, metavar="P", help="of --serve (8765)")
+    return parser
+
+
+def _default_file(paths: Sequence[Path]) -> Path:
+    return paths[0] / _FILE if len(paths) == 1 else Path(_FILE)
+
+
+def _serve(paths: Sequence[Path], *, port: int) -> int:
+    _read(paths)  # a directory that is none is told here
+    with make_server(lambda: _page(paths, is_followed=True), port=port) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return EXIT_OK
+
+
+def _read(paths: Sequence[Path]) -> tuple[list[Run], list[Sweep]]:
+    found = [read_sweep(path) if is_sweep(path) else read_run(path) for path in paths]
+    runs = [one for one in found if isinstance(one, Run)]
+    return runs, [one for one in found if isinstance(one, Sweep)]
+
+
+def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:
+    runs, sweeps = _read(paths)
+    verdicts = {
+        run.path: ledger_verdict(run.path, len(run.attempts))
+        for run in runs
+        if not run.is_running and (run.path / "ledger").is_dir()
+    }
+    with reading(", ".join(map(str, paths))):
+        for sweep in sweeps:
+            runs += runs_of_best(sweep, most=NUM_COLOURS)
+        return render(runs, sweeps, verdicts=verdicts, is_followed=is_followed)
+
+
+@functools.cache
+def ledger_verdict(path: Path, num_attempts: int) -> Verdict:
+    """Return what `tfdist.ledger` says, in a process of its own: it may load TensorFlow.
+
+    It is asked once, and again when the run has had more attempts.
+    """
+    command = [sys.executable, "-m", "tfdist.ledger", str(path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LEDGER_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(is_proved=None, text=f"no answer within {_LEDGER_TIMEOUT_S:g} s")
+    if done.returncode in (0, 1) and done.stdout:
+        return Verdict(is_proved=done.returncode == 0, text=done.stdout.strip())
+    lines = done.stderr.strip().splitlines()
+    return Verdict(is_proved=None, text=lines[-1] if lines else f"exit code {done.returncode}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""What a run directory tells, whichever program wrote which part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tfdist.errors import UsageError, require
+from tfdist.files import is_held
+from tfdist.outputs.run_directory import COUNTERS, Evaluations, RunDirectory, read_json
+
+REPORT_FILE, LIVE_FILE, HISTORY_FILE = "report.json", "live.json", "history.json"
+_CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSpan:
+    """One process of a task. Moments are seconds since the epoch, None where not known."""
+
+    task: str
+    host: str
+    begin: float | None
+    end: float | None
+    outcome: str
+    """How it ended: ``running``, ``done``, ``stopped``, ``exit code 1``, ``SIGKILL``."""
+    is_failure: bool
+    restart: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureEntry:
+    """A failure that the launcher named."""
+
+    task: str
+    cause: str
+    what_followed: str
+    at: float | None
+    step: int | None
+    detect_s: float | None
+    last_lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskHistory:
+    """One task over time, in stretches of `width_s` from `begin` on.
+
+    `phases` has the seconds of each phase, `steps` the last step of each stretch.
+    """
+
+    begin: float
+    width_s: float
+    phases: Mapping[str, tuple[float, ...]]
+    steps: tuple[int | None, ...]
+    memory_bytes: tuple[int | None, ...]
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Return steps per second at the middle of each stretch, in seconds from the begin.
+
+        Not up to the first steps, which may be those of the checkpoint that it resumed from.
+        """
+        known = [(i * self.width_s, step) for i, step in enumerate(self.steps) if step]
+        return [
+            ((before_s + at_s) / 2 + self.width_s, (step - before) / (at_s - before_s))
+            for (before_s, before), (at_s, step) in itertools.pairwise(known)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One start of all tasks."""
+
+    number: int
+    exit_code: int | None
+    begin: float | None
+    end: float | None
+    tasks: tuple[TaskSpan, ...]
+    first_step_s: float | None = None
+    restart_s: float | None = None
+    failures: tuple[FailureEntry, ...] = ()
+    phases: Mapping[str, Mapping[str, float]]
+    """Seconds of each task in each phase."""
+    peak_memory_bytes: Mapping[str, int]
+    history: Mapping[str, TaskHistory]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is on the disk."""
+
+    name: str
+    step: int | None
+    size_bytes: int
+    at: float
+    is_whole: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """All that is known of a run; what is not known is empty."""
+
+    path: Path
+    name: str
+    status: str
+    """``done``, ``running``, ``stopped``, ``failed (…)``, ``unfinished``."""
+    job: Mapping[str, Any]
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    metrics: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+    attempts: tuple[Attempt, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    live: Mapping[str, Any]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its launcher runs."""
+        return self.status == "running"
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Return the metrics of training, loss first; each may have a ``val_`` one beside it."""
+        names = dict.fromkeys(
+            name.removeprefix("val_")
+            for line in self.metrics
+            for name, value in line.items()
+            if name not in COUNTERS and isinstance(value, int | float)
+        )
+        return sorted(names, key=lambda name: name != "loss")
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """Return the last value of each metric that has one."""
+        names = [prefix + name for name in self.metric_names for prefix in ("", "val_")]
+        return {n: value for n in names if (value := self.last(n)) is not None}
+
+    @property
+    def steps(self) -> int | None:
+        """Return how many steps it has done."""
+        told = [self.summary.get("steps"), self.live.get("step"), self.last("step")]
+        return max((int(step) for step in told if isinstance(step, int | float)), default=None)
+
+    @property
+    def strategy(self) -> str:
+        """Return its strategy, empty if that is not known."""
+        sources = (self.summary, self.job, self.live)
+        return str(next((told["strategy"] for told in sources if told.get("strategy")), ""))
+
+    @property
+    def begin(self) -> float:
+        """Return when its first attempt began, 0 if that is not known."""
+        return min((a.begin for a in self.attempts if a.begin is not None), default=0.0)
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the time from the first start to the last end."""
+        ends = [a.end for a in self.attempts if a.end is not None]
+        return max(ends) - self.begin if self.begin and ends else None
+
+    def points(self, name: str) -> list[tuple[float, float]]:
+        """Return a metric over the steps."""
+        return [
+            (float(line["step"]), float(line[name]))
+            for line in self.metrics
+            if isinstance(line.get(name), int | float) and isinstance(line.get("step"), int | float)
+        ]
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a metric, None without one."""
+        points = self.points(name)
+        return points[-1][1] if points else None
+
+
+@contextlib.contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Raise UsageError, which names `where`, for content of another form than tfdist writes."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            str(where),
+            received=f"files that are half written or another program's ({error!r})",
+            expected="what tfdist wrote",
+            fix="start the run again there, or name another directory",
+            code="not-a-run",
+        ) from error
+
+
+def read_run(path: Path) -> Run:
+    """Return what is in a run directory.
+
+    Raises:
+        UsageError: it is none, or a file in it is damaged.
+    """
+    with reading(path):
+        return _read(path)
+
+
+def _read(path: Path) -> Run:
+    directory = RunDirectory(path)
+    report = read_json(path / REPORT_FILE) or {}
+    live = read_json(path / LIVE_FILE) or {}
+    summary, config = directory.read_summary() or {}, directory.read_config() or {}
+    require(
+        "attempts" in report or "status" in summary or "global_batch_size" in config,
+        str(path),
+        received="a directory that no run of tfdist has written to"
+        if path.is_dir()
+        else "no directory",
+        expected="the run directory of tfdist.launch or tfdist.train, or that of a sweep",
+        fix="name the directory that the launcher's first line names",
+        code="not-a-run",
+    )
+    is_running = is_held(path / "logs")
+    attempts = [_attempt(entry, path) for entry in report.get("attempts", ())]
+    is_reported = any(attempt.number == live.get("attempt") for attempt in attempts)
+    if live and not is_reported and (is_running or live.get("state") != "ended"):
+        attempts.append(_unfinished(live, path, is_running=is_running))
+    return Run(
+        path=path,
+        name=path.resolve().name,
+        status=_status(report, summary, is_running=is_running),
+        job=report.get("job", {}),
+        config=config,
+        summary=summary,
+        metrics=tuple(directory.read_metrics()),
+        evaluations=tuple(Evaluations(directory.checkpoints).lines()),
+        attempts=tuple(attempts),
+        checkpoints=tuple(_checkpoints(directory.checkpoints)),
+        live=live if is_running else {},
+    )
+
+
+def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_running: bool) -> str:
+    if is_running:
+        return "running"
+    code = report.get("exit_code")
+    if report and code is None:
+        return "unfinished: its launcher was killed"
+    if code in (130, 143, 129, 141):
+        return "stopped"
+    if code:
+        return f"failed (exit code {code})"
+    return str(summary.get("status", "done" if report else "unfinished"))
+
+
+def moment(text: str | None) -> float | None:
+    """Return the seconds since the epoch of a time in `report.json`."""
+    return None if text is None else datetime.fromisoformat(text).timestamp()
+
+
+def _attempt(entry: Mapping[str, Any], path: Path) -> Attempt:
+    number = int(entry["attempt"])
+    failures = _failures(entry)
+    blamed = {failure.task for failure in failures}
+    spans = tuple(_span(task, blamed) for task in entry["tasks"])
+    begin, history = _history(path, number)
+    begins = [span.begin for span in spans if span.begin is not None]
+    ends = [span.end for span in spans if span.end is not None]
+    return Attempt(
+        number=number,
+        exit_code=entry["exit_code"],
+        begin=min([*begins, *([begin] if begin is not None else [])], default=None),
+        end=max(ends, default=None),
+        first_step_s=entry.get("first_step_s"),
+        restart_s=entry.get("restart_s"),
+        tasks=spans,
+        failures=failures,
+        phases=entry.get("phases", {}),
+        peak_memory_bytes=entry.get("peak_memory_bytes", {}),
+        history=history,
+    )
+
+
+def _span(task: Mapping[str, Any], blamed: set[str]) -> TaskSpan:
+    code, killed_by = task.get("exit_code"), task.get("signal")
+    if killed_by:
+        outcome = "stopped" if task.get("stopped") and killed_by == "SIGTERM" else killed_by
+    elif code is None:
+        outcome = "no end seen"
+    else:
+        outcome = "done" if code == 0 else f"exit code {code}"
+    return TaskSpan(
+        task=str(task["task"]),
+        host=task.get("host", ""),
+        begin=moment(task.get("started_at")),
+        end=moment(task.get("ended_at")),
+        outcome=outcome,
+        is_failure=task["task"] in blamed and outcome not in ("done", "stopped"),
+        restart=task.get("restart", 0),
+    )
+
+
+def _failures(entry: Mapping[str, Any]) -> tuple[FailureEntry, ...]:
+    first = entry.get("first_failure")
+    named = [(first, "the attempt ended")] if first else []
+    named += [(one, "started again alone") for one in entry.get("restarts", ())]
+    named += [(one, "the others went on") for one in entry.get("lost", ())]
+    return tuple(
+        FailureEntry(
+            task=str(one["task"]),
+            cause=str(one["cause"]),
+            what_followed=followed,
+            at=moment(one.get("at")),
+            step=one.get("step"),
+            detect_s=one.get("detect_s"),
+            last_lines=tuple(one.get("last_lines", ())),
+        )
+        for one, followed in named
+    )
+
+
+def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHistory]]:
+    """Return when an attempt began, and its tasks over time."""
+    told = read_json(path / "logs" / f"attempt-{number}" / HISTORY_FILE)
+    if told is None:
+        return None, {}
+    begin, width_s = float(told["begin"]), float(told["width_s"])
+    return begin, {
+        str(task): TaskHistory(
+            begin=begin,
+            width_s=width_s,
+            phases={phase: tuple(seconds) for phase, seconds in columns["phases"].items()},
+            steps=tuple(columns["step"]),
+            memory_bytes=tuple(columns["memory_bytes"]),
+        )
+        for task, columns in told["tasks"].items()
+    }
+
+
+def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Attempt:
+    """Return the attempt that runs, or whose launcher was killed: it is in no report."""
+    number, begin, end = int(live["attempt"]), float(live["began_at"]), float(live["at"])
+    _, history = _history(path, number)
+    spans = tuple(
+        TaskSpan(
+            task=str(task["task"]),
+            host=task["host"] or "",
+            begin=begin,
+            end=end,
+            outcome=task["state"] if is_running else "no end seen",
+            is_failure=False,
+            restart=task["restarts"],
+        )
+        for task in live["tasks"]
+    )
+    phases = {
+        task: {phase: sum(seconds) for phase, seconds in one.phases.items()}
+        for task, one in history.items()
+    }
+    peaks = {str(task["task"]): task["peak_memory_bytes"] or 0 for task in live["tasks"]}
+    return Attempt(
+        number=number,
+        exit_code=None,
+        begin=begin,
+        end=end,
+        tasks=spans,
+        phases=phases,
+        peak_memory_bytes=peaks,
+        history=history,
+    )
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    found = []
+    for path in sorted(folder.glob("step-*")) if folder.is_dir() else ():
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match is None or not path.is_dir():
+            continue
+        files = [file.stat() for file in path.rglob("*") if file.is_file()]
+        found.append(
+            Checkpoint(
+                name=path.name,
+                step=int(match[1]),
+                size_bytes=sum(file.st_size for file in files),
+                at=max((file.st_mtime for file in files), default=path.stat().st_mtime),
+                is_whole=(path / "manifest.json").is_file(),
+            )
+        )
+    return found

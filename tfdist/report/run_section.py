@@ -1,0 +1,276 @@
+"""Section of the page for one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from tfdist.outputs.run_directory import flat
+from tfdist.report.charts import NUM_COLOURS, Mark, Series
+from tfdist.report.pieces import (
+    MAX_ROWS,
+    badge,
+    card,
+    cards,
+    chart,
+    code,
+    details,
+    figures,
+    pairs,
+    section,
+    table,
+    words,
+)
+from tfdist.report.run import Run, TaskHistory
+from tfdist.report.text import UNKNOWN, clock, duration, number
+from tfdist.report.timeline import PARTS, bar, part_of, timeline
+
+_MAX_CHARTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What `tfdist.ledger` says of a run."""
+
+    is_proved: bool | None
+    """None where it could not be asked."""
+    text: str
+
+
+def run_section(run: Run, index: int, verdict: Verdict | None) -> str:
+    """Return all that is known of a run."""
+    totals = _totals(run)
+    used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
+    legend = "".join(f'<li><span class="box p-{p}"></span>{PARTS[p][0]}</li>' for p in used)
+    legend = f'<ul class="legend">{legend}</ul>'
+    return (
+        f'<section class="run" id="run-{index}"><h1>{escape(run.name)} {badge(run.status)}</h1>'
+        f'<p class="path">{escape(str(run.path))}</p>{_figures(run, verdict)}'
+        f"{section('Failures', _failures(run))}"
+        f"{section('Curves', _curves(run))}"
+        f"{section('Attempts and tasks', timeline(run, legend))}"
+        f"{section('Where the time went', _time_spent(totals, used, legend))}"
+        f"{section('Staleness', _staleness(run))}"
+        f"{section('Checkpoints on the disk', _checkpoints(run))}"
+        f"{_ledger(verdict)}{section('What ran', _what_ran(run))}</section>"
+    )
+
+
+def _figures(run: Run, verdict: Verdict | None) -> str:
+    tasks = {span.task for span in run.attempts[-1].tasks} if run.attempts else set()
+    rate = run.summary.get("examples_per_second") or run.last("examples_per_second")
+    known = [
+        (number(run.steps), "steps"),
+        (duration(run.seconds), "so far" if run.status == "running" else "from start to end"),
+        (number(rate), "examples per second"),
+        (str(len(tasks)), f"tasks, {run.strategy}"),
+        (str(len(run.attempts)), "attempts" if len(run.attempts) != 1 else "attempt"),
+    ]
+    if verdict is not None and verdict.is_proved is not None:
+        proved = "proved" if verdict.is_proved else "NOT proved"
+        known.append((proved, "each example exactly once"))
+    metrics = run.last_metrics.items()
+    known += [(number(value), f"last {words(name).lower()}") for name, value in metrics]
+    return figures(known[:8])
+
+
+def _failures(run: Run) -> str:
+    found = [(attempt, failure) for attempt in run.attempts for failure in attempt.failures]
+    content = []
+    for attempt, failure in found[-MAX_ROWS:]:
+        at = f" at step {failure.step:,}" if failure.step is not None else ""
+        detected = f"; detected in {failure.detect_s:.2g} s" if failure.detect_s is not None else ""
+        lines = escape("\n".join(failure.last_lines))
+        content.append(
+            f'<h3><span class="bad">▼</span> {escape(failure.task)}{at}, '
+            f"attempt {attempt.number}</h3><p>{escape(failure.cause)}</p>"
+            f'<p class="note">{clock(failure.at)}; {escape(failure.what_followed)}{detected}</p>'
+            + details("its last lines", f"<pre>{lines}</pre>" if lines else "")
+        )
+    return "".join(card(one, "wide") for one in content)
+
+
+def _curves(run: Run) -> str:
+    marks = [
+        Mark(x=failure.step, text=f"{failure.task} failed: {failure.cause}")
+        for attempt in run.attempts
+        for failure in attempt.failures
+        if failure.step is not None
+    ]
+    whole = [Series(name="whole job", points=run.points("examples_per_second"))]
+    factor, unit = _examples_of_a_step(run)
+
+    def rates(one: TaskHistory) -> list[tuple[float, float]]:
+        return [(at, rate * factor) for at, rate in one.rates()]
+
+    def memory(one: TaskHistory) -> list[tuple[float, float]]:
+        return [(i * one.width_s, m / 2**20) for i, m in enumerate(one.memory_bytes) if m]
+
+    return cards(
+        [
+            *(_metric_chart(run, name, marks) for name in run.metric_names[:_MAX_CHARTS]),
+            chart("Examples per second", whole, x_label="step", marks=marks),
+            _chart_by_task(run, f"{unit} per second, by task", rates),
+            _chart_by_task(run, "Memory in MiB, by task", memory),
+        ]
+    )
+
+
+def _metric_chart(run: Run, name: str, marks: Sequence[Mark]) -> str:
+    evaluations = [
+        (float(line["step"]), float(line[key]))
+        for line in run.evaluations
+        for key in (name, f"val_{name}")
+        if "step" in line and isinstance(line.get(key), int | float)
+    ]
+    series = [
+        Series(name="training", points=run.points(name)),
+        Series(name="validation", points=run.points(f"val_{name}"), colour=1, is_dashed=True),
+        Series(name="evaluator", points=evaluations, colour=2, is_dashed=True),
+    ]
+    return chart(words(name), series, x_label="step", marks=marks, from_zero="loss" in name)
+
+
+def _chart_by_task(
+    run: Run, title: str, points_of: Callable[[TaskHistory], Iterable[tuple[float, float]]]
+) -> str:
+    """Return a chart over the time of all attempts; a line breaks between two of them."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for attempt in run.attempts:
+        for task, history in attempt.history.items():
+            offset = history.begin - run.begin
+            points = [(offset + at, y) for at, y in points_of(history)]
+            series.setdefault(task, []).extend([*points, (offset, math.nan)])
+    moving = [(task, ps) for task, ps in sorted(series.items()) if any(y > 0 for _, y in ps)]
+    lines = [
+        Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
+        for i, (task, points) in enumerate(moving[:NUM_COLOURS])
+    ]
+    return chart(title, lines, x_label="seconds from the first start")
+
+
+def _examples_of_a_step(run: Run) -> tuple[float, str]:
+    """Return how many examples a step of one task has; 1 and another unit if that is not known."""
+    batch, workers = run.config.get("global_batch_size"), run.summary.get("workers")
+    if run.strategy == "ps" and isinstance(batch, int):
+        return float(batch), "Examples"
+    if isinstance(batch, int) and isinstance(workers, int) and workers > 0:
+        return batch / workers, "Examples"
+    return 1.0, "Steps"
+
+
+def _totals(run: Run) -> dict[str, dict[str, float]]:
+    """Return the seconds of each task in each part; what no phase tells is of its process."""
+    totals: dict[str, dict[str, float]] = {}
+    for attempt in run.attempts:
+        for span in attempt.tasks:
+            alive = (span.end or attempt.end or 0.0) - (span.begin or math.inf)
+            parts = totals.setdefault(span.task, {})
+            parts["other"] = parts.get("other", 0.0) + max(0.0, alive)
+        for task, phases in attempt.phases.items():
+            parts = totals.setdefault(task, {})
+            for phase, seconds in phases.items():
+                part = part_of(phase)
+                parts["other"] = max(0.0, parts.get("other", 0.0) - seconds)
+                parts[part] = parts.get(part, 0.0) + seconds
+    return dict(sorted(totals.items())) if any(a.phases for a in run.attempts) else {}
+
+
+def _time_spent(totals: dict[str, dict[str, float]], used: Sequence[str], legend: str) -> str:
+    rows = []
+    longest = max((sum(parts.values()) for parts in totals.values()), default=0.0)
+    if not longest:
+        return ""
+    for task, parts in list(totals.items())[:MAX_ROWS]:
+        stack, left = "", 0.0
+        for part in used:
+            seconds = parts.get(part, 0.0)
+            share = 100 * seconds / max(sum(parts.values()), 1e-9)
+            tip = f"{task}\n{PARTS[part][0]}: {duration(seconds)} ({share:.0f} %)"
+            stack += bar(part, left / longest, (left + seconds) / longest, tip) if seconds else ""
+            left += seconds
+        rows.append(f'<span>{escape(task)}</span><div class="track">{stack}</div>')
+    cells = [[escape(t), *(duration(parts.get(p)) for p in used)] for t, parts in totals.items()]
+    as_table = table(["task", *(PARTS[part][0] for part in used)], cells, numbers=1)
+    return card(
+        f'{legend}<div class="rows">{"".join(rows)}</div>{details("as a table", as_table)}'
+        '<p class="note">All attempts together, from what each task says once a second: short '
+        "phases are estimates.</p>"
+    )
+
+
+def _staleness(run: Run) -> str:
+    counts = run.summary.get("staleness") or {}
+    ordered = sorted(counts.items(), key=lambda item: int(item[0]))[:MAX_ROWS]
+    workers = sorted((run.summary.get("worker_steps") or {}).items())
+    twice = run.summary.get("steps_applied_twice")
+    note = f'<p class="note">Steps applied twice: {number(twice)}</p>' if twice is not None else ""
+    rate = run.summary.get("examples_per_second") or 0.0
+    by_staleness = _counts(ordered, lambda share: "")
+    by_worker = _counts(workers, lambda share: f", {number(rate * share)} examples/s on average")
+    title = "Updates of others between reading and writing"
+    return cards(
+        [
+            card(f"<h3>{title}</h3>{by_staleness}") if ordered else "",
+            card(f"<h3>Steps by worker</h3>{by_worker}{note}") if workers else "",
+        ]
+    )
+
+
+def _counts(counts: Sequence[tuple[str, int]], more: Callable[[float], str]) -> str:
+    """Return a bar for each count of steps."""
+    total, most = sum(count for _, count in counts), max((c for _, c in counts), default=0)
+    rows = ""
+    for name, count in counts:
+        tip = f"{name}: {count:,} steps, {100 * count / total:.1f} %{more(count / total)}"
+        rows += f"<span>{escape(str(name))}</span>"
+        rows += f'<div class="track">{bar("step", 0.0, count / most, tip)}</div>'
+    return f'<div class="rows">{rows}</div>'
+
+
+def _checkpoints(run: Run) -> str:
+    rows = [
+        [
+            code(one.name),
+            number(one.step),
+            f"{one.size_bytes / 1e6:,.1f} MB",
+            clock(one.at),
+            "whole" if one.is_whole else '<span class="warn">not whole</span>',
+        ]
+        for one in run.checkpoints[-MAX_ROWS:]
+    ]
+    resumed = run.summary.get("resumed_from_step")
+    note = f'<p class="note">The last attempt resumed at step {resumed:,}.</p>' if resumed else ""
+    head = ["checkpoint", "step", "size", "written", ""]
+    return card(table(head, rows) + note) if rows else ""
+
+
+def _ledger(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    css = {True: "good", False: "bad", None: "warn"}[verdict.is_proved]
+    head = {True: "proved", False: "not proved", None: "not checked"}[verdict.is_proved]
+    title = f'Ledger <span class="badge {css}">{head}</span>'
+    return section(title, card(f"<pre>{escape(verdict.text)}</pre>"))
+
+
+def _what_ran(run: Run) -> str:
+    job, versions = run.job, run.job.get("versions", {})
+    hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
+    peaks: dict[str, int] = {}
+    for attempt in run.attempts:
+        for task, size in attempt.peak_memory_bytes.items():
+            peaks[task] = max(size, peaks.get(task, 0))
+    facts = {
+        "command": code(job.get("command")),
+        "strategy": escape(run.strategy),
+        "hosts": escape(", ".join(hosts) or job.get("host", "")),
+        "CPUs": escape(str(job.get("cpus", ""))),
+        "versions": escape(", ".join(f"{name} {version}" for name, version in versions.items())),
+        "peak memory": ", ".join(f"{escape(t)} {p / 2**20:,.0f} MiB" for t, p in peaks.items()),
+        "weights": code(run.summary.get("weights_sha256")),
+    }
+    config = pairs({name: code(value) or UNKNOWN for name, value in flat(run.config).items()})
+    return card(pairs(facts) + details("configuration", config))

@@ -1,0 +1,230 @@
+"""Setup of a pipeline: tasks, one for each stage, meet at the chief and connect to each other.
+
+There is no server of TensorFlow's. Every task connects to the chief at its address in TF_CONFIG and
+sums a few numbers over the tasks there, which is all that setting up a ring needs. The ring then
+carries what all tasks tell each other, and a line of connections of its own what goes from stage
+to stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tfdist.cluster import TaskConfig
+from tfdist.cluster.address import split_address
+from tfdist.errors import StartupTimeout, require, require_int, require_one_of
+from tfdist.strategy import neighbours, rendezvous
+from tfdist.strategy.ring import Ring
+
+_LOG = logging.getLogger(__name__)
+_HELLO = struct.Struct("<12sI")
+_MAGIC = b"tfdist-stage"
+_RETRY_S = 0.05
+_HELLO_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """How a model is divided over stages and a batch over micro-batches.
+
+    Attributes:
+      split_size: examples of a micro-batch at the most; None for four times as many micro-batches
+        as there are stages.
+      schedule: ``1f1b`` or ``gpipe``; ``serial`` runs one micro-batch at a time.
+      keep: ``tape`` keeps the activations of micro-batches under way, ``recompute`` computes them
+        again.
+      cut: names of the last layer of each stage but the last one, or a map from regular
+        expressions over layer paths to stages, or None to divide by measured times.
+    """
+
+    split_size: int | None = None
+    schedule: str = "1f1b"
+    keep: str = "tape"
+    cut: Sequence[str] | Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.split_size is not None:
+            require_int("split_size", self.split_size, least=1, fix="give examples, such as 12")
+        require_one_of("schedule", self.schedule, ("1f1b", "gpipe", "serial"))
+        require_one_of("keep", self.keep, ("tape", "recompute"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stages:
+    """Place of this task in its pipeline.
+
+    Attributes:
+      index: of this task's stage.
+      count: of the stages.
+      names: of the tasks, by stage.
+      before: connected to the stage before; None in the first.
+      after: connected to the stage after; None in the last.
+      options: as in `make_strategy`.
+    """
+
+    index: int
+    count: int
+    names: tuple[str, ...]
+    before: socket.socket | None
+    after: socket.socket | None
+    options: PipelineOptions
+
+
+def join(
+    config: TaskConfig, options: PipelineOptions, *, timeout_s: float, ports: range | None
+) -> tuple[Stages, Ring | None]:
+    """Return this task's place, and its ring, None for one stage. Every task calls it.
+
+    Raises:
+      StartupTimeout: naming those that did not come, or could not be reached.
+    """
+    tasks = config.cluster.training_tasks()
+    count = config.options.stages or len(tasks)
+    require(
+        count == len(tasks),
+        "stages",
+        received=f"{count} stages and {len(tasks)} tasks",
+        expected="a task for each stage",
+        fix=f"use --stages {len(tasks)}",
+        code="wrong-number",
+    )
+    index = tasks.index(config.task)
+    names = tuple(f"{task} (stage {stage})" for stage, task in enumerate(tasks))
+    if count == 1:
+        alone = Stages(index=0, count=1, names=names, before=None, after=None, options=options)
+        return alone, None
+    addresses = [config.cluster.address(task) for task in tasks]
+    with meeting(config, timeout_s=timeout_s) as total:
+        ends = [
+            neighbours.connect(
+                index, addresses, names, total=total, timeout_s=timeout_s, ports=ports
+            )
+            for _ in ("ring", "line")
+        ]
+    if ends[0] is None or ends[1] is None:
+        raise StartupTimeout(
+            f"{config.task}: not every stage reaches the next one. Fix: open the ports between the"
+            " tasks' hosts (--ports names a range)"
+        )
+    ring = Ring(rank=index, size=count, to_next=ends[0][0], from_previous=ends[0][1], names=names)
+    after, before = ends[1]
+    if index == count - 1:
+        after.close()
+    if index == 0:
+        before.close()
+    return (
+        Stages(
+            index=index,
+            count=count,
+            names=names,
+            before=before if index else None,
+            after=after if index < count - 1 else None,
+            options=options,
+        ),
+        ring,
+    )
+
+
+@contextlib.contextmanager
+def meeting(config: TaskConfig, *, timeout_s: float) -> Iterator[neighbours.Sum]:
+    """Yield what sums an int32 vector over the tasks, by way of the chief. Every task calls it."""
+    deadline_s = time.monotonic() + timeout_s
+    tasks = config.cluster.training_tasks()
+    with contextlib.ExitStack() as stack:
+        if config.task == config.cluster.chief_task:
+            listener = stack.enter_context(rendezvous.answering(config))
+            ends = _accepted(listener, config, deadline_s=deadline_s, timeout_s=timeout_s)
+        else:
+            ends = [_at_chief(config, tasks.index(config.task), deadline_s, timeout_s)]
+        for end in ends:
+            stack.enter_context(end)
+            end.settimeout(timeout_s)
+        chief = config.task == config.cluster.chief_task
+        try:
+            yield lambda values: _total(values, ends, chief=chief)
+        except OSError as error:
+            raise StartupTimeout(f"{config.task}: a task left the meeting: {error}") from error
+
+
+def _total(values: np.ndarray, ends: Sequence[socket.socket], *, chief: bool) -> np.ndarray:
+    values = np.ascontiguousarray(values)
+    if not chief:
+        ends[0].sendall(values.tobytes())
+        return np.frombuffer(_exactly(ends[0], values.nbytes), values.dtype)
+    parts = [np.frombuffer(_exactly(end, values.nbytes), values.dtype) for end in ends]
+    whole: np.ndarray = np.sum([values, *parts], axis=0, dtype=values.dtype)
+    for end in ends:
+        end.sendall(whole.tobytes())
+    return whole
+
+
+def _accepted(
+    listener: socket.socket, config: TaskConfig, *, deadline_s: float, timeout_s: float
+) -> list[socket.socket]:
+    """Return the connections of all other tasks; who says something else is let go."""
+    tasks = config.cluster.training_tasks()
+    ends: dict[int, socket.socket] = {}
+    while len(ends) < len(tasks) - 1:
+        missing = [t for i, t in enumerate(tasks) if i not in ends and t != config.task]
+        listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
+        try:
+            end, _ = listener.accept()
+        except TimeoutError:
+            named = rendezvous.named(config.cluster, missing)
+            raise StartupTimeout(_waited(config, named, timeout_s)) from None
+        index = _said(end)
+        if 0 < index < len(tasks):
+            ends[index] = end
+        else:
+            end.close()
+    return [ends[index] for index in sorted(ends)]
+
+
+def _said(end: socket.socket) -> int:
+    """Return which task a client says it is, -1 for one that says nothing or something else."""
+    end.settimeout(_HELLO_S)
+    try:
+        magic, index = _HELLO.unpack(_exactly(end, _HELLO.size))
+    except OSError as error:
+        _LOG.debug("a client at the meeting: %s", error)
+        return -1
+    return int(index) if magic == _MAGIC else -1
+
+
+def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: float) -> socket.socket:
+    chief = config.cluster.chief_task
+    host, port = split_address(config.cluster.address(chief))
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            end = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
+            end.sendall(_HELLO.pack(_MAGIC, index))
+            return end
+        except OSError as error:
+            _LOG.debug("%s: %s", chief, error)
+            time.sleep(min(_RETRY_S, left_s))
+    raise StartupTimeout(_waited(config, rendezvous.named(config.cluster, [chief]), timeout_s))
+
+
+def _waited(config: TaskConfig, named: str, timeout_s: float) -> str:
+    return (
+        f"{config.task}: waited {timeout_s:.0f} s for {named}. Fix: start them, or raise"
+        " --startup_timeout_s"
+    )
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = end.recv(count - len(data))
+        if not piece:
+            raise ConnectionError("it has closed its connection")
+        data += piece
+    return data
