@@ -92,7 +92,7 @@ def _lr(words: Sequence[str], options: Any) -> object:
         subject.model,
         subject.x,
         subject.y,
-        options.batch_size or subject.batch_size,
+        options.batch_size or subject.batch_size or 32,
         lowest=options.lowest,
         highest=options.highest,
         steps=options.steps or 100,
