@@ -28,7 +28,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # where its modules look for each oth
 import machine  # noqa: E402
 import soak_report  # noqa: E402
 
-from tfdist.tuning.guard import with_parent  # noqa: E402
+from tfdist.launch.guardian import bound_command  # noqa: E402
 
 JOB = ROOT / "benchmarks" / "soak_job.py"
 PAGE = ROOT / "benchmarks" / "SOAK.md"
@@ -64,7 +64,11 @@ class Running:
         environ = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
         with open(self.out / "output.log", "ab") as output:
             self.launcher = subprocess.Popen(
-                with_parent(command), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environ
+                bound_command(command, signum=signal.SIGTERM),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environ,
             )
 
     def sample(self) -> dict[str, dict[str, int]]:

@@ -1,14 +1,17 @@
-"""An argparse parser that reports a wrong command line as a one-line `UsageError`."""
+"""Command lines of our programs: a mistake is one line, and an error ends with its own code."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from tfdist.errors import UsageError, given_twice, near
+from tfdist.errors import EXIT_INTERRUPTED, Stopped, TfdistError, UsageError, given_twice, near
+
+_EXIT_SIGPIPE = 141
 
 _KINDS = {
     "int": ("an integer", "2, for example", "not-an-int"),
@@ -18,6 +21,28 @@ _KINDS = {
 }
 _OTHER = ("a value that it can read", "VALUE", "bad-value")
 """By the function that reads the text of a flag: what it is to be, what to write, and the code."""
+
+
+def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
+    """Return the exit code of a program: what `run` returns, or that of the error it ends with.
+
+    A program that `is_report` has no pipe or socket of its own but standard output: where that is
+    closed nobody reads it to its end, which is no error.
+    """
+    try:
+        return run()
+    except TfdistError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Stopped as stopped:  # the chief has said so
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not is_report:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's end would write to it again
+        return _EXIT_SIGPIPE
 
 
 def is_plain(text: str) -> bool:

@@ -2,6 +2,8 @@
 
 SUBJECT is that of `tfdist.find`; several are models of several sizes. Each batch size of each
 trains alone in a process of its own, from small to large until one does not fit.
+
+``python -m tfdist.bench serve URL`` is load on a model server: `tfdist.serving.bench`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, require, requi
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import Limits, Trial, try_out
 from tfdist.outputs.plot import empty_panels
+from tfdist.serving.bench import main as load
 
 _USE = 0.9
 _HEADER = f"{'model':>24} {'parameters':>12} {'batch size':>10}"
@@ -27,9 +30,12 @@ _HEADER += f" {'examples/s':>12} {'busy cores':>10} {'peak MiB':>10}"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"]:
+        return load(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        options = parse(words)
         measured = measure(options)
         if options.plot:
             draw(measured, options.plot)
@@ -45,7 +51,7 @@ def parse(argv: Sequence[str]) -> Any:
     """Return the options, `subjects` as lists of words among them; raise UsageError."""
     config, words = of_config(argv)
     parser = Parser(prog="tfdist.bench", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("what", choices=("batch",), help="what to measure")
+    parser.add_argument("what", choices=("batch", "serve"), help="what to measure")
     parser.add_argument("names", nargs="*", metavar="FILE.py:FUNCTION", help="returns model, x, y")
     parser.add_argument("--sizes", default="8,16,32,64,128,256", help="batch sizes, from small on")
     parser.add_argument("--steps", type=int, default=10, help="of a round; the first is left out")
@@ -110,7 +116,7 @@ def draw(measured: dict[str, list[Trial]], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_ylim(bottom=0)
-    panels[0].legend(frameon=False, fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path)
 
 

@@ -10,35 +10,23 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError, require
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, require
 from tfdist.ops.doctor import report
 from tfdist.ops.doctor.checks import RULES
-from tfdist.ops.doctor.examine import PreflightResult, Wanted, follow, lead
+from tfdist.ops.doctor.examine import PreflightOptions, PreflightResult, follow, lead
 from tfdist.ops.doctor.preflight_job import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 
-_EXIT_SIGPIPE = 141
 _MAX_TIMEOUT_S = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        command = parse(sys.argv[1:] if argv is None else argv)
-        if command.list:
-            as_rules = rules_as_json if command.json else rules_as_text
-            print(as_rules(RULES.values()), flush=True)
-            return EXIT_OK
-        return _run(command, dict(os.environ))
-    except UsageError as error:
-        print(f"tfdist.doctor: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # nobody reads the findings to their end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return _EXIT_SIGPIPE
+    words = sys.argv[1:] if argv is None else argv
+    return run_program(
+        "tfdist.doctor", lambda: _run(parse(words), dict(os.environ)), is_report=True
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -91,6 +79,10 @@ def _parser() -> Parser:
 
 
 def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    if command.list:
+        as_rules = rules_as_json if command.json else rules_as_text
+        print(as_rules(RULES.values()), flush=True)
+        return EXIT_OK
     job = job_of(
         environ,
         hosts=command.hosts,
@@ -101,18 +93,18 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if job.task != job.speaker:
         _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
         return EXIT_OK
-    wanted = Wanted(
+    options = PreflightOptions(
         shared_dir=command.shared_dir,
         quick=command.quick,
         startup_timeout_s=command.startup_timeout_s or job.startup_timeout_s,
     )
     if job.index:
-        done = follow(job, wanted, environ=environ)
+        done = follow(job, options, environ=environ)
         if isinstance(done, int):
             _note(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
             return done
         return _show(done, command)
-    result, barrier = lead(job, wanted, environ=environ)
+    result, barrier = lead(job, options, environ=environ)
     barrier.end(report.exit_code(result.findings))
     return _show(result, command)
 

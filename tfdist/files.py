@@ -8,7 +8,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,6 +57,17 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
     """Write JSON whole or not at all; raise OSError."""
     write_text(path, json.dumps(content, indent=1) + "\n", durable=durable)
+
+
+def move_aside(directory: Path, names: Iterable[str]) -> None:
+    """Move files to ``old-1``, ``old-2``, ... inside their directory, in this order."""
+    number = 1
+    while (directory / f"old-{number}").exists():
+        number += 1
+    aside = directory / f"old-{number}"
+    aside.mkdir()
+    for name in names:
+        os.replace(directory / name, aside / name)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the data, or lists what was repeated or missed. Exit code 0: proved; 1: not; 2: 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_FAILED, EXIT_OK
 from tfdist.outputs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -25,14 +26,13 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        arguments = _parser().parse_args(argv)
-        if arguments.same_as:
-            return _compare(arguments.run_dir, arguments.same_as, as_json=arguments.json)
-        return _prove(arguments.run_dir, as_json=arguments.json)
-    except TfdistError as error:
-        print(f"tfdist.ledger: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_program("tfdist.ledger", lambda: _run(_parser().parse_args(argv)), is_report=True)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.same_as:
+        return _compare(arguments.run_dir, arguments.same_as, as_json=arguments.json)
+    return _prove(arguments.run_dir, as_json=arguments.json)
 
 
 def _parser() -> Parser:

@@ -10,26 +10,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tfdist.argument_parser import Parser
+from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, UsageError, near, require, require_int
 from tfdist.ops.lint.files import KINDS, LintSource, lint
 from tfdist.ops.lint.rules import RULES, Finding
 from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
 
-_EXIT_SIGPIPE = 141
 _MAX_BYTES = 16 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    try:
-        return _run(parse(sys.argv[1:] if argv is None else argv))
-    except UsageError as error:
-        print(f"tfdist.lint: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # nobody reads the findings to their end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return _EXIT_SIGPIPE
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.lint", lambda: _run(parse(words)), is_report=True)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

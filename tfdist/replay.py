@@ -7,14 +7,15 @@ one that follows k others; the first is 0. Writes nothing into the run directory
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, UsageError
 from tfdist.outputs.run_directory import RunDirectory, to_json
 
 if TYPE_CHECKING:
@@ -27,24 +28,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
-    try:
-        arguments = _parser().parse_args(argv)
-        config = _config_of(arguments.run_dir)
-        # Only now: a wrong directory is answered without the seconds TensorFlow takes to load.
-        from tfdist.audit.replay import replay
+    return run_program("tfdist.replay", lambda: _run(_parser().parse_args(argv)))
 
-        found = replay(
-            arguments.run_dir,
-            config,
-            step=arguments.step,
-            kind=arguments.strategy,
-            replicas=arguments.replicas,
-        )
-    except TfdistError as error:
-        print(f"tfdist.replay: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = _config_of(arguments.run_dir)
+    # Only now: a wrong directory is answered without the seconds TensorFlow takes to load.
+    from tfdist.audit.replay import replay
+
+    found = replay(
+        arguments.run_dir,
+        config,
+        step=arguments.step,
+        kind=arguments.strategy,
+        replicas=arguments.replicas,
+    )
     print(to_json(dataclasses.asdict(found)) if arguments.json else "\n".join(_report(found)))
     return EXIT_OK
 

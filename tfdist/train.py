@@ -11,27 +11,17 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tfdist.argument_parser import run_program
 from tfdist.cluster import read_environment
 from tfdist.configs.command_line import TrainCommand, help_text, parse
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError
+from tfdist.errors import EXIT_OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     _set_up_logging()
-    try:
-        command = parse(sys.argv[1:] if argv is None else argv)
-        if command.help:
-            print(help_text())
-            return EXIT_OK
-        return _train(command)
-    except TfdistError as error:
-        print(f"tfdist.train: {error}", file=sys.stderr)
-        return error.exit_code
-    except Stopped as stopped:  # the chief has said so
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.train", lambda: _run(parse(words)))
 
 
 def _set_up_logging() -> None:
@@ -44,7 +34,10 @@ def _set_up_logging() -> None:
     logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
 
 
-def _train(command: TrainCommand) -> int:
+def _run(command: TrainCommand) -> int:
+    if command.help:
+        print(help_text())
+        return EXIT_OK
     read_environment(os.environ)
     # Only now: a wrong flag or variable is answered without the seconds that TensorFlow takes to
     # load, and the lines that it prints.

@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError
+from tfdist.errors import EXIT_OK
 from tfdist.tuning import sweep
 from tfdist.tuning.address import placed
 from tfdist.tuning.config_sweep import ConfigSweep, program_of
@@ -24,20 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
-    try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        if isinstance(options, Show):
-            show(options.sweep_dir)
-            return EXIT_OK
-        return _sweep(options)
-    except TfdistError as error:
-        print(f"tfdist.tune: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.tune", lambda: _run(parse(words)))
 
 
-def _sweep(options: SweepOptions) -> int:
+def _run(options: SweepOptions | Show) -> int:
+    if isinstance(options, Show):
+        show(options.sweep_dir)
+        return EXIT_OK
     options, environ = placed(options, os.environ)
     if options.join is not None:  # a runner, which needs no KerasTuner
         return sweep.join(options, program_of(options), environ)

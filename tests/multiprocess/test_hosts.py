@@ -9,13 +9,17 @@ import signal
 import socket
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, report
+from tests.multiprocess.test_live import SOURCE as PHASES
+from tests.multiprocess.test_live import free_port, metrics_with
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 from tfdist.launch.signals import SAME_REQUEST_S
+from tfdist.report.run import read_run
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 TOKEN = "a secret that nobody must see"
@@ -93,6 +97,24 @@ def test_each_launcher_starts_its_own_tasks_of_one_cluster(both, command, tmp_pa
     written = [job.text for job in jobs]
     written += [path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not any(TOKEN in text for text in written)
+
+
+def test_host_0_shows_the_tasks_of_all_hosts(host):
+    metrics_port = free_port()
+    jobs = [host(1, PHASES), host(0, PHASES, f"--metrics_port={metrics_port}")]
+    for job in jobs:
+        job.ready(1)
+    text = metrics_with(metrics_port, f'tfdist_step{{task="worker-1",host="{HOSTS[1]}"}} 8')
+    assert f'tfdist_task_phase{{task="worker-0",host="{HOSTS[0]}",phase="step"}} 1' in text
+    assert f'tfdist_memory_bytes{{task="worker-0",host="{HOSTS[0]}"}}' in text
+    assert f'tfdist_memory_bytes{{task="worker-1",host="{HOSTS[1]}"}}' not in text
+    jobs[0].signal(signal.SIGTERM)
+    assert codes(jobs) == [143, 143]
+    (attempt,) = read_run(Path("run")).attempts
+    assert {span.task: span.host for span in attempt.tasks} == {
+        **{"worker-0": HOSTS[0], "worker-1": HOSTS[1]}
+    }
+    assert set(attempt.history) == {"worker-0", "worker-1"}
 
 
 def test_all_ports_are_of_the_range_that_was_given_and_taken_ones_are_skipped(both):

@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 from tests.multiprocess.jobs import DEADLINE_S, LAUNCH, ROOT, report
+from tfdist.report.run import read_run
 
 SOURCE = """
 import json, os, signal
@@ -28,6 +29,11 @@ signal.pause()
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+def is_listening(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def metrics_with(port, wanted):
@@ -67,15 +73,25 @@ def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch):
     assert 'data-state="going"' in Path("going.html").read_text()
     job.signal(signal.SIGTERM)
     assert job.end() == 143
-    entry = report("run")["attempts"][0]
-    assert entry["phases"]["worker-0"]["step"] >= 0
-    assert entry["peak_memory_bytes"]["worker-1"] > 1_000_000
     assert report("run")["job"]["command"].endswith("program.py")
     assert "keras" in report("run")["job"]["versions"]
     assert json.loads(Path("run/live.json").read_text())["state"] == "ended"
-    assert Path("run/logs/attempt-1/history.json").is_file()
+    (attempt,) = read_run(Path("run")).attempts
+    assert "step" in attempt.history["worker-0"].phases
+    assert max(filter(None, attempt.history["worker-1"].memory_bytes)) > 1_000_000
     with socket.create_server(("127.0.0.1", port)):  # given back
         pass
+
+
+def test_metrics_end_with_a_launcher_that_is_killed(launch):
+    port = free_port()
+    job = launch(SOURCE, f"--metrics_port={port}", "--run_dir=run")
+    job.ready(1)
+    metrics_with(port, 'tfdist_step{task="worker-0"} 7')
+    job.signal(signal.SIGKILL)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while is_listening(port):
+        assert time.monotonic() < deadline_s
 
 
 def test_a_metrics_port_that_is_taken_is_one_line_and_nothing_is_started(launch, tmp_path):

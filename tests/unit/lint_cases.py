@@ -136,6 +136,8 @@ OF_CONFIG = {
     "CFG020_same_split": ('config.validation_split = "train"',),
     "CFG021_single": ('config.strategy = "single"', "config.devices_per_worker = 2"),
     "CFG023_staleness": ('config.strategy = "multiworker"', "config.max_staleness = 4"),
+    "CFG025_mirrored": ('config.strategy = "mirrored"', "config.sharded_optimizer = True"),
+    "CFG026_single": ('config.strategy = "single"', "config.sharded_optimizer = True"),
     "CFG024_exit": ("import sys", 'sys.exit("no configuration today")'),
     "CFG024_raises": ('config.checkpoints = int("ten")',),
 }
@@ -151,7 +153,6 @@ OF_PROGRAM = {
 
 LISTED = '{name: TFDIST_HOSTS, value: "mnist-[0-3].train"}\n'
 OWN_TF_CONFIG = f"{{name: TF_CONFIG, value: '{GOOD}'}}\n"
-PORTS_OF_HTTP = "          ports: [{containerPort: 8080}]\n"
 POLICY = """\
   podFailurePolicy:
     rules:
@@ -182,7 +183,6 @@ OF_JOB = {
     "K8S025_not_in": ("operator: In, values: [2]", "operator: NotIn, values: [0, 1]"),
     "K8S026_five_seconds": ("PeriodSeconds: 120", "PeriodSeconds: 5"),
     "K8S035_tf_config": (LISTED, OWN_TF_CONFIG),
-    "K8S045_port": ("          resources:\n", f"{PORTS_OF_HTTP}          resources:\n"),
 }
 # Variables more in its container.
 OF_VARIABLES = {

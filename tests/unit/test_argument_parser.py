@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.scaling import __main__ as scaling
 from tfdist import ledger, replay
-from tfdist.errors import UsageError
+from tfdist.argument_parser import run_program
+from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
@@ -71,3 +76,43 @@ def test_a_program_ends_with_its_line_and_2(program, capsys):
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert captured.err.startswith(program.__name__.removesuffix(".__main__") + ": ")
+
+
+# Programs
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UsageError("--x", received=1, expected="2", fix="write 2"), 2, "p: --x: received 1"),
+        (PeerLost("worker-1 is gone"), 75, "p: worker-1 is gone"),
+        (Stopped(signal.SIGTERM), 143, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+    ids=["usage", "peer", "stopped", "Ctrl-C"],
+)
+def test_a_program_ends_with_the_code_of_its_error(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> int:
+        raise error
+
+    assert run_program("p", run) == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_closed_output_is_no_error_of_a_report_and_a_closed_socket_is_one_of_others() -> None:
+    def run() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_program("p", run)
+    done = subprocess.Popen(
+        [sys.executable, "-m", "tfdist.lint", "--list"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert done.stdout is not None
+    done.stdout.close()
+    assert done.communicate(timeout=60)[1] == b""
+    assert done.returncode == 141

@@ -58,16 +58,31 @@ def beside(work: Callable[[], None]) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+@contextlib.contextmanager
+def met(
+    held: list[HeldPort], others: Callable[[], None], *, hosts: int = 2
+) -> Iterator[HostBarrier]:
+    """The first host's barrier, to which the others have come."""
+    with beside(others), opened(job(held, 0, hosts=hosts)) as barrier:
+        barrier.gather(within_s=LONG_S)
+        yield barrier
+
+
+@contextlib.contextmanager
+def member_of(first: PreflightJob) -> Iterator[Member]:
+    with contextlib.closing(join_barrier(first, within_s=LONG_S)) as member:
+        yield member
+
+
 def test_hosts_come_together_answer_and_are_let_go(held: list[HeldPort]) -> None:
     codes: list[int] = []
     steps = {"look": lambda present: {"saw": list(present)}}
 
     def second() -> None:
-        with contextlib.closing(join_barrier(job(held, 1), within_s=LONG_S)) as member:
+        with member_of(job(held, 1)) as member:
             codes.append(run_steps(member, steps, hosts=2))
 
-    with beside(second), opened(job(held, 0)) as barrier:
-        barrier.gather(within_s=LONG_S)
+    with met(held, second) as barrier:
         assert (barrier.present, barrier.absent) == ([0, 1], [])
         answers = barrier.ask("look", within_s=LONG_S, own=lambda: {"saw": "own"})
         assert answers == {0: {"saw": "own"}, 1: {"saw": [0, 1]}}
@@ -92,9 +107,8 @@ def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> Non
             join_barrier(job(held, 1, hosts=3), within_s=LONG_S)
         refused.append(str(error.value))
 
-    with beside(second), opened(job(held, 0)) as barrier:
-        barrier.gather(within_s=LONG_S)
-    (absence,) = barrier.absent
+    with met(held, second) as barrier:
+        (absence,) = barrier.absent
     assert absence.is_other_job
     assert "127.0.0.3" in absence.why
     assert "another job" in refused[0]
@@ -130,43 +144,32 @@ def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort
         assert barrier.present == [0, 1]
 
 
-def test_a_host_that_goes_while_it_is_asked_is_named_with_the_step(held: list[HeldPort]) -> None:
+@pytest.mark.parametrize("answered", [["look"], []])
+def test_a_host_that_goes_is_named_with_the_step_that_it_did_not_do(
+    answered: list[str], held: list[HeldPort]
+) -> None:
     def second() -> None:
-        member = join_barrier(job(held, 1), within_s=LONG_S)
-        first_word(member)
-        member.close()
+        with member_of(job(held, 1)) as member:
+            first_word(member)
+            if answered:
+                member.send({"saw": 1})
 
-    with beside(second), opened(job(held, 0)) as barrier:
-        barrier.gather(within_s=LONG_S)
+    with met(held, second) as barrier:
+        for step in answered:
+            assert set(barrier.ask(step, within_s=LONG_S, own=dict)) == {0, 1}
         assert set(barrier.ask("wire", within_s=LONG_S, own=dict)) == {0}
         assert [(a.index, a.during) for a in barrier.absent] == [(1, "wire")]
         assert barrier.clocks() == {}
-
-
-def test_a_host_that_goes_between_two_steps_is_named_with_the_next(held: list[HeldPort]) -> None:
-    def second() -> None:
-        member = join_barrier(job(held, 1), within_s=LONG_S)
-        first_word(member)
-        member.send({"saw": 1})
-        member.close()
-
-    with beside(second), opened(job(held, 0)) as barrier:
-        barrier.gather(within_s=LONG_S)
-        assert set(barrier.ask("look", within_s=LONG_S, own=dict)) == {0, 1}
-        assert set(barrier.ask("reach", within_s=LONG_S, own=dict)) == {0}
-        assert [(a.index, a.during) for a in barrier.absent] == [(1, "reach")]
 
 
 def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
     done = threading.Event()
 
     def second() -> None:
-        member = join_barrier(job(held, 1), within_s=LONG_S)
-        done.wait(LONG_S)
-        member.close()
+        with member_of(job(held, 1)):
+            done.wait(LONG_S)
 
-    with beside(second), opened(job(held, 0)) as barrier:
-        barrier.gather(within_s=LONG_S)
+    with met(held, second) as barrier:
         barrier.ask("look", within_s=SOON_S, own=dict)
         done.set()
     assert [(a.index, a.why) for a in barrier.absent] == [(1, "no answer in time")]
@@ -228,43 +231,34 @@ def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(
         assert late.recv(6) == b"hello\n"
 
 
-def test_a_host_takes_no_steps_but_its_own(held: list[HeldPort]) -> None:
+@pytest.mark.parametrize(
+    ("does", "refusal"),
+    [
+        (lambda barrier: barrier.ask("remove", within_s=LONG_S, own=dict), "the step 'remove'"),
+        (lambda barrier: barrier.lose(1, "as if it had ended", step=""), "closed the connection"),
+    ],
+    ids=["asks for another", "goes"],
+)
+def test_a_host_takes_no_steps_but_its_own_and_notices_that_the_first_has_gone(
+    does: Callable[[HostBarrier], object], refusal: str, held: list[HeldPort]
+) -> None:
     def second() -> None:
-        member = join_barrier(job(held, 1), within_s=LONG_S)
-        with (
-            contextlib.closing(member),
-            pytest.raises(BarrierFailed, match="it asks for the step 'remove'"),
-        ):
+        with member_of(job(held, 1)) as member, pytest.raises(BarrierFailed, match=refusal):
             run_steps(member, {}, hosts=2)
 
-    with beside(second), opened(job(held, 0)) as barrier:
-        barrier.gather(within_s=LONG_S)
-        assert set(barrier.ask("remove", within_s=LONG_S, own=dict)) == {0}
-
-
-def test_a_first_host_that_goes_is_noticed(held: list[HeldPort]) -> None:
-    def second() -> None:
-        member = join_barrier(job(held, 1), within_s=LONG_S)
-        with (
-            contextlib.closing(member),
-            pytest.raises(BarrierFailed, match="it has closed the connection"),
-        ):
-            run_steps(member, {}, hosts=2)
-
-    with beside(second), opened(job(held, 0)) as barrier:
-        barrier.gather(within_s=LONG_S)
-        barrier.lose(1, "as if the process had ended", step="look")
+    with met(held, second) as barrier:
+        does(barrier)
+        assert barrier.present == [0]
 
 
 def test_nobody_has_the_rank_of_another(held: list[HeldPort]) -> None:
     def others() -> None:
-        with contextlib.closing(join_barrier(job(held, 1, hosts=3), within_s=LONG_S)):
+        with member_of(job(held, 1, hosts=3)):
             with pytest.raises(BarrierFailed, match=r"rank 1 is that of 127\.0\.0\.1 already"):
                 join_barrier(job(held, 1, hosts=3), within_s=0.0)
             join_barrier(job(held, 2, hosts=3), within_s=LONG_S).close()
 
-    with opened(job(held, 0, hosts=3)) as barrier, beside(others):
-        barrier.gather(within_s=LONG_S)
+    with met(held, others, hosts=3) as barrier:
         assert barrier.absent == []
 
 

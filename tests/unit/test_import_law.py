@@ -15,9 +15,10 @@ MAY_IMPORT = {
     "errors": set[str](),
     "files": {"errors"},  # imported by all
     "phases": set[str](),  # imported by all
+    "loopback": {"errors"},
     "argument_parser": {"errors"},
     "cluster": {"errors"},
-    "launch": {"errors", "argument_parser", "cluster", "configs"},
+    "launch": {"errors", "argument_parser", "cluster", "configs", "loopback"},
     "configs": {"errors", "argument_parser"},
     "ops": {"errors"},
     "ops.lint": {"errors", "argument_parser", "cluster", "configs", "launch", "ops"},
@@ -28,7 +29,7 @@ MAY_IMPORT = {
         *("training", "argument_parser"),
     },
     "outputs": {"errors"},
-    "report": {"errors", "argument_parser", "outputs"},
+    "report": {"errors", "argument_parser", "outputs", "loopback"},
     "strategy": {"errors", "cluster"},
     "data": {"errors", "cluster", "strategy"},
     "checkpoint": {"errors", "cluster", "strategy", "data"},
@@ -39,7 +40,7 @@ MAY_IMPORT = {
         *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
     },
     "serving": {
-        *("errors", "launch", "strategy", "checkpoint", "training", "outputs"),
+        *("errors", "argument_parser", "launch", "strategy", "checkpoint", "training", "outputs"),
     },
     "find": {
         *("errors", "argument_parser", "strategy", "data", "checkpoint", "training", "configs"),

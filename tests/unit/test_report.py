@@ -18,16 +18,18 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
+from tfdist.files import FileLock
+from tfdist.loopback import listen, make_server
 from tfdist.report import __main__ as program
 from tfdist.report.charts import Series, axis_of, line_chart, ticks
 from tfdist.report.page import render
 from tfdist.report.run import TaskHistory, read_run
 from tfdist.report.run_section import Verdict
-from tfdist.report.serve import make_server
 from tfdist.report.style import STYLE
 from tfdist.report.sweep import read_sweep, runs_of_best
 from tfdist.report.text import duration
 from tfdist.report.timeline import PARTS
+from tfdist.tuning.directory import LOCK
 
 RUNS = Path(__file__).parent / "data" / "report"
 _VOID = {"meta", "link", "br"}
@@ -131,6 +133,15 @@ def test_a_trial_whose_run_is_there_is_on_the_page_of_its_sweep_and_linked(tmp_p
     assert "worker-1 at step 225, attempt 1" in page.text
 
 
+def test_a_sweep_goes_on_while_its_chief_has_the_lock(tmp_path):
+    for file in ("sweep.json", "journal.jsonl"):
+        text = (RUNS / "sweep" / file).read_text()
+        (tmp_path / file).write_text(text.replace('"finished"', '"running"', 1))
+    with FileLock(tmp_path / LOCK).acquire():
+        assert read_sweep(tmp_path).status == "running"
+    assert read_sweep(tmp_path).status == "unfinished: its chief was stopped or killed"
+
+
 def test_the_page_loads_nothing():
     html = render([read_run(RUNS / "multiworker")], [read_sweep(RUNS / "sweep")])
     assert [link for link in Page(html).links if not link.startswith(("#", "data:"))] == []
@@ -168,7 +179,7 @@ def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):
     run = read_run(run_dir)
     assert run.status == "unfinished: its launcher was killed"
     assert [attempt.number for attempt in run.attempts] == [1, 2]
-    assert run.attempts[1].phases["worker-0"]["trace"] > 0
+    assert sum(run.attempts[1].history["worker-0"].phases["trace"]) > 0
     assert "no end seen" in str(Page(render([run])).tips)
 
 
@@ -182,6 +193,22 @@ def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
     finally:
         os.close(fd)
     assert not read_run(run_dir).is_running
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run_dir, monkeypatch):
+    for step in ("step-1", "step-2"):
+        (run_dir / "checkpoints" / step).mkdir(parents=True)
+        (run_dir / "checkpoints" / step / "data").write_text("x" * 10)
+    search = Path.rglob
+
+    def removed(path, pattern):
+        if path.name == "step-1":
+            raise FileNotFoundError
+        return search(path, pattern)
+
+    monkeypatch.setattr(Path, "rglob", removed)
+    (found,) = read_run(run_dir).checkpoints
+    assert (found.step, found.size_bytes, found.is_whole) == (2, 10, False)
 
 
 @pytest.mark.parametrize("kept", [["metrics.jsonl", "config.json"], ["report.json"]])
@@ -290,7 +317,8 @@ def test_the_served_page_is_made_anew_and_only_for_this_machine():
         made.append("page")
         return f"page {len(made)}"
 
-    with make_server(make_page, port=0) as server:
+    listener = listen(0, flag="--port")
+    with make_server(listener, make_page, path="/", content_type="text/html") as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}/"
@@ -301,7 +329,7 @@ def test_the_served_page_is_made_anew_and_only_for_this_machine():
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(foreign, timeout=10)
         with pytest.raises(UsageError, match="--port"):
-            make_server(make_page, port=server.server_address[1])
+            listen(server.server_address[1], flag="--port")
         server.shutdown()
         thread.join()
     assert len(made) == 2
@@ -343,7 +371,7 @@ def test_every_phase_has_a_part_and_a_colour():
     from tfdist.phases import PHASES, SUM
 
     assert {*PHASES, SUM} <= {phase for _, phases in PARTS.values() for phase in phases}
-    assert all(f".p-{part} " in STYLE for part in PARTS)
+    assert all(f"--{part}: #" in STYLE for part in PARTS)
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,17 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.unit.submit import PS, SLURM, manifest, printed
 from tfdist.cluster import read_environment
-from tfdist.submit import main
 
 DOCS = Path(__file__).parents[2] / "docs" / "submit.md"
-PODS = "--to kubernetes --dry_run --image train:1 "
-PS = "--strategy ps --workers 2 --ps 1 "
 
 # Of the table in docs/submit.md, row by row.
 OUTCOMES = {
@@ -34,16 +30,6 @@ OUTCOMES = {
     143: ("again", "again", "again", "again"),
     137: ("counted", "counted", "counted", "again"),
 }
-
-
-def rendered(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(shlex.split(arguments)) == 0
-    return capsys.readouterr().out
-
-
-def manifest(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The last of the rendered objects, which is the job."""
-    return list(yaml.safe_load_all(rendered(PODS + arguments, capsys)))[-1]
 
 
 # --- the rules, as published ---
@@ -211,27 +197,21 @@ def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
-def test_slurm_does_what_the_table_says(
-    code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = rendered("--to slurm --dry_run --workers 2 train.py", capsys)
+def test_slurm_does_what_the_table_says(code: int, tmp_path: Path) -> None:
+    script = printed(SLURM + "--workers 2 train.py")
     assert of_slurm(tmp_path, script, code=code) == OUTCOMES[code][0]
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
 @pytest.mark.parametrize("arguments", ["--workers 2 train.py", "train.py", PS + "train.py"])
-def test_a_job_does_what_the_table_says(
-    code: int, arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert of_job(manifest(arguments, capsys)["spec"], code=code) == OUTCOMES[code][1]
+def test_a_job_does_what_the_table_says(code: int, arguments: str) -> None:
+    assert of_job(manifest(arguments)["spec"], code=code) == OUTCOMES[code][1]
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
 @pytest.mark.parametrize("arguments", ["--workers 2 train.py", PS + "train.py"])
-def test_a_job_set_does_what_the_table_says(
-    code: int, arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = manifest("--kind jobset " + arguments, capsys)["spec"]
+def test_a_job_set_does_what_the_table_says(code: int, arguments: str) -> None:
+    spec = manifest("--kind jobset " + arguments)["spec"]
     assert of_job_set(spec, code=code) == OUTCOMES[code][2]
 
 
@@ -240,28 +220,28 @@ def test_a_job_set_does_what_the_table_says(
     ("arguments", "role"), [("--workers 2 train.py", "Worker"), (PS + "train.py", "Chief")]
 )
 def test_a_tfjob_does_what_the_table_says(
-    code: int, arguments: str, role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    code: int, arguments: str, role: str, tmp_path: Path
 ) -> None:
-    spec = manifest("--kind tfjob " + arguments, capsys)["spec"]
+    spec = manifest("--kind tfjob " + arguments)["spec"]
     replica = spec["tfReplicaSpecs"][role]
     environ = fakes(tmp_path, python=f'[ "$1" = train.py ] && exit {code}\nexit 0')
     ended = run_pod(tmp_path, container_of(replica["template"]), **environ)
     assert of_tfjob(replica, code=ended) == OUTCOMES[code][3]
 
 
-def test_every_other_code_is_one_of_the_tables_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_other_code_is_one_of_the_tables_rows() -> None:
     """Below 128 it is that of a program that failed, and 128 + n that of one that was killed."""
-    job = manifest("--workers 2 train.py", capsys)["spec"]
-    job_set = manifest("--kind jobset --workers 2 train.py", capsys)["spec"]
-    tfjob = manifest("--kind tfjob --workers 2 train.py", capsys)["spec"]
+    job = manifest("--workers 2 train.py")["spec"]
+    job_set = manifest("--kind jobset --workers 2 train.py")["spec"]
+    tfjob = manifest("--kind tfjob --workers 2 train.py")["spec"]
     replica = tfjob["tfReplicaSpecs"]["Worker"]
     for code in set(range(256)) - set(OUTCOMES):
         of_all = of_job(job, code=code), of_job_set(job_set, code=code)
         assert (*of_all, of_tfjob(replica, code=code)) == OUTCOMES[1 if code < 128 else 137][1:]
 
 
-def test_each_job_of_a_set_ends_by_the_same_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py", capsys)["spec"]
+def test_each_job_of_a_set_ends_by_the_same_codes() -> None:
+    spec = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py")["spec"]
     children = [job["template"]["spec"] for job in spec["replicatedJobs"]]
     assert len(children) == 4
     for child in children:
@@ -275,17 +255,15 @@ def test_the_table_is_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
-def test_a_pod_that_is_drained_is_started_again(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = manifest(f"--kind {kind} --workers 2 train.py", capsys)["spec"]
+def test_a_pod_that_is_drained_is_started_again(kind: str) -> None:
+    spec = manifest(f"--kind {kind} --workers 2 train.py")["spec"]
     evaluate = {"job": of_job, "jobset": of_job_set}[kind]
     assert evaluate(spec, code=137, conditions=["DisruptionTarget"]) == "again"
     assert evaluate(spec, code=2, conditions=["DisruptionTarget"]) == "failed"
 
 
-def test_a_job_set_that_is_late_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = manifest("--kind jobset --time 1h --workers 2 train.py", capsys)["spec"]
+def test_a_job_set_that_is_late_has_failed() -> None:
+    spec = manifest("--kind jobset --time 1h --workers 2 train.py")["spec"]
     assert spec["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
     late = "DeadlineExceeded", "Job was active longer than specified deadline"
     assert of_failed_jobs(spec["failurePolicy"], [late]) == "failed"
@@ -294,31 +272,29 @@ def test_a_job_set_that_is_late_has_failed(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("code", "ended"), [(1, "counted"), (2, "failed"), (137, "counted"), (143, "again")]
 )
-def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(
-    code: int, ended: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = manifest("--kind jobset " + PS + "train.py", capsys)["spec"]
+def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(code: int, ended: str) -> None:
+    spec = manifest("--kind jobset " + PS + "train.py")["spec"]
     child = spec["replicatedJobs"][0]["template"]["spec"]
     cause, follows = failure(child, code=code), failure(child, code=75)
     for failures in ([cause, follows], [follows, cause]):
         assert of_failed_jobs(spec["failurePolicy"], failures) == ended
 
 
-def test_no_restarts_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_restarts_are_none(tmp_path: Path) -> None:
     flags = "--max_restarts 0 --workers 2 train.py"
-    assert of_job(manifest(flags, capsys)["spec"], code=1) == "failed"
-    assert of_job_set(manifest("--kind jobset " + flags, capsys)["spec"], code=1) == "failed"
-    script = rendered("--to slurm --dry_run " + flags, capsys)
+    assert of_job(manifest(flags)["spec"], code=1) == "failed"
+    assert of_job_set(manifest("--kind jobset " + flags)["spec"], code=1) == "failed"
+    script = printed(SLURM + flags)
     assert of_slurm(tmp_path, script, code=1) == "failed"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
 @pytest.mark.parametrize("max_restarts", [0, 1, 5])
 def test_a_job_is_started_again_as_often_as_asked_for_however_many_tasks_fail(
-    workers: int, max_restarts: int, capsys: pytest.CaptureFixture[str]
+    workers: int, max_restarts: int
 ) -> None:
     flags = f"--max_restarts {max_restarts} --strategy multiworker --workers {workers} train.py"
-    assert runs(manifest(flags, capsys)["spec"]) == 1 + max_restarts
+    assert runs(manifest(flags)["spec"]) == 1 + max_restarts
     assert runs({"completions": 7, "backoffLimit": 5}) == 1  # as it would be without indexes
 
 
@@ -327,19 +303,17 @@ def test_a_job_is_started_again_as_often_as_asked_for_however_many_tasks_fail(
 
 @pytest.mark.parametrize(("index", "ended"), [("0", 0), ("1", 75), ("3", 75)])
 def test_a_server_of_a_job_comes_back_if_its_chief_does(
-    index: str, ended: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    index: str, ended: int, tmp_path: Path
 ) -> None:
-    spec = manifest(PS + "train.py", capsys)["spec"]
+    spec = manifest(PS + "train.py")["spec"]
     fakes(tmp_path, python="exit 0")
     container = container_of(spec["template"])
     assert run_pod(tmp_path, container, JOB_COMPLETION_INDEX=index) == ended
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def test_a_server_of_a_tfjob_comes_back_if_its_chief_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replicas = manifest("--kind tfjob " + PS + "train.py", capsys)["spec"]["tfReplicaSpecs"]
+def test_a_server_of_a_tfjob_comes_back_if_its_chief_does(tmp_path: Path) -> None:
+    replicas = manifest("--kind tfjob " + PS + "train.py")["spec"]["tfReplicaSpecs"]
     fakes(tmp_path, python="exit 0")
     ended = {n: run_pod(tmp_path, container_of(r["template"])) for n, r in replicas.items()}
     assert ended == {"Chief": 0, "Worker": 138, "PS": 138}
@@ -351,10 +325,8 @@ WAITED_FOR = 'until read -r _ _ state _ </proc/$PPID/stat && [ "$state" = S ]; d
 """In a step or a task: waits until the script that has started it sleeps in its wait."""
 
 
-def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = rendered("--to slurm --dry_run --workers 2 train.py", capsys)
+def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(tmp_path: Path) -> None:
+    script = printed(SLURM + "--workers 2 train.py")
     # The step warns its parent itself, as Slurm would.
     step = f"trap 'exit 143' USR1\n{WAITED_FOR}kill -USR1 $PPID\nwhile :; do sleep 0.05; done"
     environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
@@ -363,10 +335,8 @@ def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
-def test_a_job_that_is_cancelled_is_not_queued_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = rendered("--to slurm --dry_run --workers 2 train.py", capsys)
+def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path) -> None:
+    script = printed(SLURM + "--workers 2 train.py")
     step = f"trap 'touch twice' USR1 TERM\n{WAITED_FOR}kill -TERM $PPID\n"
     step += "[ -e twice ] && exit 1\nexit 143"
     environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
@@ -377,11 +347,9 @@ def test_a_job_that_is_cancelled_is_not_queued_again(
 
 @pytest.mark.parametrize("arguments", ["train.py", "--workers 2 train.py", PS + "train.py"])
 @pytest.mark.parametrize("has_handler", [True, False])
-def test_a_pods_signal_reaches_its_task(
-    arguments: str, has_handler: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pods_signal_reaches_its_task(arguments: str, has_handler: bool, tmp_path: Path) -> None:
     """Also one that has no handler yet; in the place of the shell, as process 1, it were deaf."""
-    spec = manifest(arguments, capsys)["spec"]
+    spec = manifest(arguments)["spec"]
     told = tmp_path / "told"
     handler = f"trap 'touch {told}; exit 143' TERM\n" * has_handler
     some_time = "n=0\nwhile [ $((n += 1)) -lt 600 ]; do sleep 0.05; done"
@@ -391,19 +359,15 @@ def test_a_pods_signal_reaches_its_task(
     assert told.exists() == has_handler
 
 
-def test_a_pods_signal_before_its_task_has_begun_ends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = manifest("train.py", capsys)["spec"]
+def test_a_pods_signal_before_its_task_has_begun_ends_it(tmp_path: Path) -> None:
+    spec = manifest("train.py")["spec"]
     fakes(tmp_path, python=f"[ $1 = -c ] || exit 1\n{WAITED_FOR}kill -TERM $PPID")
     assert run_pod(tmp_path, container_of(spec["template"])) == 143
 
 
-def test_without_tfdist_the_first_line_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_tfdist_the_first_line_says_so(tmp_path: Path) -> None:
     environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
-    batch = rendered("--to slurm --dry_run train.py", capsys)
+    batch = printed(SLURM + "train.py")
     assert_says_so(run_batch(tmp_path, batch, environ))
     pods: Mapping[str, Callable[[Any], Any]] = {
         "job": lambda spec: spec["template"],
@@ -411,7 +375,7 @@ def test_without_tfdist_the_first_line_says_so(
         "tfjob": lambda spec: spec["tfReplicaSpecs"]["Worker"]["template"],
     }
     for kind, pod_of in pods.items():
-        spec = manifest(f"--kind {kind} train.py", capsys)["spec"]
+        spec = manifest(f"--kind {kind} train.py")["spec"]
         assert_says_so(run_container(tmp_path, container_of(pod_of(spec))))
 
 
@@ -449,13 +413,9 @@ OF_SET = "jobset.sigs.k8s.io/restart-attempt"
 )
 @pytest.mark.parametrize("arguments", ["train.py", "--workers 2 train.py", PS + "train.py"])
 def test_a_pod_is_told_how_often_it_was_started(
-    kind: str,
-    annotations: dict[str, str],
-    attempt: int,
-    arguments: str,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, annotations: dict[str, str], attempt: int, arguments: str
 ) -> None:
-    made = manifest(f"--kind {kind} {arguments}", capsys)
+    made = manifest(f"--kind {kind} {arguments}")
     spec, pod = made["spec"], made["metadata"]["name"]
     if kind == "jobset":
         first = spec["replicatedJobs"][0]
@@ -466,10 +426,8 @@ def test_a_pod_is_told_how_often_it_was_started(
     assert config.options.attempt == attempt
 
 
-def test_who_knows_better_how_often_a_task_was_started_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    spec = manifest("--env TFDIST_RESTARTS=7 train.py", capsys)["spec"]
+def test_who_knows_better_how_often_a_task_was_started_says_so() -> None:
+    spec = manifest("--env TFDIST_RESTARTS=7 train.py")["spec"]
     container = container_of(spec["template"])
     assert [e for e in container["env"] if e["name"] == "TFDIST_RESTARTS"] == [
         {"name": "TFDIST_RESTARTS", "value": "7"}
@@ -484,10 +442,8 @@ def test_who_knows_better_how_often_a_task_was_started_says_so(
         ("--strategy multiworker ", ["worker"]),
     ],
 )
-def test_the_pods_of_a_job_find_their_places(
-    arguments: str, types: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = manifest(arguments + "train.py", capsys)
+def test_the_pods_of_a_job_find_their_places(arguments: str, types: list[str]) -> None:
+    job = manifest(arguments + "train.py")
     spec, found = job["spec"], []
     for index in range(spec["completions"]):
         name = f"{job['metadata']['name']}-{index}"
@@ -500,8 +456,8 @@ def test_the_pods_of_a_job_find_their_places(
     assert found == types
 
 
-def test_the_pods_of_a_job_set_find_their_places(capsys: pytest.CaptureFixture[str]) -> None:
-    jobset = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py", capsys)
+def test_the_pods_of_a_job_set_find_their_places() -> None:
+    jobset = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py")
     name, found = jobset["metadata"]["name"], []
     for replicated in jobset["spec"]["replicatedJobs"]:
         spec = replicated["template"]["spec"]

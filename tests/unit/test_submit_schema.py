@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tfdist.submit import main
+from tests.unit.submit import objects
 
 ROOT = Path(__file__).parents[2]
 FILES = [*(ROOT / "tests" / "golden").glob("*.yaml"), *ROOT.glob("launch/kubernetes/*.yaml")]
@@ -150,12 +150,8 @@ def test_names_that_the_operator_looks_for(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
-def test_a_label_is_that_of_every_object_and_pod(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--to", "kubernetes", "--dry_run", "--image", "x", "--kind", kind, "--workers", "2"]
-    assert main([*flags, "--label", "team=vision", "train.py"]) == 0
-    made = list(yaml.safe_load_all(capsys.readouterr().out))
+def test_a_label_is_that_of_every_object_and_pod(kind: str) -> None:
+    made = objects(f"--kind {kind} --workers 2 --label team=vision train.py")
     parts = [part for document in made for part in core_parts(document)]
     templates = [part.get("template") or part["spec"].get("template") for part in parts]
     for owner in [*made, *filter(None, templates)]:

@@ -45,28 +45,20 @@ def outcome_of(tmp_path: Path) -> dict[str, tuple[str, float | None]]:
     return {trial.id: (trial.status, trial.score) for trial in state.trials.values()}
 
 
-def test_all_trials_run_once_and_the_best_is_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "ahead", "at_once"), [(1, 99, 1), (3, 99, 3), (3, 1, 1)], ids=str
+)
+def test_all_trials_run_once_as_many_at_once_as_there_are_places_and_the_search_gives(
+    tmp_path: Path, parallel: int, ahead: int, at_once: int
+) -> None:
     disk = Disk()
-    chief = make_chief(tmp_path, disk)
+    search_of = partial(FakeSearch, ahead=ahead)
+    chief = make_chief(tmp_path, disk, parallel=parallel, search_of=search_of)
     assert chief.run() == 0
     assert disk.started == ["0", "1", "2", "3"]
     assert [trial.id for trial in chief.state.ranked()] == ["0", "1", "2", "3"]
     assert chief.state.is_complete
-    assert disk.most_at_once == 1
-
-
-def test_several_trials_run_at_once_and_no_more_than_asked(tmp_path: Path) -> None:
-    disk = Disk()
-    assert make_chief(tmp_path, disk, parallel=3).run() == 0
-    assert disk.most_at_once == 3
-    assert len(disk.started) == 4
-
-
-def test_a_search_that_is_idle_is_asked_again_when_a_trial_has_ended(tmp_path: Path) -> None:
-    disk = Disk()
-    assert make_chief(tmp_path, disk, parallel=3, search_of=partial(FakeSearch, ahead=1)).run() == 0
-    assert disk.most_at_once == 1
-    assert len(disk.started) == 4
+    assert disk.most_at_once == at_once
     idle = [line for line in read(tmp_path / "journal.jsonl") if line.get("status") == IDLE]
     assert len(idle) <= 4, "asked once for each change, not at every look"
 

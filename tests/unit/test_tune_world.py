@@ -47,6 +47,19 @@ def require_all_once(world: World, chief: Chief) -> None:
             assert world.done[name] == LENGTH, f"trial {name} was trained on after its end"
 
 
+def once(world: World, when: Callable[[], object], then: Callable[[], object]) -> list[bool]:
+    """Has something happen the first time that something holds; returns whether it has."""
+    had: list[bool] = []
+
+    def events() -> None:
+        if not had and when():
+            had.append(True)
+            then()
+
+    world.events = events
+    return had
+
+
 def test_runners_do_all_trials_and_each_is_started_once(tmp_path: Path) -> None:
     world = World(tmp_path, seed=0)
     world.add_host()
@@ -93,15 +106,12 @@ def test_a_runner_that_lives_on_and_reports_after_its_lease_is_not_heard(
     late = world.add_host()
     world.add_host()
 
-    def events() -> None:
-        if world.done["0"] == 5 and world.started["0"] == 1 and not had:
-            had.append(world.now_s)
-            happens(late)
-            for name in ("held_up", "cut", "asleep"):
-                setattr(late, name, min(getattr(late, name), ticks))
+    def happen() -> None:
+        happens(late)
+        for name in ("held_up", "cut", "asleep"):
+            setattr(late, name, min(getattr(late, name), ticks))
 
-    had: list[float] = []
-    world.events = events
+    had = once(world, lambda: world.done["0"] == 5 and world.started["0"] == 1, happen)
     require_all_once(world, world.run())
     assert had
     if ticks == 30:
@@ -125,13 +135,7 @@ def test_the_ends_of_a_trial_that_fails_are_counted_once(tmp_path: Path) -> None
     world = World(tmp_path, seed=1)
     host = world.add_host()
 
-    def events() -> None:
-        if world.failures and not had:
-            had.append(True)
-            host.client.close()
-
-    had: list[bool] = []
-    world.events = events
+    had = once(world, lambda: world.failures, lambda: host.client.close())
     require_all_once(world, world.run())
     assert had
     assert world.failures == 1
@@ -159,17 +163,17 @@ def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path: Pat
     """It hung with the message in its socket; the trial is with another when it reads it."""
     world = World(tmp_path, seed=0, trials=1)
     late = world.add_host()
-    had: list[bool] = []
 
-    def events() -> None:
+    def is_started() -> bool:
         assert world.chief is not None
         trial = world.chief.state.trials.get("0")
-        if trial is not None and trial.starts and not had:
-            had.append(True)
-            late.held_up = 26
-            world.add_host()
+        return trial is not None and trial.starts > 0
 
-    world.events = events
+    def hang() -> None:
+        late.held_up = 26
+        world.add_host()
+
+    once(world, is_started, hang)
     require_all_once(world, world.run())
     assert world.started["0"] == 1
     assert world.processes[1].host is world.hosts[2]
@@ -223,13 +227,6 @@ def test_two_runners_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     world = World(tmp_path, seed=0)
     hosts = world.add_host(), world.add_host()
-    had: list[bool] = []
-
-    def events() -> None:
-        if world.done["0"] == 3 and not had:
-            had.append(True)
-            hosts[0].power_off()
-
-    world.events = events
+    had = once(world, lambda: world.done["0"] == 3, hosts[0].power_off)
     require_all_once(world, world.run())
     assert had

@@ -18,10 +18,8 @@ from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.console import show
-from tfdist.launch.events import Awakening
-from tfdist.launch.live import LiveStatus, description_of_job, versions_of_job
+from tfdist.launch.live import LIVE_FILE, LiveStatus, description_of_job, versions_of_job
 from tfdist.launch.machine import this_machine
-from tfdist.launch.metrics_server import MetricsServer
 from tfdist.launch.multihost.hosts import (
     Group,
     decided_group,
@@ -395,8 +393,6 @@ class JobRun:
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
         self._entries = earlier_attempts(job.run_dir)
-        self._live: LiveStatus | None = None
-        self._server: MetricsServer | None = None
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
         self._policy = RestartPolicy(
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
@@ -411,8 +407,7 @@ class JobRun:
         with self._stack:
             self._stack.enter_context(self._task_factory)
             if (port := self._job.options.metrics_port) is not None:
-                self._server = self._stack.enter_context(MetricsServer(port))
-                self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
+                self._serve_metrics(port)
             logs = self._run_dir.start_attempt()
             try:
                 self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
@@ -448,7 +443,7 @@ class JobRun:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
         options, chief = self._job.options, specs[0].task
         is_ps = self._job.strategy == "ps"
-        processes, screen, local = self._processes(specs, logs=logs)
+        processes, screen = self._processes(specs, logs=logs)
         rules = JobRules(
             chief=chief, is_ps=is_ps, grace_s=options.grace_s, min_workers=options.min_workers
         )
@@ -464,21 +459,25 @@ class JobRun:
         state = JobState.of(
             specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
         )
-        self._follow(logs, local)
+        live = self._live_status(logs)
         supervisor = Supervisor(
-            state, processes=processes, screen=screen, clock=time.monotonic, observe=self._observe
+            state, processes=processes, screen=screen, clock=time.monotonic, observe=live.see
         )
         try:
             return supervisor.run()
         finally:
-            if self._server is not None:
-                self._server.detach()
             processes.finish()
 
-    def _follow(self, logs: Path, local: JobProcesses) -> None:
-        """Have `live.json` and the metrics follow an attempt."""
-        team, server = self._team, self._server
-        self._live = LiveStatus(
+    def _serve_metrics(self, port: int) -> None:
+        from tfdist.launch.metrics_server import MetricsServer  # an HTTP server, which takes time
+
+        live_file = self._job.run_dir / LIVE_FILE
+        self._stack.enter_context(MetricsServer(port, live_file))
+        self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
+
+    def _live_status(self, logs: Path) -> LiveStatus:
+        team = self._team
+        return LiveStatus(
             self._job.run_dir,
             logs=logs,
             attempt=self._run_dir.attempt,
@@ -486,16 +485,7 @@ class JobRun:
             epoch_s=self._epoch_s,
             hosts=self._screen.hosts,
             is_here=lambda task: team is None or not team.host_of[task],
-            tell=server.tell if server else lambda status: None,
         )
-        if server is not None:
-            server.attach(local)
-
-    def _observe(self, state: JobState, awakening: Awakening) -> None:
-        if self._live is not None:
-            self._live.see(state, awakening)
-        if self._server is not None:
-            self._server.turn()
 
     def _specs(self) -> tuple[ProcessSpec, ...]:
         attempt = self._run_dir.attempt
@@ -510,16 +500,16 @@ class JobRun:
 
     def _processes(
         self, specs: Sequence[ProcessSpec], *, logs: Path
-    ) -> tuple[JobProcesses | TeamProcesses, Screen, JobProcesses]:
+    ) -> tuple[JobProcesses | TeamProcesses, Screen]:
         team = self._team
         here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
         local = self._task_factory.processes(
             here, chief=specs[0].task, fork_log=logs / "fork-server.log"
         )
         if team is None:
-            return local, self._screen, local
+            return local, self._screen
         processes = TeamProcesses(local, team, screen=self._screen)
-        return processes, TeamScreen(self._screen, processes), local
+        return processes, TeamScreen(self._screen, processes)
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""
@@ -562,7 +552,6 @@ class JobRun:
             number=self._run_dir.attempt,
             epoch_s=self._epoch_s,
             hosts=self._screen.hosts,
-            observed=self._live.observed() if self._live else None,
         )
         self._entries.append(entry)
 

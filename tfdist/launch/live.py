@@ -101,13 +101,6 @@ class History:
         _, found = self._at(task, at_s)
         found.merge(_Bin(step=step, memory_bytes=memory_bytes))
 
-    def totals(self, task: Task) -> dict[str, float]:
-        """Return the seconds that a task has been in each phase."""
-        total = _Bin()
-        for one in self._bins.get(task, ()):
-            total.merge(one)
-        return {phase: round(seconds, 1) for phase, seconds in total.phases.items()}
-
     def as_json(self, *, epoch_s: float) -> dict[str, Any]:
         """Return the history with the time of day at which it begins."""
         return {
@@ -169,7 +162,6 @@ class LiveStatus:
         epoch_s: The time of day when the clock stood at 0.
         hosts: Where each task is, in a job on several hosts.
         is_here: Whether a task runs on this machine, so that its memory can be read.
-        tell: Is given each status, besides.
     """
 
     def __init__(
@@ -182,7 +174,6 @@ class LiveStatus:
         epoch_s: float,
         hosts: Mapping[Task, str],
         is_here: Callable[[Task], bool] = lambda task: True,
-        tell: Callable[[dict[str, Any]], None] = lambda status: None,
     ) -> None:
         self._path = run_dir / LIVE_FILE
         self._history_path = logs / HISTORY_FILE
@@ -191,7 +182,6 @@ class LiveStatus:
         self._epoch_s = epoch_s
         self._hosts = hosts
         self._is_here = is_here
-        self._tell = tell
         self._seen: dict[Task, _Seen] = {}
         self._history: History | None = None
         self._written_s = self._history_written_s = -math.inf
@@ -212,16 +202,6 @@ class LiveStatus:
             self._written_s = now_s
             self._write(state, self._history)
 
-    def observed(self) -> dict[str, Any]:
-        """Return the seconds of each task in each phase and its peak memory, for the report."""
-        history, tasks = self._history, sorted(self._seen)
-        phases = {str(task): history.totals(task) for task in tasks} if history else {}
-        peaks = {str(task): self._seen[task].peak_bytes for task in tasks}
-        return {
-            "phases": {name: spent for name, spent in phases.items() if spent},
-            "peak_memory_bytes": {name: peak for name, peak in peaks.items() if peak},
-        }
-
     def _see_beat(self, seen: _Seen, beat: Beat, history: History) -> None:
         before = seen.beat
         if before is not None and beat.at_s > before.at_s:
@@ -237,16 +217,14 @@ class LiveStatus:
             seen.memory_bytes = memory_bytes(seen.pid)
             seen.peak_bytes = max(seen.peak_bytes or 0, seen.memory_bytes or 0) or None
         history.note(beat.task, at_s=beat.at_s, step=beat.step, memory_bytes=seen.memory_bytes)
-        if beat.step is not None:
+        if beat.step:  # from the first ones on, which may be those of a checkpoint
             seen.past.append((beat.at_s, beat.step))
             while seen.past[0][0] < beat.at_s - _RATE_OVER_S:
                 seen.past.popleft()
 
     def _write(self, state: JobState, history: History) -> None:
-        status = self._status(state)
-        self._tell(status)
         with contextlib.suppress(OSError):  # of no use to the job itself
-            write_json(self._path, status, durable=False)
+            write_json(self._path, self._status(state), durable=False)
             if self._written_s - self._history_written_s >= _HISTORY_EVERY_S or state.is_over:
                 self._history_written_s = self._written_s
                 document = history.as_json(epoch_s=self._epoch_s)
@@ -263,7 +241,6 @@ class LiveStatus:
             "step": state.step,
             "steps_per_s": max((rate for rate in rates if rate is not None), default=None),
             "failure": f"{state.failure.task}: {state.failure.cause}" if state.failure else None,
-            "lost": [str(failure.task) for failure in state.lost],
             "tasks": [self._task(state, task) for task in state.tasks],
         }
 

@@ -95,16 +95,11 @@ def exit_code_of(status: int) -> int:
 
 
 def attempt_entry(
-    attempt: AttemptReport,
-    *,
-    number: int,
-    epoch_s: float,
-    hosts: Mapping[Task, str] | None = None,
-    observed: Mapping[str, Any] | None = None,
+    attempt: AttemptReport, *, number: int, epoch_s: float, hosts: Mapping[Task, str] | None = None
 ) -> dict[str, Any]:
     """Return the report's entry; `epoch_s` is the time of day when the clock stood at 0.
 
-    `hosts` says where each task was, in a job on several hosts; `observed` is put into the entry.
+    `hosts` says where each task was, in a job on several hosts.
     """
 
     def time_of(at_s: float | None) -> str | None:
@@ -159,7 +154,6 @@ def attempt_entry(
             "last_lines": list(failure.last_lines),
             "stacks": {str(task): list(lines) for task, lines in failure.stacks},
         },
-        **(observed or {}),
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -30,14 +31,16 @@ class Rule:
     reason: str = ""
 
 
-def error(code: str, title: str, *, reason: str = "") -> Rule:
-    """Return a rule whose findings keep a job from starting or from ending well."""
-    return Rule(code=code, severity=Severity.ERROR, title=title, reason=reason)
-
-
-def warning(code: str, title: str, *, reason: str = "") -> Rule:
-    """Return a rule whose findings a job can live with."""
-    return Rule(code=code, severity=Severity.WARNING, title=title, reason=reason)
+def rules_of(text: str) -> tuple[Rule, ...]:
+    """Return the rules of a text: ``CODE severity: title``, and below it the reason, indented."""
+    rules = []
+    for part in re.split(r"\n(?=\S)", text.strip()):
+        head, *reason = part.splitlines()
+        code, severity, title = re.split(r":? ", head, maxsplit=2)
+        lines = (line.strip() for line in reason)
+        rule = Rule(code=code, severity=Severity(severity), title=title, reason=" ".join(lines))
+        rules.append(rule)
+    return tuple(rules)
 
 
 def worst(severities: Iterable[Severity]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.files import one_line_errors, write_text
+from tfdist.files import move_aside, one_line_errors, write_text
 
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second"})
@@ -158,16 +158,11 @@ class RunDirectory:
         """Move everything but what the launcher has just begun to write for this start."""
         if not self.config_file.exists():
             return
-        number = 1
-        while (self.path / f"old-{number}").exists():
-            number += 1
-        aside = self.path / f"old-{number}"
-        aside.mkdir()
         # The configuration goes last: until then the directory is still seen as taken.
-        names = [name for name in os.listdir(self.path) if name != self.config_file.name]
-        for name in [*names, self.config_file.name]:
-            if name not in _LAUNCHERS_OWN and not name.startswith("old-"):
-                os.replace(self.path / name, aside / name)
+        last = self.config_file.name
+        kept = {last, *_LAUNCHERS_OWN}
+        names = [n for n in os.listdir(self.path) if n not in kept and not n.startswith("old-")]
+        move_aside(self.path, [*names, last])
 
     def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
         return one_line_errors(f"run directory {self.path}")

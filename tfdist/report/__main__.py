@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
+from tfdist.loopback import listen, make_server
 from tfdist.report.charts import NUM_COLOURS
 from tfdist.report.page import render
 from tfdist.report.run import Run, read_run, reading
 from tfdist.report.run_section import Verdict
-from tfdist.report.serve import make_server
 from tfdist.report.sweep import Sweep, is_sweep, read_sweep, runs_of_best
 
 _LEDGER_TIMEOUT_S = 120.0
@@ -24,17 +25,10 @@ _FILE = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        return _main(argv)
-    except TfdistError as error:
-        print(f"tfdist.report: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return run_program("tfdist.report", lambda: _run(_parser().parse_args(argv)))
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    arguments = _parser().parse_args(argv)
+def _run(arguments: argparse.Namespace) -> int:
     mutually_exclusive({"--serve": arguments.serve, "--out": arguments.out})
     paths = [Path(path) for path in arguments.run_dirs]
     if arguments.serve:
@@ -69,8 +63,13 @@ def _default_file(paths: Sequence[Path]) -> Path:
 
 def _serve(paths: Sequence[Path], *, port: int) -> int:
     _read(paths)  # a directory that is none is told here
-    with make_server(lambda: _page(paths, is_followed=True), port=port) as server:
-        print(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+    listener = listen(port, flag="--port")
+
+    def make_page() -> str:
+        return _page(paths, is_followed=True)
+
+    with make_server(listener, make_page, path="/", content_type="text/html") as server:
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return EXIT_OK
 

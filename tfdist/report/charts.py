@@ -130,22 +130,23 @@ def _grid(x_of: _Scale, y_of: _Scale, x_label: str) -> list[str]:
 
 
 def _line(one: Series, x_of: _Scale, y_of: _Scale) -> str:
-    css = f"line c{one.colour % NUM_COLOURS}" + " dashed" * one.is_dashed
+    css = "line" + " dashed" * one.is_dashed
+    colour = f"color:var(--c{one.colour % NUM_COLOURS})"
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in one.points:
         if not math.isfinite(y) or one.is_dots:
             pieces.append([])
         if math.isfinite(y):
             pieces[-1].append((x_of.at(x), y_of.at(y)))
-    return "".join(_piece(piece, css) for piece in pieces if piece)
+    return "".join(_piece(piece, f'class="{css}" style="{colour}"') for piece in pieces if piece)
 
 
-def _piece(points: Sequence[tuple[float, float]], css: str) -> str:
+def _piece(points: Sequence[tuple[float, float]], look: str) -> str:
     if len(points) == 1:
         x, y = points[0]
-        return f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+        return f'<circle {look} cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="{css}" points="{text}"/>'
+    return f'<polyline {look} points="{text}"/>'
 
 
 def _mark(mark: Mark, x_of: _Scale) -> str:
@@ -233,7 +234,7 @@ def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, lab
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
         parts.append(
             f'<g class="{css}" style="opacity:{opacity:.2f}" data-tip="{escape(line.tip)}">'
-            f'<polyline points="{points}"/>{dots}</g>'
+            f'<polyline class="line" points="{points}"/>{dots}</g>'
         )
     for x, axis in zip(x_of, axes, strict=True):
         parts.append(

@@ -95,7 +95,8 @@ def chart(
     if not svg:
         return ""
     items = "".join(
-        f'<li><span class="key c{one.colour % NUM_COLOURS}{" dashed" * one.is_dashed}"></span>'
+        f'<li><span class="key{" dashed" * one.is_dashed}" '
+        f'style="color:var(--c{one.colour % NUM_COLOURS})"></span>'
         f"{escape(one.name)}, last {number(one.known[-1][1])}</li>"
         for one in shown
     )

@@ -83,9 +83,6 @@ class Attempt:
     first_step_s: float | None = None
     restart_s: float | None = None
     failures: tuple[FailureEntry, ...] = ()
-    phases: Mapping[str, Mapping[str, float]]
-    """Seconds of each task in each phase."""
-    peak_memory_bytes: Mapping[str, int]
     history: Mapping[str, TaskHistory]
 
 
@@ -94,7 +91,7 @@ class Checkpoint:
     """A checkpoint that is on the disk."""
 
     name: str
-    step: int | None
+    step: int
     size_bytes: int
     at: float
     is_whole: bool
@@ -273,8 +270,6 @@ def _attempt(entry: Mapping[str, Any], path: Path) -> Attempt:
         restart_s=entry.get("restart_s"),
         tasks=spans,
         failures=failures,
-        phases=entry.get("phases", {}),
-        peak_memory_bytes=entry.get("peak_memory_bytes", {}),
         history=history,
     )
 
@@ -351,37 +346,30 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Att
         )
         for task in live["tasks"]
     )
-    phases = {
-        task: {phase: sum(seconds) for phase, seconds in one.phases.items()}
-        for task, one in history.items()
-    }
-    peaks = {str(task["task"]): task["peak_memory_bytes"] or 0 for task in live["tasks"]}
     return Attempt(
         number=number,
         exit_code=None,
         begin=begin,
         end=end,
         tasks=spans,
-        phases=phases,
-        peak_memory_bytes=peaks,
         history=history,
     )
 
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     found = []
-    for path in sorted(folder.glob("step-*")) if folder.is_dir() else ():
+    for path in sorted(folder.glob("step-*")):
         match = _CHECKPOINT.fullmatch(path.name)
-        if match is None or not path.is_dir():
-            continue
-        files = [file.stat() for file in path.rglob("*") if file.is_file()]
-        found.append(
-            Checkpoint(
-                name=path.name,
-                step=int(match[1]),
-                size_bytes=sum(file.st_size for file in files),
-                at=max((file.st_mtime for file in files), default=path.stat().st_mtime),
-                is_whole=(path / "manifest.json").is_file(),
-            )
-        )
+        with contextlib.suppress(OSError):  # it is removed meanwhile
+            files = [file.stat() for file in path.rglob("*") if file.is_file()]
+            if match is not None and files:
+                found.append(
+                    Checkpoint(
+                        name=path.name,
+                        step=int(match[1]),
+                        size_bytes=sum(file.st_size for file in files),
+                        at=max(file.st_mtime for file in files),
+                        is_whole=(path / "manifest.json").is_file(),
+                    )
+                )
     return found

@@ -43,7 +43,10 @@ def run_section(run: Run, index: int, verdict: Verdict | None) -> str:
     """Return all that is known of a run."""
     totals = _totals(run)
     used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
-    legend = "".join(f'<li><span class="box p-{p}"></span>{PARTS[p][0]}</li>' for p in used)
+    legend = "".join(
+        f'<li><span class="box" style="background:var(--{part})"></span>{PARTS[part][0]}</li>'
+        for part in used
+    )
     legend = f'<ul class="legend">{legend}</ul>'
     return (
         f'<section class="run" id="run-{index}"><h1>{escape(run.name)} {badge(run.status)}</h1>'
@@ -169,13 +172,13 @@ def _totals(run: Run) -> dict[str, dict[str, float]]:
             alive = (span.end or attempt.end or 0.0) - (span.begin or math.inf)
             parts = totals.setdefault(span.task, {})
             parts["other"] = parts.get("other", 0.0) + max(0.0, alive)
-        for task, phases in attempt.phases.items():
+        for task, history in attempt.history.items():
             parts = totals.setdefault(task, {})
-            for phase, seconds in phases.items():
-                part = part_of(phase)
+            for phase, stretches in history.phases.items():
+                part, seconds = part_of(phase), sum(stretches)
                 parts["other"] = max(0.0, parts.get("other", 0.0) - seconds)
                 parts[part] = parts.get(part, 0.0) + seconds
-    return dict(sorted(totals.items())) if any(a.phases for a in run.attempts) else {}
+    return dict(sorted(totals.items())) if any(a.history for a in run.attempts) else {}
 
 
 def _time_spent(totals: dict[str, dict[str, float]], used: Sequence[str], legend: str) -> str:
@@ -261,15 +264,17 @@ def _what_ran(run: Run) -> str:
     hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
     peaks: dict[str, int] = {}
     for attempt in run.attempts:
-        for task, size in attempt.peak_memory_bytes.items():
-            peaks[task] = max(size, peaks.get(task, 0))
+        for task, history in attempt.history.items():
+            peaks[task] = max([peaks.get(task, 0), *(m for m in history.memory_bytes if m)])
     facts = {
         "command": code(job.get("command")),
         "strategy": escape(run.strategy),
         "hosts": escape(", ".join(hosts) or job.get("host", "")),
         "CPUs": escape(str(job.get("cpus", ""))),
         "versions": escape(", ".join(f"{name} {version}" for name, version in versions.items())),
-        "peak memory": ", ".join(f"{escape(t)} {p / 2**20:,.0f} MiB" for t, p in peaks.items()),
+        "peak memory": ", ".join(
+            f"{escape(t)} {p / 2**20:,.0f} MiB" for t, p in peaks.items() if p
+        ),
         "weights": code(run.summary.get("weights_sha256")),
     }
     config = pairs({name: code(value) or UNKNOWN for name, value in flat(run.config).items()})

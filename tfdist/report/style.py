@@ -1,7 +1,6 @@
 """Style sheet and script of the page."""
 
-STYLE = (
-    """
+STYLE = """
 :root {
   color-scheme: light dark;
   --bg: #f6f7f9; --card: #ffffff; --ink: #1a1f27; --soft: #596271; --rule: #dde1e7;
@@ -31,29 +30,25 @@ h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 4px; overflow-wrap: anywhe
 h2 { font-size: 1.15rem; margin: 36px 0 12px; overflow-wrap: anywhere; }
 h3 { font-size: 1rem; margin: 0 0 8px; }
 p { margin: 0 0 8px; }
-.soft, .note { color: var(--soft); }
-.note { font-size: .875rem; margin: 8px 0 0; }
-.path { overflow-wrap: anywhere; font-size: .875rem; color: var(--soft); }
+.soft, .note, .path, dt, th, summary, .legend { color: var(--soft); }
+.note, .path, table, .pairs, summary { font-size: .875rem; }
+.note { margin: 8px 0 0; }
+.path, code, dd { overflow-wrap: anywhere; }
 nav { display: flex; flex-wrap: wrap; gap: 8px 16px; margin: 12px 0 0; }
-a { color: var(--live); }
 * + .run { border-top: 2px solid var(--rule); margin-top: 48px; padding-top: 32px; }
-.badge {
-  display: inline-block; padding: 1px 10px; border-radius: 999px; font-size: .8125rem;
-  font-weight: 600; border: 1.5px solid currentColor; vertical-align: 3px; white-space: nowrap;
-}
-.good { color: var(--good); } .bad, .failed { color: var(--bad); } .warn { color: var(--warn); }
-.live { color: var(--live); }
+.badge { padding: 1px 10px; border-radius: 999px; font-size: .8125rem; font-weight: 600;
+  border: 1.5px solid; vertical-align: 3px; white-space: nowrap; }
+.good { color: var(--good); } .bad, .failed { color: var(--bad); }
+.warn { color: var(--warn); } .live, a { color: var(--live); }
 .figures { display: grid; gap: 12px; margin: 16px 0 0;
   grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); }
-.figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
-  padding: 10px 14px; min-width: 0; }
 .figure b { display: block; font-size: 1.25rem; line-height: 1.3; font-weight: 600;
   font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .figure span { font-size: .8125rem; color: var(--soft); }
 .grid-of-charts { display: grid; gap: 12px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); }
-.card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
-  padding: 14px; min-width: 0; }
+.card, .figure { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  padding: 12px 14px; min-width: 0; }
 .card + .grid-of-charts, .card + .card.wide, .grid-of-charts + .card.wide { margin-top: 12px; }
 .scroll { overflow-x: auto; }
 svg { display: block; width: 100%; height: auto; font-size: 12px; }
@@ -61,51 +56,43 @@ svg text { fill: var(--soft); }
 .end { text-anchor: end; } .mid { text-anchor: middle; }
 .axis-name { fill: var(--ink); font-weight: 600; }
 .grid { stroke: var(--rule); stroke-width: 1; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; }
-circle.line { fill: currentColor; }
+.line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
+circle.line, .cross circle { fill: currentColor; }
 .dashed { stroke-dasharray: 5 3; }
 .hit { fill: transparent; } .hit:hover { fill: color-mix(in srgb, var(--ink) 8%, transparent); }
 .failure { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 3 3; }
 .failure-head { fill: var(--bad); }
-.cross polyline { fill: none; stroke: var(--c0); stroke-width: 1.6; }
-.cross circle { fill: var(--c0); }
-.cross:hover { opacity: 1 !important; } .cross:hover polyline { stroke-width: 4; }
-.cross.best polyline { stroke: var(--c1); stroke-width: 3.2; }
-.cross.best circle { fill: var(--c1); }
+.cross { color: var(--c0); } .cross.best { color: var(--c1); }
+.cross:hover { opacity: 1 !important; } .cross:hover .line { stroke-width: 4; }
+.cross.best .line { stroke-width: 3.2; }
 .spine { stroke: var(--soft); stroke-width: 1; }
 .halo { paint-order: stroke; stroke: var(--card); stroke-width: 3px; fill: var(--ink); }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; margin: 0 0 6px; padding: 0;
-  list-style: none; font-size: .8125rem; color: var(--soft); }
+  list-style: none; font-size: .8125rem; }
 .key { display: inline-block; width: 18px; height: 0; border-top: 3px solid; vertical-align: 4px;
   margin-right: 5px; }
 .key.dashed { border-top-style: dashed; }
 .box { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
-table { border-collapse: collapse; width: 100%; font-size: .875rem;
-  font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--rule);
   vertical-align: top; }
-th { font-weight: 600; color: var(--soft); white-space: nowrap; }
+th { font-weight: 600; white-space: nowrap; }
 td.n, th.n { text-align: right; }
 tr:last-child td { border-bottom: 0; }
-code, pre {
-  font: .8125rem/1.5 ui-monospace, "SFMono-Regular", Menlo, "DejaVu Sans Mono", monospace;
-}
-code { overflow-wrap: anywhere; }
+code, pre { font: .8125rem/1.5 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; }
 pre { margin: 6px 0 0; padding: 10px; overflow-x: auto; border-radius: 6px;
   background: var(--bg); border: 1px solid var(--rule); }
-details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); font-size: .875rem; }
+details { margin-top: 8px; } summary { cursor: pointer; } dd { margin: 0; }
 .pairs { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 4px 16px;
-  margin: 0; font-size: .875rem; }
-.pairs dt { color: var(--soft); } .pairs dd { margin: 0; overflow-wrap: anywhere; }
+  margin: 0; }
 .rows { display: grid; grid-template-columns: minmax(72px, max-content) minmax(0, 1fr);
   gap: 5px 10px; align-items: center; font-size: .8125rem; }
 .rows .head { grid-column: 1 / -1; font-weight: 600; margin-top: 8px; font-size: .875rem; }
 .rows .head span { font-weight: 400; color: var(--soft); }
 .track { position: relative; height: 20px; background: var(--bg); border-radius: 4px;
   overflow: hidden; }
-.bar { position: absolute; top: 0; bottom: 0; min-width: 1px; }
-.fail-at { position: absolute; top: 0; bottom: 0; width: 3px; margin-left: -3px;
-  background: var(--bad); }
+.bar, .fail-at { position: absolute; top: 0; bottom: 0; min-width: 1px; }
+.fail-at { width: 3px; margin-left: -3px; background: var(--bad); }
 .scale { position: relative; height: 18px; color: var(--soft); }
 .scale span { position: absolute; transform: translateX(-50%); white-space: nowrap; }
 .scale span:first-child { transform: none; }
@@ -117,17 +104,6 @@ details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); font
   white-space: pre-line; background: var(--ink); color: var(--bg); border-radius: 6px;
   padding: 6px 10px; font-size: .8125rem; line-height: 1.4; overflow-wrap: anywhere; }
 """
-    + "".join(
-        f".c{i} {{ stroke: var(--c{i}); color: var(--c{i}); border-color: var(--c{i}); }}\n"
-        for i in range(8)
-    )
-    + "".join(
-        f".p-{name} {{ background: var(--{name}); }}\n"
-        for name in (
-            *("start", "trace", "step", "wait", "validate", "save", "callback", "serve", "other"),
-        )
-    )
-)
 
 TIPS = """
 const tip = document.getElementById("tip");

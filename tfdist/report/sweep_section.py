@@ -59,8 +59,9 @@ def _parallel(sweep: Sweep) -> str:
     ]
     svg = parallel_coordinates(axes, lines, label="Parallel coordinates of the trials")
     return card(
-        '<ul class="legend"><li class="c1"><span class="key c1"></span>best trial</li>'
-        '<li class="c0"><span class="key c0"></span>others; the better, the stronger</li></ul>'
+        '<ul class="legend"><li><span class="key" style="color:var(--c1)"></span>best trial</li>'
+        '<li><span class="key" style="color:var(--c0)"></span>others; the better, the stronger</li>'
+        "</ul>"
         f'<div style="min-width:{130 * len(axes)}px">{svg}</div>',
         "scroll",
     )

@@ -33,8 +33,9 @@ def part_of(phase: str) -> str:
 
 def bar(part: str, left: float, right: float, tip: str) -> str:
     """Return a bar of a track, from 0 at its left to 1 at its right."""
-    style = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
-    return f'<div class="bar p-{part}" style="{style}" data-tip="{escape(tip)}"></div>'
+    place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
+    style = f"{place};background:var(--{part})"
+    return f'<div class="bar" style="{style}" data-tip="{escape(tip)}"></div>'
 
 
 @dataclass(frozen=True, slots=True)

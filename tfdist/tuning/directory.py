@@ -52,14 +52,8 @@ def set_aside(path: Path) -> None:
     if JOURNAL not in names:
         return
     _require_at_rest(path)
-    number = 1
-    while (path / f"old-{number}").exists():
-        number += 1
-    aside = path / f"old-{number}"
-    aside.mkdir()
     # The journal goes last: until then the directory is still seen as a sweep's.
-    for name in [*sorted(names - {JOURNAL}), JOURNAL]:
-        os.replace(path / name, aside / name)
+    files.move_aside(path, [*sorted(names - {JOURNAL}), JOURNAL])
 
 
 def _names(path: Path) -> set[str]:

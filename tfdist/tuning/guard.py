@@ -1,19 +1,10 @@
-"""Guards of trials: processes that end a trial whose chief or runner cannot.
+"""Guard of a runner's leases: a process that ends the trials of a runner that cannot.
 
-Run by its path in a bare interpreter (-I -S), so it imports nothing of tfdist::
-
-    guard.py parent PID COMMAND...   # becomes the command, which ends with the parent
-    guard.py lease                   # ends a runner's trials before its lease does
-
-A chief that is killed leaves no trial behind: the kernel sends the trial's launcher SIGTERM, upon
-which its tasks save. (The guardian of `tfdist.launch` kills, and a chief has threads, so that
-nothing can be set between its fork and exec.)
-
-A lease guard reads from standard input, a line each, ``watch PID`` of a trial's launcher and
-``renew S``: at S of `now_s` the chief is known to have, or to come to have, ten more seconds of
-patience. Six seconds later the trials are asked to save and end, and killed three seconds after
-that: before the chief can give them to another runner. A process of its own does this, as a runner
-that is stopped cannot.
+Run by its path in a bare interpreter (-I -S), so it imports nothing of tfdist. It reads from
+standard input, a line each, ``watch PID`` of a trial's launcher and ``renew S``: at S of `now_s`
+the chief is known to have, or to come to have, ten more seconds of patience. Six seconds later the
+trials are asked to save and end, and killed three seconds after that: before the chief can give
+them to another runner. A process of its own does this, as a runner that is stopped cannot.
 """
 
 from __future__ import annotations
@@ -25,15 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 SAVE_AFTER_S, KILL_AFTER_S = 6.0, 9.0
-_PR_SET_PDEATHSIG = 1
-
-
-def with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command that gets SIGTERM when this process ends."""
-    return [sys.executable, "-I", "-S", __file__, "parent", str(os.getpid()), *command]
 
 
 class LeaseGuardClient:
@@ -44,7 +28,7 @@ class LeaseGuardClient:
 
     def __enter__(self) -> LeaseGuardClient:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, "lease"],
+            [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -138,18 +122,5 @@ def _obey(line: bytes, guard: LeaseGuard, pidfds: set[int]) -> None:
         pidfds.add(os.pidfd_open(int(value)))
 
 
-def become(parent: int, command: list[str]) -> None:
-    """Replace this process by the command, which the kernel asks to end when the parent ends."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was gone before the kernel was asked
-        sys.exit(128 + signal.SIGTERM)
-    os.execv(command[0], command)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "lease":
-        guard_lease()
-    else:
-        become(int(sys.argv[2]), sys.argv[3:])
+    guard_lease()

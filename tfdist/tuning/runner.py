@@ -17,8 +17,8 @@ from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.fork_server import ForkTemplate
+from tfdist.launch.guardian import bound_command
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import guard
 from tfdist.tuning.journal import Slot
 from tfdist.tuning.trial_job import (
     Completed,
@@ -234,10 +234,9 @@ class LaunchedTrial:
             log = stack.enter_context(open(self._log, "ab"))
             fds = [stack.enter_context(w.connect()).fileno() for w in (self._runner.warm,) if w]
             self._log_from = log.tell()
+            command = self._runner.command(self._job, fork_server=fds[0] if fds else None)
             self._process = subprocess.Popen(
-                guard.with_parent(
-                    self._runner.command(self._job, fork_server=fds[0] if fds else None)
-                ),
+                bound_command(command, signum=signal.SIGTERM),  # its tasks save if the chief dies
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -30,7 +30,7 @@ _CLOCK_ROUNDS = 5
 _OF_A_RANGE = 4
 
 
-class Clock(NamedTuple):
+class ClockOffset(NamedTuple):
     """How far another host's clock is ahead, and by how much that may be wrong."""
 
     ahead_s: float
@@ -85,7 +85,7 @@ class HostBarrier:
         answers = {self._job.index: own()}
         return answers | self._received(step, pending, within_s=deadline_s - time.monotonic())
 
-    def clocks(self) -> dict[int, Clock]:
+    def clocks(self) -> dict[int, ClockOffset]:
         """Return how far the clock of each host is ahead of this one's."""
         rounds = [self._clock_round() for _ in range(_CLOCK_ROUNDS)]
         return {
@@ -104,7 +104,7 @@ class HostBarrier:
         """Tell all hosts how it went, and let them go."""
         self._hub.end({"do": "end", "exit_code": exit_code})
 
-    def _clock_round(self) -> dict[int, Clock]:
+    def _clock_round(self) -> dict[int, ClockOffset]:
         """Ask each host for its time, one after the other, as the answers are timed."""
         found = {}
         for index in sorted(self._others):
@@ -114,7 +114,7 @@ class HostBarrier:
             took_s = time.monotonic() - start
             there = answers.get(index, {}).get("now")
             if type(there) is float:
-                found[index] = Clock(ahead_s=there - began - took_s / 2, error_s=took_s / 2)
+                found[index] = ClockOffset(ahead_s=there - began - took_s / 2, error_s=took_s / 2)
         return found
 
     def _send(self, step: str, *, only: int | None = None) -> set[int]:

@@ -11,7 +11,7 @@ from tfdist.ops.rules import Rule, Severity
 __all__ = ["HostFinding", "Rule", "Severity", "Topic"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class HostFinding:
     """One thing that is wrong; `hosts` are those it is to be put right on."""
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tfdist.cluster import placement, settings
+from tfdist.cluster import settings
 from tfdist.cluster.hostlist import parse_hosts, ranks_of
-from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
 from tfdist.ops.lint.environment import check_size, check_variables, is_ours
@@ -374,24 +373,6 @@ def _one_for_all(job: Workload, group: PodGroup) -> Iterator[Wrong]:
             yield container.place(name), received, "what is the same for all pods", fix
 
 
-def _other_ports(job: Workload, group: PodGroup) -> Iterator[Wrong]:
-    """Yield ports of a container at which a task of TFDIST_HOSTS does not listen."""
-    for container in group.containers:
-        named = [each.number("containerPort", 0) for each in container.spec.maps("ports")]
-        if not named or settings.HOSTS not in container.values:
-            continue
-        try:
-            port = settings.integer(container.values, settings.PORT) or placement.DEFAULT_PORT
-            text = settings.text(container.values, settings.PORTS)
-            listens = parse_ports(text, where=settings.PORTS) if text else range(port, port + 1)
-        except UsageError:
-            continue  # the check of the variables says it
-        if not any(port in listens for port in named):
-            place = job.place(container.spec, f"{group.path}.template.spec.containers.ports")
-            received, fix = ", ".join(map(str, named)), f"correct it, or set {settings.PORT}"
-            yield place, received, text or str(port), fix
-
-
 _OF_GROUPS: tuple[tuple[str, Callable[[Workload, PodGroup], Iterator[Wrong]]], ...] = (
     ("K8S010", _not_indexed),
     ("K8S011", _few_at_a_time),
@@ -400,7 +381,6 @@ _OF_GROUPS: tuple[tuple[str, Callable[[Workload, PodGroup], Iterator[Wrong]]], .
     ("K8S026", _short_grace),
     ("K8S034", _set_by_operator),
     ("K8S035", _one_for_all),
-    ("K8S045", _other_ports),
 )
 
 

@@ -20,6 +20,24 @@ from tfdist.ops.submit.request import JobRequest, request_of
 _MAX_SIGNAL_S = 65_535
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
+_HEAD = """\
+#!/bin/bash
+# {title}; rendered by python -m tfdist.submit.
+{directives}
+
+{variables}
+
+failures={name}-$SLURM_JOB_ID.failures
+max_restarts={max_restarts}
+python={python}
+if ! "$python" -c "import tfdist" 2>/dev/null; then
+    echo "tfdist: $python on $(hostname): received no tfdist; expected it installed. \
+Fix: name the Python that has it with --python"
+    exit 2
+fi
+
+"""
+
 _TRAPS = """\
 # Slurm's warning comes to this script alone; on SIGTERM it tells the tasks itself.
 asked=
@@ -89,29 +107,15 @@ def render(request: JobRequest, command: Command) -> str:
         if not number:
             lines = _whole_job(request) + lines
         blocks.append("\n".join(f"#SBATCH {line}" for line in lines))
-    return (
-        "\n".join(
-            [
-                "#!/bin/bash",
-                f"# {request.title}; rendered by python -m tfdist.submit.",
-                "\n#SBATCH hetjob\n".join(blocks),
-                "",
-                *_environment(request, groups=[group for group, _, _ in components]),
-                "",
-                f"failures={shlex.quote(request.name)}-$SLURM_JOB_ID.failures",
-                f"max_restarts={request.launch.max_restarts}",
-                f"python={shlex.quote(request.python)}",
-                'if ! "$python" -c "import tfdist" 2>/dev/null; then',
-                '    echo "tfdist: $python on $(hostname): received no tfdist; '
-                'expected it installed. Fix: name the Python that has it with --python"',
-                "    exit 2",
-                "fi",
-                "",
-                _TRAPS + _step(request, components) + " &" + _WAIT,
-            ]
-        )
-        + _AFTER
+    head = _HEAD.format(
+        title=request.title,
+        directives="\n#SBATCH hetjob\n".join(blocks),
+        variables="\n".join(_environment(request, groups=[group for group, _, _ in components])),
+        name=shlex.quote(request.name),
+        max_restarts=request.launch.max_restarts,
+        python=shlex.quote(request.python),
     )
+    return f"{head}{_TRAPS}{_step(request, components)} &{_WAIT}{_AFTER}"
 
 
 def _check(request: JobRequest, command: Command) -> None:

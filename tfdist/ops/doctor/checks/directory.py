@@ -6,49 +6,28 @@ from collections.abc import Iterator
 
 from tfdist.ops.doctor.facts import Directory, HostFacts, JobFacts
 from tfdist.ops.doctor.findings import HostFinding, Topic
-from tfdist.ops.rules import error, warning
+from tfdist.ops.rules import rules_of
 
 _GIB = 1 << 30
 _LEAST_FREE = _GIB
 _SLOW_SYNC_S = 1.0
 
-_RULES = (
-    error(
-        "D801",
-        "a shared directory that is not there",
-        reason="Every task of a job reads checkpoints, and one writes them.",
-    ),
-    error(
-        "D802",
-        "a shared directory that cannot be written",
-        reason="The job would train and save nothing.",
-    ),
-    error(
-        "D803",
-        "files that another host does not see",
-        reason="The directory is another one there, or is seen late: a resume would find nothing.",
-    ),
-    error(
-        "D804",
-        "a rename that is not atomic",
-        reason="A checkpoint is written beside and renamed; a reader must find the old or the new.",
-    ),
-    error(
-        "D805",
-        "a file system without fsync",
-        reason="A checkpoint that is not on the disk is lost with the host's power.",
-    ),
-    warning(
-        "D806",
-        "an fsync that takes long",
-        reason="Each checkpoint waits for several of them.",
-    ),
-    warning(
-        "D807",
-        "little free space in the shared directory",
-        reason="A save that fails keeps the last good checkpoint, and ends the job.",
-    ),
-)
+_RULES = rules_of("""
+D801 error: a shared directory that is not there
+    Every task of a job reads checkpoints, and one writes them.
+D802 error: a shared directory that cannot be written
+    The job would train and save nothing.
+D803 error: files that another host does not see
+    The directory is another one there, or is seen late: a resume would find nothing.
+D804 error: a rename that is not atomic
+    A checkpoint is written beside and renamed; a reader must find the old or the new.
+D805 error: a file system without fsync
+    A checkpoint that is not on the disk is lost with the host's power.
+D806 warning: an fsync that takes long
+    Each checkpoint waits for several of them.
+D807 warning: little free space in the shared directory
+    A save that fails keeps the last good checkpoint, and ends the job.
+""")
 
 
 def _check(facts: JobFacts) -> Iterator[HostFinding]:
@@ -60,62 +39,40 @@ def _check(facts: JobFacts) -> Iterator[HostFinding]:
 def _one(facts: JobFacts, host: HostFacts, found: Directory) -> Iterator[HostFinding]:
     here, path = facts.name(host.index), facts.shared_dir
     if found.error:
-        yield HostFinding(
-            code="D802" if found.is_read_only else "D801",
-            hosts=(here,),
-            received=f"{path}: {found.error}",
-            expected="a directory that this user may write on every host",
-            fix=f"mount it on {here}, with the right to write"
-            if found.is_read_only
-            else f"mount it on {here}, under the same path, or correct --shared_dir",
-        )
+        code, right = "D801", "under the same path, or correct --shared_dir"
+        if found.is_read_only:
+            code, right = "D802", "with the right to write"
+        expected = "a directory that this user may write on every host"
+        fix = f"mount it on {here}, {right}"
+        yield HostFinding(code, (here,), f"{path}: {found.error}", expected, fix)
         return
     if found.unseen:
         names = ", ".join(facts.name(index) for index in found.unseen[:8])
-        yield HostFinding(
-            code="D803",
-            hosts=(here,),
-            received=f"{path}: files of {names} are not seen",
-            expected="the same files on all hosts, within seconds",
-            fix=f"mount the same file system at {path} on {here} and on {names}",
-        )
+        expected = "the same files on all hosts, within seconds"
+        fix = f"mount the same file system at {path} on {here} and on {names}"
+        yield HostFinding("D803", (here,), f"{path}: files of {names} are not seen", expected, fix)
     if found.torn:
-        yield HostFinding(
-            code="D804",
-            hosts=(here,),
-            received=f"{path}: {found.torn} of {found.reads} reads found neither the old file nor "
-            f"the new",
-            expected="one of the two",
-            fix="use a file system whose rename is atomic, and no layer over an object store",
+        received = (
+            f"{path}: {found.torn} of {found.reads} reads found neither the old file nor the new"
         )
+        fix = "use a file system whose rename is atomic, and no layer over an object store"
+        yield HostFinding("D804", (here,), received, "one of the two", fix)
     yield from _disk(here, path, found)
 
 
 def _disk(here: str, path: str, found: Directory) -> Iterator[HostFinding]:
     if found.sync_error:
-        yield HostFinding(
-            code="D805",
-            hosts=(here,),
-            received=f"{path}: {found.sync_error}",
-            expected="a write that reaches the disk",
-            fix="use a file system that has fsync",
-        )
+        expected = "a write that reaches the disk"
+        fix = "use a file system that has fsync"
+        yield HostFinding("D805", (here,), f"{path}: {found.sync_error}", expected, fix)
     elif found.sync_s > _SLOW_SYNC_S:
-        yield HostFinding(
-            code="D806",
-            hosts=(here,),
-            received=f"{path}: {found.sync_s:.1f} s for a small file",
-            expected=f"less than {_SLOW_SYNC_S:.0f} s",
-            fix="see what else writes there, or save less often",
-        )
+        received = f"{path}: {found.sync_s:.1f} s for a small file"
+        fix = "see what else writes there, or save less often"
+        yield HostFinding("D806", (here,), received, f"less than {_SLOW_SYNC_S:.0f} s", fix)
     if found.free < _LEAST_FREE:
-        yield HostFinding(
-            code="D807",
-            hosts=(here,),
-            received=f"{path}: {found.free >> 20} MiB free",
-            expected=f"{_LEAST_FREE >> 20} MiB or more, and room for several checkpoints",
-            fix="delete old runs, or name another directory",
-        )
+        expected = f"{_LEAST_FREE >> 20} MiB or more, and room for several checkpoints"
+        fix = "delete old runs, or name another directory"
+        yield HostFinding("D807", (here,), f"{path}: {found.free >> 20} MiB free", expected, fix)
 
 
 def _seen(facts: JobFacts) -> str:

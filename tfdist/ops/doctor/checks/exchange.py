@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tfdist.ops.doctor.checks.network import rate
 from tfdist.ops.doctor.facts import Exchange, JobFacts
 from tfdist.ops.doctor.findings import HostFinding, Topic
-from tfdist.ops.rules import error, warning
+from tfdist.ops.rules import rules_of
 
 # An all-reduce of 16 MB between two processes of one machine took 31 ms: 516 MB/s through each of
 # them, where a plain socket has gigabytes. What is slower than a connection allows is compared
@@ -16,33 +16,18 @@ _SERVERS_BYTES_PER_S = 400e6
 _SLOW = 4.0
 _SLACK_S = 0.02
 
-_RULES = (
-    error(
-        "D901",
-        "TensorFlow's servers that do not come together",
-        reason="What a job does first does not work here.",
-    ),
-    error(
-        "D902",
-        "an all-reduce with a wrong sum",
-        reason="Every step would be wrong.",
-    ),
-    warning(
-        "D903",
-        "an all-reduce slower than the connection",
-        reason="Every step of a multiworker job has one, of the size of the model.",
-    ),
-    warning(
-        "D904",
-        "a push to a ps slower than the connection",
-        reason="Every step of a ps job sends its gradients.",
-    ),
-    warning(
-        "D905",
-        "a pull from a ps slower than the connection",
-        reason="Every step of a ps job fetches the weights.",
-    ),
-)
+_RULES = rules_of("""
+D901 error: TensorFlow's servers that do not come together
+    What a job does first does not work here.
+D902 error: an all-reduce with a wrong sum
+    Every step would be wrong.
+D903 warning: an all-reduce slower than the connection
+    Every step of a multiworker job has one, of the size of the model.
+D904 warning: a push to a ps slower than the connection
+    Every step of a ps job sends its gradients.
+D905 warning: a pull from a ps slower than the connection
+    Every step of a ps job fetches the weights.
+""")
 
 
 def _check(facts: JobFacts) -> Iterator[HostFinding]:
@@ -51,32 +36,23 @@ def _check(facts: JobFacts) -> Iterator[HostFinding]:
         return
     names = tuple(host.name for host in facts.hosts)
     if found.error:
-        yield HostFinding(
-            code="D901",
-            hosts=names,
-            received=found.error,
-            expected="an all-reduce, a push and a pull between all hosts",
-            fix="put right what else is found here; else see whether `import tensorflow` works",
-        )
+        expected = "an all-reduce, a push and a pull between all hosts"
+        fix = "put right what else is found here; else see whether `import tensorflow` works"
+        yield HostFinding("D901", names, found.error, expected, fix)
         return
     if not found.is_right:
-        yield HostFinding(
-            code="D902",
-            hosts=names,
-            received="another sum than that of the parts",
-            expected="the sum of what the hosts put in",
-            fix="test the memory and the network cards of the hosts",
-        )
+        received = "another sum than that of the parts"
+        fix = "test the memory and the network cards of the hosts"
+        yield HostFinding("D902", names, received, "the sum of what the hosts put in", fix)
     for code, what, took_s, should_s in _times(facts, found):
         if took_s > _SLOW * should_s + _SLACK_S:
-            yield HostFinding(
-                code=code,
-                hosts=names,
-                received=f"{took_s * 1e3:.0f} ms for {what} {found.size_bytes >> 20} MiB",
-                expected=f"about {should_s * 1e3:.0f} ms by what plain sockets carry "
-                f"({rate(_slowest(facts)[0])})",
-                fix="see what else runs on the hosts, and what inspects or limits connections",
+            received = f"{took_s * 1e3:.0f} ms for {what} {found.size_bytes >> 20} MiB"
+            expected = (
+                f"about {should_s * 1e3:.0f} ms by what plain sockets carry "
+                f"({rate(_slowest(facts)[0])})"
             )
+            fix = "see what else runs on the hosts, and what inspects or limits connections"
+            yield HostFinding(code, names, received, expected, fix)
 
 
 def _times(facts: JobFacts, found: Exchange) -> Iterator[tuple[str, str, float, float]]:

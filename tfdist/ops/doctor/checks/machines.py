@@ -8,69 +8,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfdist.ops.doctor.facts import HostFacts, JobFacts
 from tfdist.ops.doctor.findings import HostFinding, Topic
-from tfdist.ops.rules import error, warning
+from tfdist.ops.rules import rules_of
 
 # Checks that all hosts are present and belong to the same job.
 
-_HOSTS_RULES = (
-    error(
-        "D001",
-        "a host that did not come",
-        reason="A job waits for all of its tasks, and those of this host would not be there.",
-    ),
-    error(
-        "D002",
-        "a host that does not reach the first one",
-        reason="Tasks of a job connect to each other, and all of them to the first.",
-    ),
-    error(
-        "D003",
-        "a host that was told of another job",
-        reason="Tasks that disagree about who is where wait for each other for ever.",
-    ),
-    error(
-        "D004",
-        "a host that went away while it was looked at",
-        reason="A connection that does not last for a few seconds does not carry a job.",
-    ),
-)
+_HOSTS_RULES = rules_of("""
+D001 error: a host that did not come
+    A job waits for all of its tasks, and those of this host would not be there.
+D002 error: a host that does not reach the first one
+    Tasks of a job connect to each other, and all of them to the first.
+D003 error: a host that was told of another job
+    Tasks that disagree about who is where wait for each other for ever.
+D004 error: a host that went away while it was looked at
+    A connection that does not last for a few seconds does not carry a job.
+""")
 
 
 def _check_hosts(facts: JobFacts) -> Iterator[HostFinding]:
     for absence in facts.absent:
         name = facts.name(absence.index)
         if absence.index == 0:
-            yield HostFinding(
-                code="D002",
-                hosts=(facts.name(facts.present[0].index),),
-                received=f"no way to {name}: {absence.why}",
-                expected=f"an answer from {name}",
-                fix=f"start the same command on {name}, and open its ports to this host",
-            )
+            here = facts.name(facts.present[0].index)
+            received = f"no way to {name}: {absence.why}"
+            fix = f"start the same command on {name}, and open its ports to this host"
+            yield HostFinding("D002", (here,), received, f"an answer from {name}", fix)
         elif absence.is_other_job:
-            yield HostFinding(
-                code="D003",
-                hosts=(name,),
-                received=absence.why,
-                expected="the same hosts and ports, and the same version, on all hosts",
-                fix=f"give {name} the same --hosts or TF_CONFIG, and the same tfdist",
-            )
+            expected = "the same hosts and ports, and the same version, on all hosts"
+            fix = f"give {name} the same --hosts or TF_CONFIG, and the same tfdist"
+            yield HostFinding("D003", (name,), absence.why, expected, fix)
         elif absence.during:
-            yield HostFinding(
-                code="D004",
-                hosts=(name,),
-                received=f"{absence.why}, asked for {absence.during}",
-                expected="a connection that lasts, and a process that lives",
-                fix=f"see what the command says on {name}, and what is between the hosts",
-            )
+            received = f"{absence.why}, asked for {absence.during}"
+            expected = "a connection that lasts, and a process that lives"
+            fix = f"see what the command says on {name}, and what is between the hosts"
+            yield HostFinding("D004", (name,), received, expected, fix)
         else:
-            yield HostFinding(
-                code="D001",
-                hosts=(name,),
-                received=absence.why,
-                expected="every host of the job",
-                fix=f"start the same command on {name}, with its own --node_rank",
-            )
+            fix = f"start the same command on {name}, with its own --node_rank"
+            yield HostFinding("D001", (name,), absence.why, "every host of the job", fix)
 
 
 def _seen_hosts(facts: JobFacts) -> str:
@@ -89,39 +62,21 @@ _FILES, _FILES_PER_TASK = 1024, 16
 _SLOW_HOST = 1.5
 _FEW = 0.5
 
-_MACHINES_RULES = (
-    warning(
-        "D601",
-        "little memory for the tasks",
-        reason="Importing TensorFlow takes 640 MB; a task that the kernel ends says nothing.",
-    ),
-    warning(
-        "D602",
-        "much less memory than the other hosts",
-        reason="All tasks hold the same model: what fits elsewhere may not fit here.",
-    ),
-    warning(
-        "D603",
-        "little shared memory on a host with GPUs",
-        reason="NCCL moves data between GPUs of a host by /dev/shm, of which a container has 64 MB "
-        "unless told otherwise.",
-    ),
-    warning(
-        "D604",
-        "few open files",
-        reason="Each task has a connection to each other one, in both directions, and its data.",
-    ),
-    warning(
-        "D605",
-        "a host slower than the others",
-        reason="Every step of a synchronous job waits for the slowest.",
-    ),
-    warning(
-        "D606",
-        "fewer CPUs than the other hosts",
-        reason="Its tasks prepare data and compute slower, and the others wait.",
-    ),
-)
+_MACHINES_RULES = rules_of("""
+D601 warning: little memory for the tasks
+    Importing TensorFlow takes 640 MB; a task that the kernel ends says nothing.
+D602 warning: much less memory than the other hosts
+    All tasks hold the same model: what fits elsewhere may not fit here.
+D603 warning: little shared memory on a host with GPUs
+    NCCL moves data between GPUs of a host by /dev/shm, of which a container has 64 MB unless
+    told otherwise.
+D604 warning: few open files
+    Each task has a connection to each other one, in both directions, and its data.
+D605 warning: a host slower than the others
+    Every step of a synchronous job waits for the slowest.
+D606 warning: fewer CPUs than the other hosts
+    Its tasks prepare data and compute slower, and the others wait.
+""")
 
 
 def _check_machines(facts: JobFacts) -> Iterator[HostFinding]:
@@ -148,66 +103,43 @@ def _memory(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     limit = host.machine.memory_limit
     of = f" (limit {_size(limit)})" if limit is not None else ""
     if has < tasks * _PER_TASK:
-        yield HostFinding(
-            code="D601",
-            hosts=(here,),
-            received=f"{_size(has)} free{of} for {tasks} {'tasks' if tasks > 1 else 'task'}",
-            expected=f"{_size(tasks * _PER_TASK)} or more",
-            fix="end what else runs there, ask for more memory, or start fewer tasks",
-        )
+        received = f"{_size(has)} free{of} for {tasks} {'tasks' if tasks > 1 else 'task'}"
+        fix = "end what else runs there, ask for more memory, or start fewer tasks"
+        yield HostFinding("D601", (here,), received, f"{_size(tasks * _PER_TASK)} or more", fix)
     usual = _usual(facts, host, available)
     if usual is not None and has < _FEW * usual:
-        yield HostFinding(
-            code="D602",
-            hosts=(here,),
-            received=f"{_size(has)} free{of}",
-            expected=f"about {_size(usual)}, as on the others",
-            fix="give all hosts the same limit, and see what else runs there",
-        )
+        expected = f"about {_size(usual)}, as on the others"
+        fix = "give all hosts the same limit, and see what else runs there"
+        yield HostFinding("D602", (here,), f"{_size(has)} free{of}", expected, fix)
 
 
 def _limits(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here, machine = facts.name(host.index), host.machine
     if machine.gpus and machine.shared_memory is not None and machine.shared_memory < _SHARED:
-        yield HostFinding(
-            code="D603",
-            hosts=(here,),
-            received=f"{_size(machine.shared_memory)} free in /dev/shm",
-            expected=f"{_size(_SHARED)} or more",
-            fix="docker run --shm-size=1g, or an emptyDir of medium Memory at /dev/shm",
-        )
+        received = f"{_size(machine.shared_memory)} free in /dev/shm"
+        fix = "docker run --shm-size=1g, or an emptyDir of medium Memory at /dev/shm"
+        yield HostFinding("D603", (here,), received, f"{_size(_SHARED)} or more", fix)
     needed = max(_FILES, _FILES_PER_TASK * sum(len(other.ports) for other in facts.hosts))
     if machine.open_files is not None and machine.open_files < needed:
         most = machine.open_files_most
-        yield HostFinding(
-            code="D604",
-            hosts=(here,),
-            received=f"{machine.open_files} (ulimit -n), {'any' if most is None else most} allowed",
-            expected=f"{needed} or more",
-            fix=f"ulimit -n {needed}, or LimitNOFILE of the service that starts the tasks",
-        )
+        received = f"{machine.open_files} (ulimit -n), {'any' if most is None else most} allowed"
+        fix = f"ulimit -n {needed}, or LimitNOFILE of the service that starts the tasks"
+        yield HostFinding("D604", (here,), received, f"{needed} or more", fix)
 
 
 def _speed(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here = facts.name(host.index)
     cpus = _usual(facts, host, lambda other: other.machine.cpus)
     if cpus is not None and host.machine.cpus < _FEW * cpus:
-        yield HostFinding(
-            code="D606",
-            hosts=(here,),
-            received=f"{host.machine.cpus} CPUs",
-            expected=f"about {cpus:.0f}, as the others have",
-            fix="ask for the same number on each host (--cpus-per-task, resources.limits.cpu)",
-        )
+        expected = f"about {cpus:.0f}, as the others have"
+        fix = "ask for the same number on each host (--cpus-per-task, resources.limits.cpu)"
+        yield HostFinding("D606", (here,), f"{host.machine.cpus} CPUs", expected, fix)
     work_s = _usual(facts, host, lambda other: other.work_s)
     if work_s is not None and host.work_s is not None and host.work_s > _SLOW_HOST * work_s:
-        yield HostFinding(
-            code="D605",
-            hosts=(here,),
-            received=f"{host.work_s * 1e3:.0f} ms for a piece of work on each of its CPUs",
-            expected=f"about {work_s * 1e3:.0f} ms, as on the others",
-            fix="see what else runs there (top), its limit of CPUs, its clock and temperature",
-        )
+        received = f"{host.work_s * 1e3:.0f} ms for a piece of work on each of its CPUs"
+        expected = f"about {work_s * 1e3:.0f} ms, as on the others"
+        fix = "see what else runs there (top), its limit of CPUs, its clock and temperature"
+        yield HostFinding("D605", (here,), received, expected, fix)
 
 
 def _usual(
@@ -256,48 +188,24 @@ _CODES = {
 }
 _NONE = "none"
 
-_SOFTWARE_RULES = (
-    error(
-        "D501",
-        "a host without what a task needs",
-        reason="The task ends when it imports it.",
-    ),
-    error(
-        "D502",
-        "versions of Python that differ",
-        reason="A program may run under one and not under the other.",
-    ),
-    error(
-        "D503",
-        "versions of TensorFlow that differ",
-        reason="What its servers say to each other is not promised between versions.",
-    ),
-    error(
-        "D504",
-        "versions of Keras that differ",
-        reason="Tasks would trace different steps of the same program, and wait for each other.",
-    ),
-    warning(
-        "D505",
-        "versions of NumPy that differ",
-        reason="Data that a program makes by it may differ between tasks.",
-    ),
-    error(
-        "D506",
-        "versions of tfdist that differ",
-        reason="Its tasks send each other messages of its own.",
-    ),
-    error(
-        "D507",
-        "versions of CUDA, cuDNN, NCCL or the driver that differ",
-        reason="NCCL refuses, or waits for ever for, a peer of another version.",
-    ),
-    warning(
-        "D508",
-        "processors that differ in what they can compute",
-        reason="Kernels are chosen by it: the same step has other last bits on another host.",
-    ),
-)
+_SOFTWARE_RULES = rules_of("""
+D501 error: a host without what a task needs
+    The task ends when it imports it.
+D502 error: versions of Python that differ
+    A program may run under one and not under the other.
+D503 error: versions of TensorFlow that differ
+    What its servers say to each other is not promised between versions.
+D504 error: versions of Keras that differ
+    Tasks would trace different steps of the same program, and wait for each other.
+D505 warning: versions of NumPy that differ
+    Data that a program makes by it may differ between tasks.
+D506 error: versions of tfdist that differ
+    Its tasks send each other messages of its own.
+D507 error: versions of CUDA, cuDNN, NCCL or the driver that differ
+    NCCL refuses, or waits for ever for, a peer of another version.
+D508 warning: processors that differ in what they can compute
+    Kernels are chosen by it: the same step has other last bits on another host.
+""")
 
 
 def _check_software(facts: JobFacts) -> Iterator[HostFinding]:
@@ -305,13 +213,9 @@ def _check_software(facts: JobFacts) -> Iterator[HostFinding]:
         missing = [name for name in NEEDED if name not in dict(host.machine.versions)]
         if missing:
             here = facts.name(host.index)
-            yield HostFinding(
-                code="D501",
-                hosts=(here,),
-                received=f"no {', '.join(missing)} for {host.machine.host_name}'s Python",
-                expected="all that tfdist installs",
-                fix=f"install it on {here}, or start the command there by the same Python",
-            )
+            received = f"no {', '.join(missing)} for {host.machine.host_name}'s Python"
+            fix = f"install it on {here}, or start the command there by the same Python"
+            yield HostFinding("D501", (here,), received, "all that tfdist installs", fix)
     for name, code in _CODES.items():
         versions = _versions(facts.present, name)
         has = [version for version in versions if version != _NONE]
@@ -352,13 +256,8 @@ def _differing(
     fix = "install the same on all, from one list of versions or one image"
     if code == "D508":
         fix = "take hosts of one kind, where the last bits are to be the same"
-    return HostFinding(
-        code=code,
-        hosts=tuple(facts.name(index) for index in others),
-        received="; ".join(groups_named),
-        expected="the same on all hosts",
-        fix=fix,
-    )
+    names = tuple(facts.name(index) for index in others)
+    return HostFinding(code, names, "; ".join(groups_named), "the same on all hosts", fix)
 
 
 def _named(facts: JobFacts, indices: Sequence[int]) -> str:
@@ -378,14 +277,11 @@ SOFTWARE = Topic(name="software", rules=_SOFTWARE_RULES, check=_check_software, 
 
 _MOST_APART_S = 1.0
 
-_CLOCKS_RULES = (
-    warning(
-        "D401",
-        "a clock that is off",
-        reason="Logs of several hosts are read side by side, tickets and certificates expire, "
-        "and file systems go by the times of files.",
-    ),
-)
+_CLOCKS_RULES = rules_of("""
+D401 warning: a clock that is off
+    Logs of several hosts are read side by side, tickets and certificates expire, and file
+    systems go by the times of files.
+""")
 
 
 def _check_clocks(facts: JobFacts) -> Iterator[HostFinding]:
@@ -395,13 +291,9 @@ def _check_clocks(facts: JobFacts) -> Iterator[HostFinding]:
             continue
         here, first = facts.name(host.index), facts.name(facts.present[0].index)
         side = "ahead of" if ahead > 0 else "behind"
-        yield HostFinding(
-            code="D401",
-            hosts=(here,),
-            received=f"{here} is {abs(ahead):.1f} s {side} {first}",
-            expected=f"less than {_MOST_APART_S:.0f} s",
-            fix=f"let chrony or systemd-timesyncd set the clock of {here} and of {first}",
-        )
+        received = f"{here} is {abs(ahead):.1f} s {side} {first}"
+        fix = f"let chrony or systemd-timesyncd set the clock of {here} and of {first}"
+        yield HostFinding("D401", (here,), received, f"less than {_MOST_APART_S:.0f} s", fix)
 
 
 def _seen_clocks(facts: JobFacts) -> str:

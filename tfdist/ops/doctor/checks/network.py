@@ -10,39 +10,24 @@ from collections.abc import Iterator, Sequence
 from tfdist.cluster.placement import is_name
 from tfdist.ops.doctor.facts import HostFacts, JobFacts, NameFacts, PortFacts, Reach, Wire
 from tfdist.ops.doctor.findings import HostFinding, Topic
-from tfdist.ops.rules import error, warning
+from tfdist.ops.rules import rules_of
 
 # Checks of the hosts' name resolution, forward and reverse.
 
 _SLOW_LOOK_UP_S = 1.0
 
-_NAMES_RULES = (
-    error(
-        "D101",
-        "a name that leads nowhere",
-        reason="A task connects to the others by the names that the job has for their hosts.",
-    ),
-    error(
-        "D102",
-        "a name that leads to another host",
-        reason="Tasks would talk to a machine that is none of theirs, or to themselves.",
-    ),
-    warning(
-        "D103",
-        "a host whose own name is loopback to itself",
-        reason="What listens at that address, as gloo and MPI may, is not reached from outside.",
-    ),
-    warning(
-        "D104",
-        "an address whose name leads elsewhere",
-        reason="Kerberos, MPI and logs go by the name of an address; it names another machine.",
-    ),
-    warning(
-        "D105",
-        "a name that takes long to resolve",
-        reason="Each task asks for each name when it starts, and again at every new connection.",
-    ),
-)
+_NAMES_RULES = rules_of("""
+D101 error: a name that leads nowhere
+    A task connects to the others by the names that the job has for their hosts.
+D102 error: a name that leads to another host
+    Tasks would talk to a machine that is none of theirs, or to themselves.
+D103 warning: a host whose own name is loopback to itself
+    What listens at that address, as gloo and MPI may, is not reached from outside.
+D104 warning: an address whose name leads elsewhere
+    Kerberos, MPI and logs go by the name of an address; it names another machine.
+D105 warning: a name that takes long to resolve
+    Each task asks for each name when it starts, and again at every new connection.
+""")
 
 
 def _check_names(facts: JobFacts) -> Iterator[HostFinding]:
@@ -53,13 +38,9 @@ def _check_names(facts: JobFacts) -> Iterator[HostFinding]:
         for reverse in host.reverse:
             if reverse.address not in reverse.addresses:
                 leads = ", ".join(reverse.addresses) or "nowhere"
-                yield HostFinding(
-                    code="D104",
-                    hosts=(here,),
-                    received=f"{reverse.address} is called {reverse.name}, which leads to {leads}",
-                    expected="a name that leads back",
-                    fix=f"correct the entry of {reverse.address} in DNS or /etc/hosts",
-                )
+                received = f"{reverse.address} is called {reverse.name}, which leads to {leads}"
+                fix = f"correct the entry of {reverse.address} in DNS or /etc/hosts"
+                yield HostFinding("D104", (here,), received, "a name that leads back", fix)
 
 
 def _wrong_name(
@@ -67,22 +48,14 @@ def _wrong_name(
 ) -> Iterator[HostFinding]:
     here = facts.name(host.index)
     if found.error:
-        yield HostFinding(
-            code="D101",
-            hosts=(here,),
-            received=f"{found.name}: {found.error}",
-            expected=f"an address for {found.name}",
-            fix=f"enter {found.name} in DNS or in /etc/hosts of {here}",
-        )
+        received = f"{found.name}: {found.error}"
+        fix = f"enter {found.name} in DNS or in /etc/hosts of {here}"
+        yield HostFinding("D101", (here,), received, f"an address for {found.name}", fix)
         return
     if found.took_s > _SLOW_LOOK_UP_S:
-        yield HostFinding(
-            code="D105",
-            hosts=(here,),
-            received=f"{found.took_s:.1f} s for {found.name}",
-            expected=f"less than {_SLOW_LOOK_UP_S:.0f} s",
-            fix="correct the name servers in /etc/resolv.conf, or use /etc/hosts",
-        )
+        received = f"{found.took_s:.1f} s for {found.name}"
+        fix = "correct the name servers in /etc/resolv.conf, or use /etc/hosts"
+        yield HostFinding("D105", (here,), received, f"less than {_SLOW_LOOK_UP_S:.0f} s", fix)
     if not is_name(found.name):
         return
     if index == host.index:
@@ -92,23 +65,15 @@ def _wrong_name(
         return
     answered = {reach.answered for reach in host.reaches if reach.host == index}
     if answered != {index} and not _leads_there(facts, index, found):
-        yield HostFinding(
-            code="D102",
-            hosts=(here,),
-            received=f"{found.name} leads to {', '.join(found.addresses)}",
-            expected=_expected(facts, index),
-            fix=f"correct the entry of {found.name} in DNS or in /etc/hosts of {here}",
-        )
+        received = f"{found.name} leads to {', '.join(found.addresses)}"
+        fix = f"correct the entry of {found.name} in DNS or in /etc/hosts of {here}"
+        yield HostFinding("D102", (here,), received, _expected(facts, index), fix)
 
 
 def _own_loopback(here: str, found: NameFacts) -> HostFinding:
-    return HostFinding(
-        code="D103",
-        hosts=(here,),
-        received=f"{found.name} leads to {', '.join(found.addresses)} on {here} itself",
-        expected="the address by which the others reach it",
-        fix=f"take {found.name} out of the line of {found.addresses[0]} in /etc/hosts of {here}",
-    )
+    received = f"{found.name} leads to {', '.join(found.addresses)} on {here} itself"
+    fix = f"take {found.name} out of the line of {found.addresses[0]} in /etc/hosts of {here}"
+    return HostFinding("D103", (here,), received, "the address by which the others reach it", fix)
 
 
 def _leads_there(facts: JobFacts, index: int, found: NameFacts) -> bool:
@@ -159,38 +124,20 @@ NAMES = Topic(name="names", rules=_NAMES_RULES, check=_check_names, seen=_seen_n
 
 # Checks of the job's ports: free, reachable from the other hosts, and exposed to whom.
 
-_PORTS_RULES = (
-    error(
-        "D201",
-        "a port that is taken",
-        reason="The task that is to listen there ends when it starts.",
-    ),
-    error(
-        "D202",
-        "a port that another host does not reach",
-        reason="Tasks wait for each other for ever where one cannot connect.",
-    ),
-    error(
-        "D203",
-        "a port at which something else answers",
-        reason="The name leads to another machine, or something between the hosts answers for it.",
-    ),
-    warning(
-        "D204",
-        "a port from which the system serves outgoing connections",
-        reason="Any connection of any process may have it when the task wants to listen there.",
-    ),
-    warning(
-        "D205",
-        "a host with a public address",
-        reason="TensorFlow's servers listen on all interfaces and run what any client sends.",
-    ),
-    error(
-        "D206",
-        "a range with too few ports that are free",
-        reason="Each task of the host takes one of them, and is not started where there is none.",
-    ),
-)
+_PORTS_RULES = rules_of("""
+D201 error: a port that is taken
+    The task that is to listen there ends when it starts.
+D202 error: a port that another host does not reach
+    Tasks wait for each other for ever where one cannot connect.
+D203 error: a port at which something else answers
+    The name leads to another machine, or something between the hosts answers for it.
+D204 warning: a port from which the system serves outgoing connections
+    Any connection of any process may have it when the task wants to listen there.
+D205 warning: a host with a public address
+    TensorFlow's servers listen on all interfaces and run what any client sends.
+D206 error: a range with too few ports that are free
+    Each task of the host takes one of them, and is not started where there is none.
+""")
 
 
 def _check_ports(facts: JobFacts) -> Iterator[HostFinding]:
@@ -199,13 +146,10 @@ def _check_ports(facts: JobFacts) -> Iterator[HostFinding]:
         yield from _unreached(facts, host)
         here = facts.name(host.index)
         if facts.hosts[host.index].ports and host.machine.public_addresses:
-            yield HostFinding(
-                code="D205",
-                hosts=(here,),
-                received=", ".join(host.machine.public_addresses[:4]),
-                expected="no way to the ports of the job but from its own hosts",
-                fix="let a firewall admit the job's hosts only, or run on a private network",
-            )
+            received = ", ".join(host.machine.public_addresses[:4])
+            expected = "no way to the ports of the job but from its own hosts"
+            fix = "let a firewall admit the job's hosts only, or run on a private network"
+            yield HostFinding("D205", (here,), received, expected, fix)
 
 
 def _own(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
@@ -218,22 +162,14 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
             continue
         by = f" by {port.holder}" if port.holder else ""
         where = ", on all interfaces" if port.on_all_interfaces else ""
-        yield HostFinding(
-            code="D201",
-            hosts=(here,),
-            received=f"{here}:{port.port} is taken{by}{where} ({port.error})",
-            expected="a free port",
-            fix=f"end what listens there (ss -ltnp 'sport = {port.port}'), or take another port",
-        )
+        received = f"{here}:{port.port} is taken{by}{where} ({port.error})"
+        fix = f"end what listens there (ss -ltnp 'sport = {port.port}'), or take another port"
+        yield HostFinding("D201", (here,), received, "a free port", fix)
     yield from _too_few(facts, host)
     if ephemeral:
-        yield HostFinding(
-            code="D204",
-            hosts=(here,),
-            received=f"{_ports(ephemeral)} in net.ipv4.ip_local_port_range",
-            expected="ports outside of that range",
-            fix="take lower ports, 20000 and on, say",
-        )
+        received = f"{_ports(ephemeral)} in net.ipv4.ip_local_port_range"
+        fix = "take lower ports, 20000 and on, say"
+        yield HostFinding("D204", (here,), received, "ports outside of that range", fix)
 
 
 def _is_due(facts: JobFacts, host: HostFacts, port: PortFacts) -> bool:
@@ -251,13 +187,9 @@ def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     free = sum(not port.error for port in of_tasks)
     if free < needed:
         here, first, last = facts.name(host.index), host.ports[0].port, host.ports[-1].port
-        yield HostFinding(
-            code="D206",
-            hosts=(here,),
-            received=f"{free} free of {len(of_tasks)} ports of {here} from {first} to {last}",
-            expected=f"{needed}, one for each task of {here}",
-            fix="end what listens there (ss -ltnp), or give a larger range to --ports",
-        )
+        received = f"{free} free of {len(of_tasks)} ports of {here} from {first} to {last}"
+        fix = "end what listens there (ss -ltnp), or give a larger range to --ports"
+        yield HostFinding("D206", (here,), received, f"{needed}, one for each task of {here}", fix)
 
 
 def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
@@ -274,25 +206,18 @@ def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
             strange[reach.host].append(reach)
     for (other, why), ports in unreached.items():
         name = facts.name(other)
-        yield HostFinding(
-            code="D202",
-            hosts=(here, name),
-            received=f"{here} does not reach {name} at {_ports(ports)}: {why}",
-            expected="every port of the job reached from all of its hosts",
-            fix=f"let the firewalls of {name} and {here}, and between them, pass these ports",
-        )
+        received = f"{here} does not reach {name} at {_ports(ports)}: {why}"
+        expected = "every port of the job reached from all of its hosts"
+        fix = f"let the firewalls of {name} and {here}, and between them, pass these ports"
+        yield HostFinding("D202", (here, name), received, expected, fix)
     for other, reaches in strange.items():
         name, answered = facts.name(other), reaches[0].answered
         who = "something that is not of this job"
         if answered is not None and 0 <= answered < len(facts.hosts):
             who = facts.name(answered)
-        yield HostFinding(
-            code="D203",
-            hosts=(here,),
-            received=f"{who} answers {here} at {name}:{reaches[0].port}",
-            expected=name,
-            fix=f"correct what {name} leads to on {here}, and what forwards the port",
-        )
+        received = f"{who} answers {here} at {name}:{reaches[0].port}"
+        fix = f"correct what {name} leads to on {here}, and what forwards the port"
+        yield HostFinding("D203", (here,), received, name, fix)
 
 
 def _ports(ports: list[int]) -> str:
@@ -317,23 +242,14 @@ PORTS = Topic(name="ports", rules=_PORTS_RULES, check=_check_ports, seen=_seen_p
 _SLOW_WIRE = 0.5  # of the median of the other connections
 _MAX_LATENCY_S = 0.005
 
-_NETWORK_RULES = (
-    error(
-        "D301",
-        "a connection that carries nothing large",
-        reason="Small packets pass and large ones are lost: the sizes of packets do not agree.",
-    ),
-    warning(
-        "D302",
-        "a connection slower than the others",
-        reason="An all-reduce goes through all hosts, and is as fast as its slowest connection.",
-    ),
-    warning(
-        "D303",
-        "a long way between two hosts",
-        reason="Every step waits for several messages, one after the other.",
-    ),
-)
+_NETWORK_RULES = rules_of("""
+D301 error: a connection that carries nothing large
+    Small packets pass and large ones are lost: the sizes of packets do not agree.
+D302 warning: a connection slower than the others
+    An all-reduce goes through all hosts, and is as fast as its slowest connection.
+D303 warning: a long way between two hosts
+    Every step waits for several messages, one after the other.
+""")
 
 
 def _check_network(facts: JobFacts) -> Iterator[HostFinding]:
@@ -341,33 +257,25 @@ def _check_network(facts: JobFacts) -> Iterator[HostFinding]:
     for index, wire in wires:
         here, there = facts.name(index), facts.name(wire.host)
         if wire.error:
-            yield HostFinding(
-                code="D301",
-                hosts=(here, there),
-                received=f"{here} to {there}: {wire.error}",
-                expected="data of any size to pass",
-                fix=f"compare the MTU of {here}, {there} and what is between (ip link, ping -M do)",
-            )
+            received = f"{here} to {there}: {wire.error}"
+            fix = f"compare the MTU of {here}, {there} and what is between (ip link, ping -M do)"
+            yield HostFinding("D301", (here, there), received, "data of any size to pass", fix)
             continue
         others = [w.bytes_per_s for i, w in wires if not w.error and (i, w) != (index, wire)]
         median = statistics.median(others) if others else 0.0
         if wire.bytes_per_s < _SLOW_WIRE * median:
-            yield HostFinding(
-                code="D302",
-                hosts=(here, there),
-                received=f"{here} to {there}: {rate(wire.bytes_per_s)}",
-                expected=f"about {rate(median)}, as the others have",
-                fix=f"see the speed and the errors of their interfaces (ethtool, ip -s link), "
-                f"and what else {here} and {there} send",
+            received = f"{here} to {there}: {rate(wire.bytes_per_s)}"
+            expected = f"about {rate(median)}, as the others have"
+            fix = (
+                f"see the speed and the errors of their interfaces (ethtool, ip -s link), "
+                f"and what else {here} and {there} send"
             )
+            yield HostFinding("D302", (here, there), received, expected, fix)
         if wire.latency_s > _MAX_LATENCY_S:
-            yield HostFinding(
-                code="D303",
-                hosts=(here, there),
-                received=f"{here} to {there} and back: {wire.latency_s * 1e3:.1f} ms",
-                expected=f"less than {_MAX_LATENCY_S * 1e3:.0f} ms",
-                fix="take hosts of one site, or take fewer and larger steps",
-            )
+            received = f"{here} to {there} and back: {wire.latency_s * 1e3:.1f} ms"
+            expected = f"less than {_MAX_LATENCY_S * 1e3:.0f} ms"
+            fix = "take hosts of one site, or take fewer and larger steps"
+            yield HostFinding("D303", (here, there), received, expected, fix)
 
 
 def rate(bytes_per_s: float) -> str:
@@ -397,14 +305,11 @@ NETWORK = Topic(name="network", rules=_NETWORK_RULES, check=_check_network, seen
 
 # Checks for proxies that gRPC would use between tasks.
 
-_PROXIES_RULES = (
-    error(
-        "D701",
-        "a proxy between the tasks",
-        reason="gRPC takes grpc_proxy, https_proxy or http_proxy for all hosts that no_grpc_proxy "
-        "or no_proxy does not name, and a proxy does not pass on what tasks say.",
-    ),
-)
+_PROXIES_RULES = rules_of("""
+D701 error: a proxy between the tasks
+    gRPC takes grpc_proxy, https_proxy or http_proxy for all hosts that no_grpc_proxy or
+    no_proxy does not name, and a proxy does not pass on what tasks say.
+""")
 
 
 def _check_proxies(facts: JobFacts) -> Iterator[HostFinding]:
@@ -419,14 +324,12 @@ def _check_proxies(facts: JobFacts) -> Iterator[HostFinding]:
         if not caught:
             continue
         without = f"{proxy.excepted_by} does not name" if proxy.excepted_by else "without no_proxy:"
-        yield HostFinding(
-            code="D701",
-            hosts=(here,),
-            received=f"{proxy.name}={proxy.value}, {without} {', '.join(caught[:8])}",
-            expected="no proxy for the hosts of the job",
-            fix=f"export {proxy.excepted_by or 'no_proxy'}={','.join(names[:64])}, "
-            f"or unset {proxy.name}",
+        received = f"{proxy.name}={proxy.value}, {without} {', '.join(caught[:8])}"
+        fix = (
+            f"export {proxy.excepted_by or 'no_proxy'}={','.join(names[:64])}, "
+            f"or unset {proxy.name}"
         )
+        yield HostFinding("D701", (here,), received, "no proxy for the hosts of the job", fix)
 
 
 def excepted(host: str, exceptions: Sequence[str]) -> bool:

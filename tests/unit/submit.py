@@ -1,0 +1,53 @@
+"""`tfdist.submit` as a user runs it: a command line, and what is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from typing import Any
+
+import yaml
+
+from tfdist.submit import main
+
+SLURM = "--to slurm --dry_run "
+PODS = "--to kubernetes --dry_run --image train:1 "
+PS = "--strategy ps --workers 2 --ps 1 "
+
+
+def run(arguments: str) -> tuple[int, str, str]:
+    """The exit code, what was printed, and what was printed on standard error."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        code = main(shlex.split(arguments))
+    return code, out.getvalue(), err.getvalue()
+
+
+def printed(arguments: str) -> str:
+    code, out, err = run(arguments)
+    assert code == 0, err
+    return out
+
+
+def refused(arguments: str) -> str:
+    """The one line that refuses the arguments."""
+    code, out, err = run(arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("tfdist.submit: ")
+    assert "expected" in err
+    assert "Fix: " in err
+    return err
+
+
+def objects(arguments: str) -> list[Any]:
+    """The rendered objects of Kubernetes."""
+    return list(yaml.safe_load_all(printed(PODS + arguments)))
+
+
+def manifest(arguments: str) -> dict[str, Any]:
+    """The last of the rendered objects, which is the job."""
+    made: dict[str, Any] = objects(arguments)[-1]
+    return made

@@ -1,0 +1,71 @@
+"""A document on this machine's loopback that is made anew for each request."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tfdist.errors import TfdistError, UsageError
+
+_ADDRESS = "127.0.0.1"
+_NAMES = (_ADDRESS, "localhost")
+
+
+def listen(port: int, *, flag: str) -> socket.socket:
+    """Return a socket that listens on `port`, 0 for any; UsageError, of `flag`, where it cannot."""
+    try:
+        return socket.create_server((_ADDRESS, port))
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            flag,
+            received=f"{port} ({getattr(error, 'strerror', None) or error})",
+            expected="a port of this machine that is free",
+            fix="give another one",
+            code="port-taken",
+        ) from None
+
+
+def make_server(
+    listener: socket.socket, make_text: Callable[[], str], *, path: str, content_type: str
+) -> ThreadingHTTPServer:
+    """Return a server of one document; it makes one at a time, and closes the listener at its end.
+
+    It answers requests that name this machine, so that no page of another site can read it. Each
+    connection has a thread, as browsers open some that say nothing for long.
+    """
+    turn = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
+                self._answer(403, "not this machine's name")
+            elif self.path.partition("?")[0] != path:
+                self._answer(404, f"the address is {path}")
+            else:
+                try:
+                    with turn:
+                        text = make_text()
+                except TfdistError as error:
+                    self._answer(500, str(error))
+                else:
+                    self._answer(200, text)
+
+        def _answer(self, status: int, text: str) -> None:
+            body = text.encode()
+            self.send_response(status)
+            kind = content_type if status == 200 else "text/plain"
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing: one asks every few seconds."""
+
+    server = ThreadingHTTPServer(listener.getsockname(), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    return server
