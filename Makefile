@@ -62,7 +62,7 @@ $(RAY_VENV)/.ready: $(READY) Makefile
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
 	touch $@
 
-test-browser: setup  ## the report of a run in a headless Chromium, which root installs from Debian
+test-browser: setup  ## the report of a run and the page of a service in a headless Chromium, which root installs from Debian
 	tests/browser/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
 

@@ -19,7 +19,7 @@ PROGRAMS = {
     "train": "train an image classifier that a config file describes",
     "tune": "search for hyperparameters; every trial is a job",
     "find": "find a learning rate, a batch size that fits, or what memory a training takes",
-    "bench": "measure speed, busy cores and memory of a training by its batch size",
+    "bench": "measure training by batch size, or a model server under load",
     "export": "check a trained model and publish it as a version to serve",
     "serve": "serve exported models by REST and gRPC, in replicas",
     "submit": "give a job to Slurm or Kubernetes",

@@ -2,6 +2,8 @@
 
 SUBJECT is that of `tfdist.find`; several are models of several sizes. Each batch size of each
 trains alone in a process of its own, from small to large until one does not fit.
+
+``python -m tfdist.bench serve URL`` is load on a model server: `tfdist.serving.bench`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, require, requi
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import Limits, Trial, try_out
 from tfdist.outputs.plot import require_figure
+from tfdist.serving.bench import main as load
 
 _LOG = logging.getLogger(__name__)
 _COLORS = ("#1f5fa8", "#d1661a", "#3a8a4d", "#8a4d9e", "#777777")
@@ -49,9 +52,12 @@ class Point:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["serve"]:
+        return load(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        options = parse(words)
         points = measure(options)
     except TfdistError as error:
         print(f"tfdist.bench: {error}", file=sys.stderr)
@@ -73,7 +79,7 @@ def parse(argv: Sequence[str]) -> Any:
     """Return the options, `subjects` as lists of words among them; raise UsageError."""
     config, ours = of_config(argv)
     parser = Parser(prog="tfdist.bench", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("what", choices=("batch",), help="what to measure")
+    parser.add_argument("what", choices=("batch", "serve"), help="what to measure")
     parser.add_argument("names", nargs="*", metavar="FILE.py:FUNCTION", help="returns model, x, y")
     parser.add_argument("--sizes", default="8,16,32,64,128,256", help="batch sizes, from small on")
     parser.add_argument("--steps", type=int, default=10, help="of a round; the first is left out")

@@ -7,23 +7,24 @@ with ``--model file.py:function``. The version is checked before it is published
 from __future__ import annotations
 
 import logging
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive
+
+_LOG = logging.getLogger("tfdist.export")
+_LOOK_EVERY_S = 0.25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        return _export(sys.argv[1:] if argv is None else argv)
-    except TfdistError as error:
-        print(f"tfdist.export: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.export", lambda: _export(words))
 
 
 def _parser() -> Parser:
@@ -37,14 +38,26 @@ def _parser() -> Parser:
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="makes the checkpoints' model")
     parser.add_argument("--precision", default="float32", help="float32, float16, or int8")
     parser.add_argument("--samples", type=Path, metavar="FILE.npy", help="examples for the check")
+    parser.add_argument("--follow", action="store_true", help="each new one too, until SIGTERM")
     return parser
 
 
 def _export(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     mutually_exclusive({"--step": options.step, "--best": options.best})
+    mutually_exclusive({"--follow": options.follow, "--step": options.step})
+    mutually_exclusive({"--follow": options.follow, "--version": options.version})
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    if options.follow:
+        _follow(options)
+    else:
+        print(_publish(options))
+    return EXIT_OK
+
+
+def _publish(options: Any) -> Path:
+    """Export what the source has now."""
     # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
     import numpy as np
 
@@ -54,7 +67,7 @@ def _export(argv: Sequence[str]) -> int:
     model, origin = read_model(
         options.source, step=options.step, best=options.best, make=options.model
     )
-    place = export_model(
+    return export_model(
         model,
         options.directory,
         name=options.name,
@@ -63,8 +76,42 @@ def _export(argv: Sequence[str]) -> int:
         precision=options.precision,
         origin=origin,
     )
-    print(place)
-    return EXIT_OK
+
+
+def _follow(options: Any) -> None:
+    """Export what the source has, and whatever is new in it, until SIGTERM or Ctrl-C.
+
+    Raises TfdistError where the first export fails; later ones are logged, and the next is tried.
+    """
+    from tfdist.serving.sources import newest_in
+
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())
+    _publish_each(
+        lambda: newest_in(options.source, best=options.best),
+        lambda: print(_publish(options), flush=True),
+        pause=lambda: stop.wait(_LOOK_EVERY_S),
+    )
+
+
+def _publish_each(
+    newest: Callable[[], str | None], publish: Callable[[], None], *, pause: Callable[[], bool]
+) -> None:
+    """Publish whenever there is another newest one, until `pause` returns True."""
+    last: str | None = None
+    while True:
+        found = newest()
+        if found not in (None, last):
+            try:
+                publish()
+            except TfdistError as error:
+                if last is None:
+                    raise
+                _LOG.error("%s is not published: %s", found, error)
+            last = found
+        if pause():
+            return
 
 
 if __name__ == "__main__":

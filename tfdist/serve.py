@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser
+from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import (
-    EXIT_INTERRUPTED,
     EXIT_OK,
-    TfdistError,
     require,
     require_int,
     require_number,
@@ -29,13 +27,8 @@ _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        return _serve(sys.argv[1:] if argv is None else argv)
-    except TfdistError as error:
-        print(f"tfdist.serve: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.serve", lambda: _serve(words))
 
 
 def _parser() -> Parser:
@@ -44,6 +37,7 @@ def _parser() -> Parser:
     add("directory", type=Path, metavar="DIR", help="has VERSION or NAME/VERSION directories")
     add("--name", help="of the model; default the directory's name, or all models in it")
     add("--replicas", type=int, default=1, help="processes for each model; default 1")
+    add("--spares", type=int, default=1, help="processes that wait to be replicas; default 1")
     add("--host", default="127.0.0.1", help="address to listen at; default loopback alone")
     add("--rest_port", type=int, default=8501, help="0 for any that is free")
     add("--grpc_port", type=int, default=8500, help="0 for any that is free")
@@ -82,6 +76,7 @@ def _check(options: Any) -> None:
     )
     for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
+    require_int("--spares", options.spares, least=0)
     for flag in ("timeout_s", "hang_s"):
         require_number(f"--{flag}", getattr(options, flag), above=0, unit="seconds")
     require_number("--drain_s", options.drain_s, least=0, unit="seconds")
@@ -134,6 +129,7 @@ async def _run(options: Any) -> None:
             directory=options.directory,
             name=options.name,
             replicas=options.replicas,
+            spares=options.spares,
             host=options.host,
             rest_port=options.rest_port,
             grpc_port=options.grpc_port,

@@ -1,4 +1,4 @@
-"""``python -m tfdist.submit --to slurm|kubernetes ...``: a job for a scheduler.
+"""``python -m tfdist.submit --to slurm|kubernetes|kserve ...``: a job or a service.
 
 Takes the launcher's flags and a few of its own, renders an sbatch script or manifests, and submits
 them, or prints them with ``--dry_run``. Exit code 2: nothing was submitted.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tfdist.argument_parser import run_program
 from tfdist.errors import EXIT_OK, UsageError
-from tfdist.ops.submit import kubernetes, slurm, tools
+from tfdist.ops.submit import kserve, kubernetes, slurm, tools
 from tfdist.ops.submit.command import Command, help_text, parse
 from tfdist.ops.submit.pods import INSTANCE
 
@@ -20,12 +20,27 @@ from tfdist.ops.submit.pods import INSTANCE
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line asks for and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.submit", lambda: _run(parse(words)), is_report=True)
+    return run_program("tfdist.submit", lambda: _run(words), is_report=True)
 
 
-def _run(command: Command | None) -> int:
+def _run(words: Sequence[str]) -> int:
+    if kserve.is_asked_for(words):
+        print(_to_kserve(words), flush=True)
+        return EXIT_OK
+    command = parse(words)
     print(help_text() if command is None else _answer(command), flush=True)
     return EXIT_OK
+
+
+def _to_kserve(words: Sequence[str]) -> str:
+    service = kserve.parse(words)
+    manifest = kserve.render(service)
+    if service.dry_run:
+        return manifest.rstrip("\n")
+    done = tools.apply(manifest, name=service.name, kind=kserve.KIND, namespace=service.namespace)
+    for line in done.warnings:
+        print(f"tfdist.submit: {line}", file=sys.stderr)
+    return done.text.rstrip("\n")
 
 
 def _answer(command: Command) -> str:

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from google.protobuf import text_format
+from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
 import tfdist
 from tfdist import export
@@ -89,6 +91,9 @@ def test_the_next_version_and_one_that_is_there(trained, tmp_path):
     with pytest.raises(UsageError) as caught:
         tfdist.export_model(trained, tmp_path, name="../m")
     assert caught.value.code == "not-a-name"
+    config = text_format.Parse((tmp_path / "models.config").read_text(), ModelServerConfig())
+    (listed,) = config.model_config_list.config
+    assert (listed.name, listed.base_path) == ("m", "/models/m")
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
@@ -175,6 +180,25 @@ def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
     np.testing.assert_allclose(call(place, x=tf.constant(data))["y"], model(data), atol=1e-6)
     manifest = json.loads((place / "manifest.json").read_text())
     assert (manifest["run"], manifest["step"]) == (str(tmp_path / "backup"), 8)
+
+
+def test_each_new_one_is_published_and_a_failure_ends_nothing():
+    found = iter([None, "1", "1", "2", "3"])
+    done, pauses = [], iter([False] * 4 + [True])
+
+    def publish():
+        done.append(len(done))
+        if len(done) == 2:
+            raise TfdistError("no room")
+
+    export._publish_each(lambda: next(found), publish, pause=lambda: next(pauses))
+    assert len(done) == 3
+    with pytest.raises(TfdistError, match="no room"):
+        export._publish_each(lambda: "1", publish_nothing, pause=lambda: True)
+
+
+def publish_nothing():
+    raise TfdistError("no room")
 
 
 @pytest.mark.parametrize(

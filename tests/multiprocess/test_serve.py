@@ -33,6 +33,22 @@ from tfdist.serving.protocol import Target
 
 DEADLINE_S = 120.0
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
+RETRY = json.dumps(  # of docs/serve.md
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 5,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
 KEY_AND_CERTIFICATE = Path(__file__).parent / "programs" / "localhost.pem"  # of no other use
 
 
@@ -133,7 +149,7 @@ def wait_until_healthy(running: Service) -> None:
 
 
 @contextlib.contextmanager
-def load(running: Service, clients: int = 4) -> Iterator[Counter[str]]:
+def load(running: Service, clients: int = 4, send: Any = None) -> Iterator[Counter[str]]:
     """Send requests all the time; yield the outcomes, of which all must be ok at the end."""
     outcomes: Counter[str] = Counter()
     stop = threading.Event()
@@ -144,9 +160,7 @@ def load(running: Service, clients: int = 4) -> Iterator[Counter[str]]:
             while not stop.is_set():
                 number += 1
                 asked = [client, number]
-                body = json.dumps({"instances": asked})
-                connection.request("POST", "/v1/models/m:predict", body)
-                answer = json.loads(connection.getresponse().read())
+                answer = (send or send_once)(connection, json.dumps({"instances": asked}))
                 outcomes["ok" if answer.get("predictions") == asked else str(answer)] += 1
 
     threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
@@ -159,6 +173,20 @@ def load(running: Service, clients: int = 4) -> Iterator[Counter[str]]:
         for thread in threads:
             thread.join(DEADLINE_S)
     assert set(outcomes) == {"ok"}, outcomes
+
+
+def send_again(connection: http.client.HTTPConnection, body: str) -> Any:
+    """Return the answer to a request, which is sent once more if its connection breaks."""
+    try:
+        return send_once(connection, body)
+    except ConnectionError:
+        connection.close()
+        return send_once(connection, body)
+
+
+def send_once(connection: http.client.HTTPConnection, body: str) -> Any:
+    connection.request("POST", "/v1/models/m:predict", body)
+    return json.loads(connection.getresponse().read())
 
 
 def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
@@ -230,6 +258,71 @@ def test_what_is_no_request_costs_nobody_else(shared: Service) -> None:
     for connection in open_ones:
         connection.close()
     assert shared.predict([1])[0] == 200
+
+
+def mutated(valid: bytes, random: Random) -> bytes:
+    """Bytes with some of them changed, removed, repeated, or others between."""
+    data = bytearray(valid)
+    for _ in range(random.randrange(1, 6)):
+        at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
+        what = random.choice(["change", "remove", "repeat", "insert"])
+        if what == "change" and at < len(data):
+            data[at] = random.choice([0, 10, 13, 32, 58, 127, 255, random.randrange(256)])
+        elif what == "remove":
+            del data[at : min(end, at + 20)]
+        elif what == "repeat":
+            data[at:at] = data[at : min(end, at + 200)]
+        elif what == "insert":
+            data[at:at] = random.choice(
+                [b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"["]
+            )
+    return bytes(data)
+
+
+def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
+    """All that a server says to some bytes until it closes, after we have closed our side."""
+    connection = socket.create_connection(address, timeout=DEADLINE_S)
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    return b""
+
+
+def test_mutated_requests_are_answered_or_let_go_by_rest(shared: Service) -> None:
+    front, random = front_of(shared.process.pid), Random(1)
+    body = b'{"instances": [[1, 2], [3, 4]], "signature_name": "serving_default"}'
+    valid = f"{HEAD}Host: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    chunked = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body
+    seeds = [valid, chunked + b"\r\n0\r\n\r\n", b"GET /v1/models/m/metadata HTTP/1.1\r\n\r\n"]
+    statuses = Counter[str]()
+    for _ in range(400):
+        answer = answer_to(shared.rest, mutated(random.choice(seeds), random))
+        found = re.match(rb"HTTP/1.1 (\d+) ", answer)
+        statuses[found[1].decode() if found else "closed" if not answer else repr(answer)] += 1
+    assert set(statuses) <= {"200", "400", "404", "405", "501", "closed"}, statuses
+    assert shared.predict([1])[0] == 200
+    assert front_of(shared.process.pid) == front, "no front has died of it"
+    assert "Traceback" not in shared.said()
+
+
+def test_mutated_requests_are_answered_or_let_go_by_grpc(shared: Service) -> None:
+    front, random = front_of(shared.process.pid), Random(2)
+    host, port = shared.grpc.split(":")
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)[:3] + b"\x04\x00" + bytes(4)
+    frames = preface + bytes([0, 0, 5, 1, 4, 0, 0, 0, 1]) + b"\x82\x84\x86\x41\x00"
+    for _ in range(200):
+        answer_to((host, int(port)), mutated(frames, random))
+    with grpc.insecure_channel(shared.grpc) as channel:
+        service = "/tensorflow.serving.PredictionService/"
+        for _ in range(300):
+            name = random.choice(["Predict", "Classify", "GetModelMetadata", "Nothing"])
+            method = channel.unary_unary(service + name)
+            with contextlib.suppress(grpc.RpcError):
+                method(mutated(b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab", random), timeout=DEADLINE_S)
+    call_by_grpc(shared.grpc)
+    assert front_of(shared.process.pid) == front
+    assert "Traceback" not in shared.said()
 
 
 @pytest.mark.parametrize(
@@ -323,6 +416,58 @@ def test_a_front_that_is_killed_is_replaced_and_replicas_stay(tmp_path: Path) ->
         running.wait_for("front: was killed by SIGKILL; another one is started")
         wait_until_healthy(running)  # connections wait in the socket, none is refused
         assert running.predict([1])[1]["by"] == before
+
+
+def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with (
+        service(tmp_path, replicas=2) as running,
+        load(running, send=send_again) as outcomes,
+        load_by_grpc(running.grpc) as by_grpc,
+    ):
+        for kills in range(1, 4):
+            wait_for_more(outcomes)
+            wait_for_more(by_grpc)
+            os.kill(front_of(running.process.pid), signal.SIGKILL)
+            running.wait_for("front: was killed by SIGKILL", kills)
+            call_by_grpc(running.grpc)  # a new connection, refused by nobody
+            assert running.predict([1])[0] == 200
+        wait_for_more(outcomes)
+        wait_for_more(by_grpc)
+
+
+def call_by_grpc(address: str) -> None:
+    request = b"\x0a\x03\x0a\x01m"
+    with grpc.insecure_channel(address) as channel:
+        method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        assert method(request, timeout=DEADLINE_S) == request
+
+
+@contextlib.contextmanager
+def load_by_grpc(address: str) -> Iterator[Counter[str]]:
+    """Call all the time by a channel that tries again, as the docs have it."""
+    outcomes: Counter[str] = Counter()
+    stop = threading.Event()
+    request = b"\x0a\x03\x0a\x01m"
+
+    def work() -> None:
+        with grpc.insecure_channel(address, options=[("grpc.service_config", RETRY)]) as channel:
+            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+            while not stop.is_set():
+                try:
+                    method(request, timeout=DEADLINE_S)
+                    outcomes["ok"] += 1
+                except grpc.RpcError as error:
+                    outcomes[str(error)] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield outcomes
+    finally:
+        stop.set()
+        thread.join(DEADLINE_S)
+    assert set(outcomes) == {"ok"}, outcomes
 
 
 def front_of(supervisor: int) -> int:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import keras
@@ -31,6 +32,17 @@ def export(directory: Path, seed: int) -> np.ndarray:
     model = keras.Model(inputs, keras.layers.Dense(2, name="scores")(inputs), name="m")
     tfdist.export_model(model, directory)
     return np.asarray(tfdist.predict(model, X, batch_size=4, verbose=0))
+
+
+MAKE = """
+import keras
+
+def make():
+    inputs = keras.Input((4,), name="features")
+    model = keras.Model(inputs, keras.layers.Dense(2, name="scores")(inputs), name="m")
+    model.compile("sgd", "mse")
+    return model
+"""
 
 
 def predict_request() -> predict_pb2.PredictRequest:
@@ -80,7 +92,44 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
         assert running.process.wait(DEADLINE_S) == 0
         assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)
     finally:
-        running.process.kill()
-        running.process.wait()
-        assert running.process.stdout is not None
-        running.process.stdout.close()
+        end(running)
+
+
+def test_a_run_is_published_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MAKE)
+    scope: dict[str, Any] = {}
+    exec(MAKE, scope)
+    model, target = scope["make"](), np.ones((3, 2), "float32")
+
+    def train(epochs: int) -> None:
+        backup = tfdist.BackupAndRestore(tmp_path / "backup", best="loss")
+        tfdist.fit(model, X, target, epochs=epochs, callbacks=[backup], batch_size=3, verbose=0)
+
+    words = [str(tmp_path / "backup"), str(tmp_path / "served"), "--best", "--follow"]
+    command = ["-m", "tfdist.export", *words, "--model", f"{tmp_path}/program.py:make"]
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as follows:
+        try:
+            train(1)
+            assert follows.stdout is not None
+            assert follows.stdout.readline().strip() == str(tmp_path / "served" / "m" / "1")
+            running = start(tmp_path / "served", tmp_path / "log")
+            try:
+                running.wait_for("m: version 1 is served")
+                train(2)
+                running.wait_for(r"m: version 2 is served, [\d.]+ s after its checkpoint was whole")
+                wait_until_healthy(running)
+                found = running.predict(X.tolist())[1]["predictions"]
+                np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)
+            finally:
+                end(running)
+            follows.terminate()
+            assert follows.wait(DEADLINE_S) == 0
+        finally:
+            follows.kill()
+
+
+def end(running: Service) -> None:
+    running.process.kill()
+    running.process.wait()
+    assert running.process.stdout is not None
+    running.process.stdout.close()

@@ -21,8 +21,10 @@ from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
 from tfdist.launch import options
+from tfdist.ops.submit import kserve
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 from tfdist.report import __main__ as report
+from tfdist.serving import bench as load
 
 _COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
 
@@ -37,6 +39,13 @@ def _submit(words: Sequence[str]) -> None:
     assert submit.main([*["--dry_run"] * ("--dry_run" not in words), *words]) == 0
 
 
+def _bench(words: Sequence[str]) -> None:
+    if words[0] == "serve":
+        load._parser().parse_args(words[1:])
+    else:
+        bench.parse(words)
+
+
 READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "launch": _launch,
     "train": command_line.parse,
@@ -47,7 +56,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "export": lambda words: export._parser().parse_args(words),
     "serve": lambda words: serve._parser().parse_args(words),
     "find": find.parse,
-    "bench": bench.parse,
+    "bench": _bench,
     "ledger": lambda words: ledger._parser().parse_args(words),
     "replay": lambda words: replay._parser().parse_args(words),
     "report": lambda words: report._parser().parse_args(words),
@@ -91,7 +100,16 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
             *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
         ],
         "serve.md": [
-            a.option_strings[-1][2:] for a in serve._parser()._actions if a.option_strings
+            action.option_strings[-1][2:]
+            for parser in (serve._parser(), load._parser())
+            for action in parser._actions
+            if action.option_strings
+        ],
+        "serving.md": [
+            action.option_strings[-1][2:]
+            for parser in (export._parser(), kserve._parser())
+            for action in parser._actions
+            if action.option_strings
         ],
         "report.md": [
             action.option_strings[-1][2:]

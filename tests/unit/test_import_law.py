@@ -40,7 +40,7 @@ MAY_IMPORT = {
         *("errors", "cluster", "strategy", "data", "checkpoint", "training", "configs", "outputs"),
     },
     "serving": {
-        *("errors", "launch", "strategy", "checkpoint", "training", "outputs"),
+        *("errors", "argument_parser", "launch", "strategy", "checkpoint", "training", "outputs"),
     },
     "find": {
         *("errors", "argument_parser", "strategy", "data", "checkpoint", "training", "configs"),

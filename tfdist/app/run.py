@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from tfdist.app.reporter import RunReporter
 from tfdist.checkpoint import BackupAndRestore
 from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.cluster import TaskConfig, read_environment
-from tfdist.configs.fields import FREE
+from tfdist.configs.fields import FREE, flat
 from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs import plot
 from tfdist.outputs.digest import state_sha256, weights_sha256
@@ -30,6 +30,7 @@ from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
 from tfdist.training.fitting import fit
+from tfdist.training.trackers import make_tracker
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
@@ -161,6 +162,7 @@ def _fit(
         _backup(config, directory),
         keras.callbacks.TerminateOnNaN(),
         reporter,
+        *_trackers(config, directory, seed=seed),
     ]
     options = {
         "overfit_batches": config.overfit_batches,
@@ -215,6 +217,21 @@ def _ledger(config: Any, directory: RunDirectory) -> Ledger | None:
     from tfdist.audit.recorder import Ledger
 
     return Ledger(directory.ledger, mode=config.ledger)
+
+
+def _trackers(
+    config: Any, directory: RunDirectory, *, seed: int
+) -> Sequence[keras.callbacks.Callback]:
+    """Return the chief's callback of the tracker that is asked for, where it can be had."""
+    if config.tracker == "none" or not is_chief():
+        return ()
+    made = make_tracker(
+        config.tracker,
+        run_name=directory.path.name,
+        directory=directory.path,
+        config={**flat(config), "seed": seed},
+    )
+    return () if made is None else (made,)
 
 
 def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:

@@ -167,6 +167,13 @@ class CheckpointStore:
         steps = [location.step for location, manifest in self._sound() if manifest.best]
         return steps[-1] if steps else None
 
+    def written_at(self, step: int) -> float | None:
+        """Return when the newest checkpoint of a step was whole, in seconds since 1970."""
+        paths = [location.path for location in self._locations() if location.step == step]
+        with contextlib.suppress(IndexError, FileNotFoundError):  # a newer one has replaced it
+            return paths[-1].stat().st_mtime
+        return None
+
     def read(self, step: int | None = None) -> Checkpoint:
         """Read the checkpoint of `step`, or the newest one that is whole.
 

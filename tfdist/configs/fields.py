@@ -149,6 +149,12 @@ FIELDS: tuple[Field, ...] = (
         help="write down which examples each step consumes; hash: sums of hashes, in less room",
     ),
     Field(
+        name="tracker",
+        default="none",
+        choices=("none", "mlflow", "wandb"),
+        help="also log the run to MLflow or Weights & Biases",
+    ),
+    Field(
         name="max_staleness",
         default=None,
         optional_type=int,
@@ -185,6 +191,7 @@ FREE = frozenset(
         "keep_checkpoints",
         "save_model",
         "ledger",
+        "tracker",
         "max_staleness",
         "sharded_optimizer",
         "profile_steps",

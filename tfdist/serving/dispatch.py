@@ -80,6 +80,7 @@ class Dispatcher:
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.counts: Counter[str] = Counter()
+        self.batches: Counter[int] = Counter()  # answers by the size of the batch they came in
         self._limits = limits
         self._clock = clock
         self._ids = itertools.count(1)
@@ -139,6 +140,8 @@ class Dispatcher:
             return
         link.alone = False
         link.since = self._clock()
+        if frame.batch:
+            self.batches[frame.batch] += 1
         error = frame.kind is Kind.ERROR
         self._end(ticket, decode_error(frame.payload) if error else frame.payload)
         self.pump()

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
 from tfdist.files import fsync, one_line_errors, write_json
 from tfdist.outputs.digest import weights_sha256
+from tfdist.serving.model_server import write_configs
 from tfdist.strategy import Job, broadcast, job_of
 from tfdist.training.evaluation import predict
 
@@ -67,7 +68,9 @@ def export_model(
       origin: of the weights, such as run and step, for the manifest.
 
     Returns:
-      The version directory: the SavedModel, its warm-up request, and ``manifest.json``.
+      The version directory: the SavedModel, its warm-up request, and ``manifest.json``. In
+      `directory` are TensorFlow Serving's ``models.config``, with all models that are there, and
+      ``batching.config``.
 
     Raises:
       UsageError: the model is not built, or Keras cannot save it; the version is there already.
@@ -97,6 +100,8 @@ def export_model(
             manifest |= {"weights_sha256": weights_sha256(model), **(origin or {})}
             _write_warm_up(unfinished, place.parent.name, export.named(samples))
             write_json(unfinished / MANIFEST, manifest)
+        with one_line_errors(f"export: cannot write in {directory}"):
+            write_configs(Path(directory))
         path = str(place)
         _LOG.info("%s: exported and checked", path)
     return Path(broadcast(path))

@@ -56,6 +56,8 @@ _GRPC_KINDS = {
 }
 _GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
+_PAGE = (Path(__file__).parent / "page.html").read_bytes()
+
 Message = MutableMapping[str, Any]
 
 
@@ -367,7 +369,9 @@ class Front:
         try:
             headers = dict(scope["headers"])
             path = scope["path"]
-            if path == "/healthz":
+            if path == "/" and scope["method"] in ("GET", "HEAD"):
+                kind, body = b"text/html; charset=utf-8", _PAGE
+            elif path == "/healthz":
                 status, body = (200, b"{}") if self.is_healthy else (503, b"{}")
             else:
                 self._authorize(headers.get(b"authorization", b"").decode("latin-1"))

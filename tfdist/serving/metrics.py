@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 if TYPE_CHECKING:
     from tfdist.serving.front import ModelRoute
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _COUNTS = {
     "retried": "Requests that were sent again as their replica had ended",
     "rejected": "Requests that found the queue full",
@@ -80,3 +81,14 @@ class _Models:
             for name, model in self._models.items():
                 counter.add_metric([name], model.dispatcher.counts[key])
             yield counter
+        about = "Requests that were answered together, as each of them saw it"
+        batches = HistogramMetricFamily("tfdist_serving_batch_requests", about, labels=["model"])
+        for name, model in self._models.items():
+            sizes = model.dispatcher.batches
+            cumulated = [
+                (f"{most}", sum(n for size, n in sizes.items() if size <= most))
+                for most in (*_BATCHES, float("inf"))
+            ]
+            labelled = [(le.replace("inf", "+Inf"), count) for le, count in cumulated]
+            batches.add_metric([name], labelled, sum(size * n for size, n in sizes.items()))
+        yield batches

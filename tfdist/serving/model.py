@@ -19,19 +19,18 @@ import tensorflow as tf
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from tensorflow.core.protobuf import config_pb2
-from tensorflow_serving.apis import get_model_metadata_pb2, predict_pb2, prediction_log_pb2
+from tensorflow_serving.apis import (
+    get_model_metadata_pb2,
+    model_pb2,
+    predict_pb2,
+    prediction_log_pb2,
+)
 
-from tfdist.serving import rest
+from tfdist.serving import examples, rest
 from tfdist.serving.protocol import Code, Kind, RequestError
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
 _MOST_BYTES = 1 << 30  # of an input whose values are given once for all
-_METHOD = {
-    Kind.REST_CLASSIFY: ("classification", "classify"),
-    Kind.GRPC_CLASSIFY: ("classification", "classify"),
-    Kind.REST_REGRESS: ("regression", "regress"),
-    Kind.GRPC_REGRESS: ("regression", "regress"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +176,7 @@ class ServedModel:
                 return self._metadata_json()
             if kind is Kind.GRPC_METADATA:
                 return self._metadata(payload).SerializeToString()
-            raise self._other_method(kind, payload)
+            return self._decode_examples(kind, payload)
         except RequestError as error:
             return error
         except Exception as error:
@@ -216,6 +215,23 @@ class ServedModel:
 
         return self._call(name, arrays, encode)
 
+    def _decode_examples(self, kind: Kind, payload: bytes) -> Call:
+        method = examples.METHODS[kind]
+        is_rest = kind in (Kind.REST_CLASSIFY, Kind.REST_REGRESS)
+        if is_rest:
+            name, rows = examples.decode_json(payload)
+        else:
+            name, rows = examples.decode_message(method, payload)
+        examples.require_method(method, name, self._definitions.get(name))
+        spec = self._spec(name)
+
+        def encode(outputs: Mapping[str, np.ndarray]) -> bytes:
+            if is_rest:
+                return examples.encode_json(method, outputs)
+            return examples.encode_message(method, spec, outputs)
+
+        return Call(signature=name, arrays=(rows,), encode=encode)
+
     def _call(self, name: str, inputs: Mapping[str, np.ndarray], encode: Any) -> Call:
         signature = self.signatures[name]
         arrays = tuple(inputs[key] for key in signature.inputs)
@@ -226,9 +242,7 @@ class ServedModel:
 
     def _encode_grpc(self, signature: str, outputs: Mapping[str, np.ndarray]) -> bytes:
         response = predict_pb2.PredictResponse()
-        response.model_spec.name = self.name
-        response.model_spec.version.value = self.version
-        response.model_spec.signature_name = signature
+        response.model_spec.CopyFrom(self._spec(signature))
         for name, array in outputs.items():
             tensor = response.outputs[name]
             if array.dtype == np.float32:  # its own field, which clients read
@@ -240,6 +254,11 @@ class ServedModel:
                 tensor.CopyFrom(tf.make_tensor_proto(array))
         data: bytes = response.SerializeToString()
         return data
+
+    def _spec(self, signature: str) -> Any:
+        spec = model_pb2.ModelSpec(name=self.name, signature_name=signature)
+        spec.version.value = self.version
+        return spec
 
     def _run(self, calls: Sequence[Call]) -> list[bytes | RequestError]:
         """Answer calls of one signature; if that fails, each by itself."""
@@ -278,19 +297,6 @@ class ServedModel:
         for call in calls:
             answers.append(call.encode(signature.run(call.arrays)))
         return answers
-
-    def _other_method(self, kind: Kind, payload: bytes) -> RequestError:
-        """Return the error for classify and regress: exported models have predict alone."""
-        title, method = _METHOD[kind]
-        name = DEFAULT_SIGNATURE
-        if kind in (Kind.REST_CLASSIFY, Kind.REST_REGRESS):
-            name = rest.signature_of(rest.parse(payload))
-        if name not in self._definitions:
-            return _invalid(f"No signature was found with the name: {name}")
-        has, wanted = self._definitions[name].method_name, f"tensorflow/serving/{method}"
-        if has != wanted:
-            return _invalid(f"Expected {title} signature method_name to be {wanted}. Was: {has}")
-        return RequestError(Code.UNIMPLEMENTED, f"{method} is not served here, predict is")
 
     def _metadata(self, payload: bytes = b"") -> Any:
         request = get_model_metadata_pb2.GetModelMetadataRequest.FromString(payload)

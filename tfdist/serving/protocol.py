@@ -82,21 +82,25 @@ class Kind(enum.IntEnum):
 
 # Frames -------------------------------------------------------------------------------------------
 
-_HEAD = struct.Struct("<IQB")  # length of the payload, id of the request, kind
+_HEAD = struct.Struct("<IQBH")  # length of the payload, id of the request, kind, batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One message on the socket between front and replica."""
+    """One message on the socket between front and replica.
+
+    `batch` is how many requests were answered together with this one.
+    """
 
     id: int
     kind: Kind
     payload: bytes
+    batch: int = 0
 
 
 def encode_frame(frame: Frame) -> bytes:
     """Return the bytes of a frame: head, then payload."""
-    return _HEAD.pack(len(frame.payload), frame.id, frame.kind) + frame.payload
+    return _HEAD.pack(len(frame.payload), frame.id, frame.kind, frame.batch) + frame.payload
 
 
 def encode_error(id: int, error: RequestError) -> bytes:
@@ -122,13 +126,13 @@ class FrameBuffer:
         at = 0
         try:
             while len(self._bytes) - at >= _HEAD.size:
-                length, id, kind = _HEAD.unpack_from(self._bytes, at)
+                length, id, kind, batch = _HEAD.unpack_from(self._bytes, at)
                 end = at + _HEAD.size + length
                 if len(self._bytes) < end:
                     return
                 payload = bytes(memoryview(self._bytes)[at + _HEAD.size : end])
                 at = end
-                yield Frame(id, Kind(kind), payload)
+                yield Frame(id, Kind(kind), payload, batch)
         finally:
             del self._bytes[:at]
 

@@ -2,9 +2,10 @@
 
     python -m tfdist.serving.replica OPTIONS_AS_JSON
 
-It loads its version, says on its status pipe that it is ready or why it is not, and then serves one
-front at a time. A front that ends takes nothing with it: the replica waits for the next one. What
-has come while it computed is its next batch; it waits for nothing to fill one.
+It loads TensorFlow, reads on its input which version it is to have (a spare one waits for that),
+loads it, and says on its status pipe that it is ready or why it is not. Then it serves one front at
+a time. A front that ends takes nothing with it: the replica waits for the next one. What has come
+while it computed is its next batch; it waits for nothing to fill one.
 """
 
 from __future__ import annotations
@@ -38,23 +39,32 @@ _PIECE = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaOptions:
-    """What a replica is told.
+    """What a replica is told when it starts.
+
+    Attributes:
+      status: descriptor of the pipe to the supervisor.
+      supervisor: pid of the process with which this one ends.
+    """
+
+    status: int
+    supervisor: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What a replica is to serve, told when it is needed.
 
     Attributes:
       directory: of the version.
       name: of the model.
-      listener: descriptor of the socket on which fronts connect.
-      status: descriptor of the pipe to the supervisor.
-      supervisor: pid of the process with which this one ends.
+      path: of the socket on which fronts connect.
       cores: which it may use; none for all.
       batch_sizes: sizes to which batches are padded; the largest bounds a batch.
     """
 
     directory: str
     name: str
-    listener: int
-    status: int
-    supervisor: int
+    path: str
     cores: tuple[int, ...] = ()
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 
@@ -65,27 +75,33 @@ def main(argv: list[str] | None = None) -> int:
     options = ReplicaOptions(**json.loads(text))
     die_with(options.supervisor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor ends replicas
-    if options.cores:
-        os.sched_setaffinity(0, options.cores)
     logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns of what a Session is
     status = os.fdopen(options.status, "w", buffering=1)
     try:
-        from tfdist.serving.model import ServedModel  # TensorFlow, on the cores that were given
+        from tfdist.serving.model import ServedModel  # TensorFlow, before there is an order
 
-        directory = Path(options.directory)
-        model = ServedModel(directory, options.name, batch_sizes=options.batch_sizes)
+        line = sys.stdin.readline()
+        if not line:
+            return 0  # no order has come, and none will
+        order = Order(**json.loads(line))
+        if order.cores:
+            os.sched_setaffinity(0, order.cores)  # before the threads of a Session are made
+        directory = Path(order.directory)
+        model = ServedModel(directory, order.name, batch_sizes=order.batch_sizes)
         warmed = model.warm_up(directory)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(order.path)
+        listener.listen()
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
         print(json.dumps({"failed": reason}), file=status)
         return 1
     print(json.dumps({"ready": warmed}), file=status)
-    listener = socket.socket(fileno=options.listener)
     while True:
         connection, _ = listener.accept()
         with connection:
             try:
-                _serve(model, connection, max_batch=max(options.batch_sizes))
+                _serve(model, connection, max_batch=max(order.batch_sizes))
             except ConnectionError:
                 continue
 
@@ -122,7 +138,7 @@ def _answers(model: ServedModel, frames: list[Frame]) -> Iterable[bytes]:
         if isinstance(answer, RequestError):
             yield encode_error(frame.id, answer)
         else:
-            yield encode_frame(Frame(frame.id, Kind.ANSWER, answer))
+            yield encode_frame(Frame(frame.id, Kind.ANSWER, answer, len(frames)))
 
 
 if __name__ == "__main__":

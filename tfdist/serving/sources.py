@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,10 @@ def read_model(
             fix="check the path; --step, --best and --model are for checkpoints",
             code="not-a-source",
         )
-        return keras.models.load_model(source, compile=False), {"file": str(source.absolute())}
-    run = RunDirectory(source)
-    config = run.read_config() if make is None else None
-    directory = run.checkpoints if config is not None or run.checkpoints.is_dir() else source
+        origin = {"file": str(source.absolute()), "saved_at": source.stat().st_mtime}
+        return keras.models.load_model(source, compile=False), origin
+    config = RunDirectory(source).read_config() if make is None else None
+    directory = _checkpoints_in(source)
     require(
         source.is_dir() and (config is not None or make is not None),
         str(source),
@@ -58,7 +59,25 @@ def read_model(
     store = CheckpointStore(directory)
     checkpoint = store.read(store.best() if best else step)
     set_weights(trained, checkpoint, where=str(directory))
-    return served, {"run": str(source.absolute()), "step": int(checkpoint.step)}
+    step = int(checkpoint.step)
+    origin = {"run": str(source.absolute()), "step": step, "saved_at": store.written_at(step)}
+    return served, origin
+
+
+def newest_in(source: Path, *, best: bool = False) -> str | None:
+    """Return what tells a source's newest model, or best, from the one before; None without one."""
+    if source.suffix == ".keras":
+        with contextlib.suppress(FileNotFoundError):
+            return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"
+        return None
+    store = CheckpointStore(_checkpoints_in(source))
+    step = store.best() if best else store.latest()
+    return None if step is None else str(step)
+
+
+def _checkpoints_in(source: Path) -> Path:
+    run = RunDirectory(source)
+    return run.checkpoints if run.checkpoints.is_dir() else source
 
 
 def _made_by(make: str) -> keras.Model:

@@ -19,20 +19,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import one_line_errors
 from tfdist.serving.dispatch import Limits
+from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import FrontOptions
-from tfdist.serving.replica import ReplicaOptions
+from tfdist.serving.replica import Order, ReplicaOptions
 from tfdist.serving.versions import Drain, Model, Replica, Start, find_models, find_versions
 
 _LOG = logging.getLogger("tfdist.serve")
 _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
-_SCAN_S = 1.0
+_SCAN_S = 0.25
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 5.0
 
@@ -46,6 +48,7 @@ class ServeOptions:
       name: of the model, where the directory has versions; else the one model to serve.
       replicas: processes for each model.
       rest_port, grpc_port: 0 for any that is free.
+      spares: processes that have loaded TensorFlow and wait for the version they are to serve.
       pin: give each replica cores of its own.
       load_timeout_s: after which a replica that is still loading is ended.
     """
@@ -53,6 +56,7 @@ class ServeOptions:
     directory: Path
     name: str | None = None
     replicas: int = 1
+    spares: int = 1
     host: str = "127.0.0.1"
     rest_port: int = 8501
     grpc_port: int = 8500
@@ -89,6 +93,14 @@ class _ReplicaProcess:
     said: bytes = b""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Spare:
+    """A replica's process that has no order yet, and the pipe on which it will say how it is."""
+
+    process: subprocess.Popen[bytes]
+    status: int
+
+
 class Supervisor:
     """Sockets, processes, and the models' state."""
 
@@ -103,12 +115,14 @@ class Supervisor:
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
         self._ids = 0
         self._replicas: dict[int, _ReplicaProcess] = {}
+        self._spares: list[_Spare] = []
         self._draining: dict[int, str] = {}
         self._starting: set[tuple[str, int, int]] = set()
         self._front: subprocess.Popen[bytes] | None = None
         self._control: asyncio.StreamWriter | None = None
         self._told = b""
         self._stop = asyncio.Event()
+        self._door = Door(self._grpc)
         self._announced: dict[str, int | None] = {}
 
     @property
@@ -128,14 +142,16 @@ class Supervisor:
             loop.add_signal_handler(signum, self._stop.set)
         front = asyncio.create_task(self._keep_front())
         scan = asyncio.create_task(self._keep_scanning())
+        door = asyncio.create_task(self._door.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([front, scan, stop], return_when=asyncio.FIRST_COMPLETED)
-            for task in (front, scan):
+            await asyncio.wait([front, scan, door, stop], return_when=asyncio.FIRST_COMPLETED)
+            for task in (front, scan, door):
                 if task.done():
                     task.result()
             _LOG.info("stopping: requests that have come are answered")
             self._rest.close()
+            door.cancel()
             await front
         finally:
             self._end()
@@ -174,6 +190,7 @@ class Supervisor:
                 self._hear(json.loads(line))
         except ConnectionError:
             pass
+        self._door.is_front_there.clear()
         code = await asyncio.to_thread(self._front.wait)
         stopper.cancel()
         self._control.close()
@@ -200,6 +217,8 @@ class Supervisor:
         )
 
     def _hear(self, message: Mapping[str, Any]) -> None:
+        if "listening" in message:
+            self._door.is_front_there.set()
         if (id := message.get("drained")) in self._replicas:
             self._replicas[id].process.kill()  # it has no request left
         if (id := message.get("hung")) in self._replicas:
@@ -228,7 +247,7 @@ class Supervisor:
     # Models
 
     async def _keep_scanning(self) -> None:
-        """Look for versions every second."""
+        """Look for versions four times a second."""
         while True:
             for name, path in self._paths.items():
                 try:
@@ -251,9 +270,17 @@ class Supervisor:
             else:
                 self._start_later(name, action)
         if self._announced.get(name) != model.serving:
+            age = self._age(name, model.serving) if name in self._announced else ""
             self._announced[name] = model.serving
-            _LOG.info("%s: version %s is served", name, model.serving)
+            _LOG.info("%s: version %s is served%s", name, model.serving, age)
         self._tell_front()
+
+    def _age(self, name: str, version: int | None) -> str:
+        """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            manifest = json.loads((self._paths[name] / f"{version}" / "manifest.json").read_text())
+            return f", {time.time() - manifest['saved_at']:.1f} s after its checkpoint was whole"
+        return ""
 
     def _start_later(self, name: str, start: Start) -> None:
         key = (name, start.version, start.index)
@@ -276,28 +303,20 @@ class Supervisor:
             begin()
 
     def _start(self, name: str, start: Start) -> None:
-        """Start a replica's process."""
+        """Have a process load a version: a spare one, where there is one."""
         self._ids += 1
         id, path = self._ids, f"{self._private}/{self._ids}"
         cores = sorted(os.sched_getaffinity(0))
         chosen = cores_of(start.index, replicas=self._options.replicas, cores=cores)
-        status, theirs = os.pipe()
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen()
-            options = ReplicaOptions(
-                directory=str(self._paths[name] / str(start.version)),
-                name=name,
-                listener=listener.fileno(),
-                status=theirs,
-                supervisor=os.getpid(),
-                cores=chosen if self._options.pin else (),
-                batch_sizes=self._options.batch_sizes,
-            )
-            process = _spawn(
-                self._modules["replica"], dataclasses.asdict(options), (listener.fileno(), theirs)
-            )
-        os.close(theirs)
+        order = Order(
+            directory=str(self._paths[name] / str(start.version)),
+            name=name,
+            path=path,
+            cores=chosen if self._options.pin else (),
+            batch_sizes=self._options.batch_sizes,
+        )
+        spare = self._ordered(order)
+        process = spare.process
         kept = _ReplicaProcess(process=process, model=name, version=start.version, path=path)
         self._replicas[id] = kept
         self._models[name] = self._models[name].started(
@@ -305,9 +324,37 @@ class Supervisor:
         )
         loop = asyncio.get_running_loop()
         kept.timeout = loop.call_later(self._options.load_timeout_s, process.kill)
-        loop.add_reader(status, functools.partial(self._read_status, id, status))
+        loop.add_reader(spare.status, functools.partial(self._read_status, id, spare.status))
         self._watch(process, functools.partial(self._ended, id))
         _LOG.info("%s: replica %d loads version %d (pid %d)", name, id, start.version, process.pid)
+
+    def _ordered(self, order: Order) -> _Spare:
+        """Return a process that has been told what to serve; raise OSError."""
+        living = [spare for spare in self._spares if spare.process.poll() is None]
+        for ended in set(self._spares) - set(living):
+            os.close(ended.status)
+        spare = living.pop(0) if living else self._spare()
+        self._spares = living
+        assert spare.process.stdin is not None
+        try:
+            spare.process.stdin.write(json.dumps(dataclasses.asdict(order)).encode() + b"\n")
+            spare.process.stdin.close()
+        except OSError:  # it has just ended
+            spare.process.kill()
+            spare.process.wait()
+            os.close(spare.status)
+            raise
+        return spare
+
+    def _spare(self) -> _Spare:
+        """Start a process that loads TensorFlow and waits for its order."""
+        status, theirs = os.pipe()
+        try:
+            options = ReplicaOptions(status=theirs, supervisor=os.getpid())
+            replica = self._modules["replica"]
+            return _Spare(_spawn(replica, dataclasses.asdict(options), (theirs,)), status)
+        finally:
+            os.close(theirs)
 
     def _watch(self, process: subprocess.Popen[bytes], ended: Callable[[], None]) -> None:
         """Call `ended` once when a process has ended."""
@@ -346,6 +393,8 @@ class Supervisor:
         else:
             _LOG.info("%s: replica %d is ready", kept.model, id)
             self._set(kept.model, model.loaded(id))
+            if len(self._spares) < self._options.spares and not self._stop.is_set():
+                self._spares.append(self._spare())  # now, as nothing else is being loaded
 
     def _ended(self, id: int) -> None:
         """Take that a replica's process has ended."""
@@ -363,6 +412,7 @@ class Supervisor:
         """End all processes and close all sockets."""
         self._stop.set()
         processes = [kept.process for kept in self._replicas.values()]
+        processes += [spare.process for spare in self._spares]
         for process in [*processes, *([self._front] if self._front else [])]:
             process.kill()
             process.wait()
@@ -388,31 +438,30 @@ def _models(options: ServeOptions) -> dict[str, Path]:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return the listening socket of REST, which fronts share, one after the other."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _bind(listener, host, port, "--rest_port")
-    listener.listen(2048)
-    return listener
+    with _free(host, port, "--rest_port"):
+        return socket.create_server((host, port), backlog=2048)
 
 
 def _reserve(host: str, port: int) -> socket.socket:
-    """Return a socket that holds the port of gRPC, at which fronts listen by SO_REUSEPORT."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    _bind(holder, host, port, "--grpc_port")
+    """Return the socket at the port of gRPC to which connections go while no front listens."""
+    with _free(host, port, "--grpc_port"):
+        holder = bound(host, port)
+    prefer_the_next(holder)
+    holder.listen(2048)
     return holder
 
 
-def _address(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
+def _address(of: socket.socket) -> str:
+    host, port = address_of(of)
     return f"{host}:{port}"
 
 
-def _bind(bound: socket.socket, host: str, port: int, flag: str) -> None:
+@contextlib.contextmanager
+def _free(host: str, port: int, flag: str) -> Iterator[None]:
+    """Raise UsageError for an OSError in the block."""
     try:
-        bound.bind((host, port))
+        yield
     except OSError as error:
-        bound.close()
         raise UsageError(
             flag,
             received=f"{host}:{port} ({error.strerror})",
@@ -431,7 +480,7 @@ def _spawn(
         return subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(options)],
             pass_fds=passed,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             env=environ,
             process_group=0,
         )

@@ -16,6 +16,9 @@ from pathlib import Path
 from tfdist.serving import replica
 from tfdist.serving.protocol import Code, Kind, RequestError
 
+INPUT = {"dtype": "DT_FLOAT", "tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
+SIGNATURES = {"serving_default": {"inputs": {"x": INPUT}}}
+
 
 class FakeModel:
     """Answers a request with its version and process, and what it was sent."""
@@ -32,9 +35,16 @@ class FakeModel:
         return [self._one(kind, payload) for kind, payload in requests]
 
     def _one(self, kind: Kind, payload: bytes) -> bytes | RequestError:
+        if kind is Kind.REST_METADATA:
+            return json.dumps(
+                {"metadata": {"signature_def": {"signature_def": SIGNATURES}}}
+            ).encode()
         if kind is not Kind.REST_PREDICT:
             return payload
-        asked = json.loads(payload)["instances"]
+        try:
+            asked = json.loads(payload)["instances"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return RequestError(Code.INVALID_ARGUMENT, "no request of this model")
         if asked == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if asked == "hang":

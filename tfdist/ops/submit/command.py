@@ -152,7 +152,7 @@ _HELP = {
 }
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("start", "fork_server", "isolate", "restart_window_s", "metrics_port"),
+        ("start", "fork_server", "keep_fds", "isolate", "restart_window_s", "metrics_port"),
         "a flag that a scheduler has a use for",
     ),
     "stages": "--strategy pipeline --workers K, a task for each stage",
@@ -234,6 +234,7 @@ def help_text() -> str:
         "           [script.py | -m module] [the program's own flags]",
         "",
         "Gives a job to a scheduler; with --dry_run, prints what it would be given.",
+        "A model that was exported: python -m tfdist.submit --to kserve --help",
         "",
     ]
     for flag in FLAGS:

@@ -1,0 +1,133 @@
+"""The load generator counts what it should: answers, failures, and time from when one was due."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tfdist import bench
+from tfdist.serving.load import Load, Measured, percentile, run
+
+METADATA = {
+    "metadata": {
+        "signature_def": {
+            "signature_def": {
+                "serving_default": {
+                    "inputs": {
+                        "x": {
+                            "dtype": "DT_FLOAT",
+                            "tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]},
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers after `delay_s`; each tenth request with 429 where `picky`."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    delay_s = 0.0
+    picky = False
+    bodies: list[bytes] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps(METADATA).encode())
+
+    def do_POST(self) -> None:
+        self.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+        threading.Event().wait(self.delay_s)
+        is_tenth = self.picky and len(self.bodies) % 10 == 0
+        self._send(429 if is_tenth else 200, b"{}")
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Handler.delay_s, Handler.picky = 0.0, False
+    Handler.bodies.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1/models/m"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_closed_loop_has_as_many_requests_under_way_as_connections(url: str) -> None:
+    Handler.delay_s = 0.05
+    load = Load(url=url, body=b"{}", connections=2, seconds=1.0, warm_up_s=0.1)
+    found = asyncio.run(run(load)).summary()
+    assert found["failed"] == {}
+    assert 10 <= found["requests"] <= 2 * 1.0 / 0.05 + 2
+    assert found["ms"]["p50"] >= 50
+
+
+def test_an_open_loop_counts_from_when_a_request_was_due(url: str) -> None:
+    Handler.delay_s = 0.1
+    load = Load(url=url, body=b"{}", connections=1, seconds=1.0, warm_up_s=0.0, rate=50)
+    start = time.perf_counter()
+    measured = asyncio.run(run(load))
+    assert len(measured.latencies_s) == 50
+    # One connection makes 10 a second: the last of 50 was due at 1 s and is answered after 5.
+    assert max(measured.latencies_s) > 3.5
+    assert time.perf_counter() - start > 4.5
+
+
+def test_failures_are_counted_by_what_they_are(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Handler.picky = True
+    words = ["serve", url, "--seconds", "0.5", "--warm_up_s", "0", "--connections", "2", "--json"]
+    assert bench.main(words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["failed"]["429"] > 0
+    assert Handler.bodies[0] == b'{"instances": [[0.5, 0.5]]}', "made from the signature"
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["serve", "http://127.0.0.1:9/v1/models/m"]) == 1
+    assert "Connection refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["serve", "127.0.0.1:8501"], "URL: received '127.0.0.1:8501'"),
+        (["serve", "http://a/v1/models/m", "--rate", "0"], "--rate"),
+        (["serve", "http://a/v1/models/m", "--connections", "0"], "--connections"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(words) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_percentiles() -> None:
+    ordered = [float(number) for number in range(1, 101)]
+    assert [percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
+    assert percentile([7.0], 0.5) == 7.0
+    assert Measured(seconds=1.0).summary() == {"requests": 0, "per_s": 0.0, "failed": {}}

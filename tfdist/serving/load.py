@@ -1,0 +1,233 @@
+"""Load on a model server, by REST: requests over several connections, and how long each took.
+
+Closed loop: each connection sends its next request when it has the answer; it measures what a
+server can do. Open loop: requests are due at a fixed rate whatever the server does, and the time
+counts from when one was due, also where it had to wait for a connection; it measures what clients
+see at that rate. For TensorFlow Serving's protocol, whoever serves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import ssl
+import time
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import httptools
+
+from tfdist.errors import TfdistError
+
+_FREE_LENGTH = 16  # of a dimension that the signature leaves open
+_AGAIN_AFTER_S = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What is sent.
+
+    Attributes:
+      url: of the model, like ``http://127.0.0.1:8501/v1/models/NAME``.
+      body: of each request.
+      connections: requests that are under way at a time, at most.
+      seconds: that are measured; before them `warm_up_s` that are not.
+      rate: requests a second, for an open loop; None for a closed one.
+      tries: how often a request is sent, at most, where its connection breaks.
+      token: the server's secret.
+    """
+
+    url: str
+    body: bytes
+    connections: int = 8
+    seconds: float = 10.0
+    warm_up_s: float = 1.0
+    rate: float | None = None
+    tries: int = 1
+    token: str = ""
+
+    def request(self) -> bytes:
+        """Return the bytes of a request."""
+        parts = urllib.parse.urlsplit(self.url)
+        authorization = f"Authorization: Bearer {self.token}\r\n" if self.token else ""
+        head = (
+            f"POST {parts.path}:predict HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}"
+            f"Content-Type: application/json\r\nContent-Length: {len(self.body)}\r\n\r\n"
+        )
+        return head.encode() + self.body
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Measured:
+    """What came of it: `latencies_s` of answers with 200, and the others by what they were."""
+
+    seconds: float
+    latencies_s: list[float] = dataclasses.field(default_factory=list)
+    failed: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def summary(self) -> dict[str, Any]:
+        """Return rate and percentiles (ms)."""
+        ordered = sorted(self.latencies_s)
+        found: dict[str, Any] = {
+            "requests": len(ordered),
+            "per_s": round(len(ordered) / self.seconds, 1),
+            "failed": dict(self.failed),
+        }
+        if ordered:
+            shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+            found["ms"] = {n: round(1e3 * percentile(ordered, s), 3) for n, s in shares.items()}
+        return found
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the least value that `share` of the ordered ones do not exceed."""
+    return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
+
+
+async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
+    """Send the load, until `stop` says so at the latest; return what came of it.
+
+    Raises OSError where nobody listens at the start.
+    """
+    start = time.perf_counter()
+    first, end = start + load.warm_up_s, start + load.warm_up_s + load.seconds
+    measured = Measured(seconds=load.seconds)
+    due: Iterator[float] | None = None
+    if load.rate is not None:
+        due = (start + number / load.rate for number in itertools.count())
+    clients = [_Client(load) for _ in range(load.connections)]
+    for client in clients:
+        await client.connect()
+    try:
+        await asyncio.gather(*(_ask(client, due, first, end, measured, stop) for client in clients))
+    finally:
+        for client in clients:
+            client.close()
+    return measured
+
+
+async def _ask(
+    client: _Client,
+    due: Iterator[float] | None,
+    first: float,
+    end: float,
+    measured: Measured,
+    stop: Callable[[], bool],
+) -> None:
+    """Send one request after the other until the end."""
+    while True:
+        sent = time.perf_counter()
+        if due is not None:
+            sent = next(due)
+            await asyncio.sleep(max(0.0, sent - time.perf_counter()))
+        if sent >= end or stop():
+            return
+        outcome = await client.outcome()
+        if sent < first:
+            continue
+        if outcome == "200":
+            measured.latencies_s.append(time.perf_counter() - sent)
+        else:
+            measured.failed[outcome] += 1
+
+
+class _Client(asyncio.Protocol):
+    """A connection that is opened again when it breaks; one request at a time."""
+
+    def __init__(self, load: Load) -> None:
+        self._request = load.request()
+        self._tries = load.tries
+        self._parts = urllib.parse.urlsplit(load.url)
+        self._transport: asyncio.Transport | None = None
+        self._answer: asyncio.Future[int] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+
+    async def connect(self) -> None:
+        secure = self._parts.scheme == "https"
+        await asyncio.get_running_loop().create_connection(
+            lambda: self,
+            self._parts.hostname or "",
+            self._parts.port or (443 if secure else 80),
+            ssl=ssl.create_default_context() if secure else None,
+        )
+
+    async def outcome(self) -> str:
+        """Return the status of the answer, or by what error there is none after all tries."""
+        for _ in range(self._tries):
+            try:
+                return f"{await self.ask()}"
+            except (OSError, httptools.HttpParserError) as error:
+                failed = type(error).__name__
+                await asyncio.sleep(_AGAIN_AFTER_S)
+        return failed
+
+    async def ask(self) -> int:
+        """Return the status of the answer; raise OSError where the connection breaks."""
+        if self._transport is None or self._transport.is_closing():
+            await self.connect()
+        assert self._transport is not None
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(self._request)
+        return await self._answer
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._parser = httptools.HttpResponseParser(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(error)
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._fail(ConnectionResetError("the server has closed the connection"))
+
+    def on_message_complete(self) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(self._parser.get_status_code())
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+
+def example_body(url: str, *, examples: int = 1, token: str = "") -> bytes:
+    """Return a request of so many examples that the signature of a served model asks for.
+
+    Raises TfdistError where the server does not tell.
+    """
+    request = urllib.request.Request(f"{url}/metadata")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            document = json.load(answer)
+        signature = document["metadata"]["signature_def"]["signature_def"]["serving_default"]
+    except (OSError, ValueError, KeyError) as error:
+        raise TfdistError(f"{url}/metadata: {error}") from error
+    inputs = {name: _example(tensor) for name, tensor in signature["inputs"].items()}
+    row = next(iter(inputs.values())) if len(inputs) == 1 else inputs
+    return json.dumps({"instances": [row] * examples}).encode()
+
+
+def _example(tensor: Mapping[str, Any]) -> Any:
+    """Return one example of an input, without its first dimension."""
+    kinds = {"DT_STRING": "", "DT_BOOL": False, "DT_FLOAT": 0.5, "DT_DOUBLE": 0.5, "DT_HALF": 0.5}
+    value: Any = kinds.get(tensor["dtype"], 0)
+    sizes = [int(dim["size"]) for dim in tensor["tensor_shape"].get("dim", [])]
+    for size in reversed(sizes[1:]):
+        value = [value] * (size if size >= 0 else _FREE_LENGTH)
+    return value
