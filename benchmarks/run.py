@@ -29,6 +29,7 @@ import report
 import results
 import row
 import save_overhead
+import sharded_optimizer
 import single_cnn
 import single_dense
 import sweep_chief
@@ -41,6 +42,7 @@ ROWS = tuple(
         single_cnn,
         multiworker_cnn,
         multiworker_overhead,
+        sharded_optimizer,
         ps_cnn,
         ps_alone,
         ps_killed,

@@ -33,7 +33,9 @@ _HOME_OF = {
     "StartupTimeout": "tfdist.errors",
     "PeerLost": "tfdist.errors",
     "Stopped": "tfdist.errors",
+    "JobFailed": "tfdist.errors",
     "export_model": "tfdist.serving.export",
+    "spawn": "tfdist.launch.spawn",
     "estimate_memory": "tfdist.find.memory",
     "find_batch_size": "tfdist.find.batch_size",
     "find_learning_rate": "tfdist.find.learning_rate",
@@ -49,10 +51,18 @@ if TYPE_CHECKING:
     from tfdist import data, errors, tuning
     from tfdist.audit.recorder import Ledger
     from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
-    from tfdist.errors import PeerLost, StartupTimeout, Stopped, TfdistError, UsageError
+    from tfdist.errors import (
+        JobFailed,
+        PeerLost,
+        StartupTimeout,
+        Stopped,
+        TfdistError,
+        UsageError,
+    )
     from tfdist.find.batch_size import find_batch_size
     from tfdist.find.learning_rate import find_learning_rate
     from tfdist.find.memory import estimate_memory
+    from tfdist.launch.spawn import spawn
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.strategy.stages import PipelineOptions
@@ -67,6 +77,7 @@ __all__ = [
     "BackupAndRestore",
     "Evaluator",
     "InExamples",
+    "JobFailed",
     "Ledger",
     "ModelCheckpoint",
     "PeerLost",
@@ -93,6 +104,7 @@ __all__ = [
     "make_strategy",
     "on_chief",
     "predict",
+    "spawn",
     "tuning",
 ]
 

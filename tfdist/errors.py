@@ -61,6 +61,26 @@ class PeerLost(TfdistError):
     exit_code = EXIT_PEER_MISSING
 
 
+class JobFailed(TfdistError):
+    """A job of `tfdist.spawn` has failed; the message says which task failed first, and of what.
+
+    `exit_code` is the job's, `task` the first failure's, such as ``"worker-1"``, "" where the job
+    did not come to have tasks; `traceback` is the text of its traceback, "" where it has none. The
+    exception itself is the `__cause__`, where it can be sent to another process.
+    """
+
+    def __init__(
+        self, message: str, *, exit_code: int = EXIT_FAILED, task: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.task = task
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_job_failed, (str(self), self.exit_code, self.task, self.traceback))
+
+
 class Stopped(SystemExit):
     """`fit` was asked to stop by a signal, has saved what it could, and ends.
 
@@ -186,3 +206,7 @@ def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
 
 def _usage_error(where: str, received: object, expected: str, fix: str, code: str) -> UsageError:
     return UsageError(where, received=received, expected=expected, fix=fix, code=code)
+
+
+def _job_failed(message: str, exit_code: int, task: str, traceback: str) -> JobFailed:
+    return JobFailed(message, exit_code=exit_code, task=task, traceback=traceback)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -10,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_OK, TfdistError
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK
 from tfdist.report.live import is_running, view
 
 _EVERY_S = 1.0
@@ -19,14 +21,13 @@ _EVERY_S = 1.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        arguments = _parser().parse_args(argv)
-        return _show(Path(arguments.run_dir), once=arguments.once)
-    except TfdistError as error:
-        print(f"tfdist.top: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:  # how one leaves it
-        return EXIT_OK
+    return run_program("tfdist.top", lambda: _run(_parser().parse_args(argv)), is_report=True)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    with contextlib.suppress(KeyboardInterrupt):  # how one leaves it
+        _show(Path(arguments.run_dir), once=arguments.once)
+    return EXIT_OK
 
 
 def _parser() -> Parser:
@@ -39,16 +40,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _show(run_dir: Path, *, once: bool) -> int:
+def _show(run_dir: Path, *, once: bool) -> None:
     console, first = Console(), view(run_dir)
     if once or not console.is_terminal or not is_running(run_dir):
         console.print(first)
-        return EXIT_OK
+        return
     with Live(first, console=console, auto_refresh=False) as live:
         while is_running(run_dir):
             time.sleep(_EVERY_S)
             live.update(view(run_dir), refresh=True)
-    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SEED = 11
 BATCH = 24
-VARIANTS = ("plain", "accumulation", "mixed_bfloat16", "auto")
+VARIANTS = ("plain", "accumulation", "mixed_bfloat16", "sharded", "auto")
 TIMINGS = ("examples_per_second",)
 
 
@@ -41,7 +41,8 @@ def main() -> None:
 
     marks.write("imported")
     faults.at_phase("rendezvous")
-    strategy = tfdist.make_strategy()
+    stages = tfdist.PipelineOptions(cut=["normalization"], split_size=6)
+    strategy = tfdist.make_strategy(pipeline=stages)
     marks.write("joined")
     faults.watch_writes({"checkpoints": args.checkpoints, "best": args.out / "best"})
     verdict = _train(args, strategy, marks=marks, faults=faults)
@@ -83,6 +84,7 @@ def _train(args: argparse.Namespace, strategy: Any, *, marks: Marks, faults: InT
     history = tfdist.fit(
         model, training, batch_size=BATCH, verbose=0, callbacks=callbacks,
         validation_data=validation, virtual_epochs=length, seed=SEED,
+        sharded_optimizer=args.variant == "sharded",
     )  # fmt: skip
     return _verdict(args, model, callbacks, history=history.history, directory=directory)
 
@@ -221,8 +223,10 @@ def _verdict(
     import tfdist
     from tfdist.checkpoint.callback_state import get_states
     from tfdist.outputs.digest import state_sha256, weights_sha256
+    from tfdist.strategy.parts import whole
 
-    verdict = {"weights_sha256": weights_sha256(model), "state_sha256": state_sha256(model)}
+    state = state_sha256(model, read=whole)
+    verdict = {"weights_sha256": weights_sha256(model), "state_sha256": state}
     if not tfdist.is_chief():
         return verdict
     best = keras.models.load_model(args.out / "best" / "best.keras", compile=False)

@@ -93,6 +93,7 @@ class Case:
     name: str
     strategy: str
     workers: int = 1
+    stages: int | None = None
     devices: int = 1
     variant: str = "plain"
     start: str = "auto"
@@ -110,6 +111,8 @@ class Case:
         """Returns the launcher's flags."""
         flags = ["--strategy", self.strategy, "--workers", str(self.workers)]
         flags += ["--start", self.start]
+        if self.stages is not None:
+            flags += ["--stages", str(self.stages)]
         if self.strategy == "mirrored":
             flags += ["--devices_per_worker", str(self.devices)]
         return tuple(flags)

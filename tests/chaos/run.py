@@ -30,7 +30,7 @@ GONE_S = 20.0  # for the tasks of a launcher that was killed
 ORPHANED_S = 3.0  # for those of one that does not end them
 _POLL_S = 0.01
 _SMALL_DISK_BYTES = 1 << 20
-_EXAMPLES = {"single": 48_000, "mirrored": 30_000, "multiworker": 24_000}
+_EXAMPLES = {"single": 48_000, "mirrored": 30_000, "multiworker": 24_000, "pipeline": 6_000}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.integration.test_equivalence import difference
+from tests.multiprocess.programs import zoo
 from tfdist.training.keras_compat import losses
 
 RNG = np.random.RandomState(0)
@@ -276,32 +277,12 @@ def test_layers_as_wide_as_a_part_of_the_batch_compare_nothing(strategies, caplo
 # What layers add
 
 
-def with_activities(*, shared=False):
-    """A model in a model, with losses of layers before and after the replicas meet."""
-    layers, l2 = keras.layers, keras.regularizers.L2
-    inner = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(6, activity_regularizer=l2(0.1), kernel_regularizer=l2(0.01)),
-            layers.BatchNormalization(synchronized=True),
-            layers.Dense(6, activity_regularizer=l2(0.05)),
-        ]
-    )
-    x = keras.Input((6,))
-    h = inner(x)
-    if shared:
-        h = inner(layers.BatchNormalization(synchronized=True)(h))
-    model = keras.Model(x, layers.Dense(1, activity_regularizer="l1")(h))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
-    return model
-
-
 @pytest.mark.parametrize(("shared", "replicas"), [(False, 2), (True, 3)])
 def test_activity_regularizers_and_synchronized_statistics_equal_one_device(
     strategies, shared, replicas
 ):
     def make():
-        return with_activities(shared=shared)
+        return zoo.with_activities(shared=shared)
 
     x, y = X[:57], Y[:57]
     data = {"validation_data": (x[:20], y[:20])}

@@ -16,7 +16,7 @@ from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
-from tfdist.pipeline.timing import chosen_places
+from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import owners_of
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
@@ -266,6 +266,15 @@ def test_what_cannot_be_cut_is_refused(mistake, code):
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"split_size": 0}, {"split_size": "fast"}, {"schedule": "2f2b"}, {"keep": "nothing"}],
+)
+def test_options_that_cannot_be_are_refused(given):
+    with pytest.raises(UsageError):
+        tfdist.PipelineOptions(**given)
+
+
 # Training by the engine, and how tasks meet.
 
 
@@ -317,6 +326,9 @@ def fitted(strategy, **given):
 OPTIMIZERS = {  # made in the scope
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adamw": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, global_clipnorm=0.2), initial_scale=1024.0
+    ),
     "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
 }
 
@@ -352,8 +364,12 @@ def test_a_step_of_the_models_own_is_refused(one_stage):
     ("given", "code"),
     [
         (
-            {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
-            "loss-scale",
+            {
+                "optimizer": lambda: keras.optimizers.SGD(
+                    global_clipnorm=1.0, gradient_accumulation_steps=2
+                )
+            },
+            "accumulated-norm",
         ),
         (
             {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
@@ -385,10 +401,11 @@ def test_a_slot_belongs_to_the_stage_of_its_variable():
 
 def test_the_places_that_are_chosen_cut_the_model():
     graph = LayerGraph(model_with())
-    places = chosen_places(graph, num_stages=3, rows=4)
+    possible = possible_places(graph, num_stages=3)
+    places = chosen_places(graph, possible, num_stages=3, rows=4, micros=8)
     assert len(graph.cut(graph.behind([p.position for p in places]), num_stages=3)) == 3
     with pytest.raises(UsageError) as caught:
-        chosen_places(graph, num_stages=9, rows=4)
+        possible_places(graph, num_stages=9)
     assert caught.value.code == "too-many-stages"
 
 

@@ -184,13 +184,22 @@ def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(
     assert old["weights_sha256"] == first["weights_sha256"]
 
 
-def test_config_lines_reach_the_training(tmp_path: Path) -> None:
+def test_config_lines_reach_the_training_and_a_tracker_that_cannot_write_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    store.touch()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.as_uri())
     lines = {"precision": "mixed_bfloat16", "optimizer": "adamw", "clip_norm": "1"}
-    lines |= {"schedule": "cosine", "model": "dense"}
+    lines |= {"schedule": "cosine", "model": "dense", "tracker": "mlflow"}
     flags = [f"--config.{name}={value}" for name, value in lines.items()]
     summary = trained(tmp_path / "run", *SHORT, *flags)
     assert summary["status"] == "done"
     assert summary["steps"] == 21
+    assert summary["stderr"].count("the training goes on without it") == 1
+    assert "MLflow cannot begin a run" in summary["stderr"]
+    assert len(RunDirectory(tmp_path / "run").read_metrics()) == 3
 
 
 def test_overfitting_a_few_batches_learns_them_by_heart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,13 +19,14 @@ PROGRAM = PROGRAMS / "staged.py"
 DEADLINE_S = 250
 
 
-def run(out, does, *, stages, flags=()):
+def run(out, does, *, stages, workers=None, flags=()):
     """Run a job to its end; return its exit code, what it said, and what each task saw."""
     command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(out / f"{does}-{stages}")]
     with forked() as (fork_flags, fds):
         job = subprocess.run(
             [
-                *(*command, "--strategy=pipeline", f"--stages={stages}", *flags, *fork_flags),
+                *(*command, "--strategy=pipeline", f"--stages={stages}"),
+                *(f"--workers={workers or stages}", *flags, *fork_flags),
                 *(str(PROGRAM), str(out), does),
             ],
             env={**os.environ, "STAGES": str(stages)},
@@ -35,17 +37,22 @@ def run(out, does, *, stages, flags=()):
             timeout=DEADLINE_S,
             check=False,
         )
-    files = [out / f"{does}-{stages}-worker-{i}.json" for i in range(stages)]
+    files = [out / f"{does}-{stages}-worker-{i}.json" for i in range(workers or stages)]
     seen = [json.loads(file.read_text()) for file in files if file.exists()]
     return job.returncode, job.stdout, seen
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
+def in_one_process(tmp_path_factory):
     """The same micro-batches, all stages in one process."""
-    code, said, (seen,) = run(tmp_path_factory.mktemp("one"), "fits", stages=1)
-    assert code == EXIT_OK, said
-    return seen
+
+    @functools.cache
+    def of(does):
+        code, said, (seen,) = run(tmp_path_factory.mktemp("one"), does, stages=1)
+        assert code == EXIT_OK, said
+        return seen
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +69,45 @@ def assert_same(seen, expected):
         found, wanted = seen[what], expected[what]
         if isinstance(found, dict):
             found, wanted = list(found.values()), [wanted[key] for key in found]
+        if what == "slots" and not found:  # the chief alone has them at the end
+            continue
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6, err_msg=what)
 
 
-@pytest.mark.parametrize(("does", "stages"), [("fits", 2), ("again", 2), ("fits", 3), ("auto", 2)])
-def test_stages_end_with_what_one_process_ends_with(one_process, tmp_path, does, stages):
-    code, said, tasks = run(tmp_path, does, stages=stages)
+@pytest.mark.parametrize(
+    ("does", "stages", "workers"),
+    [
+        ("fits", 2, 2),
+        ("again", 2, 2),
+        ("compiled", 2, 2),
+        ("auto", 2, 2),
+        ("scales", 2, 2),
+        ("fits", 3, 3),
+        ("plain", 2, 4),
+    ],
+)
+def test_stages_end_with_what_one_process_ends_with(
+    in_one_process, tmp_path, does, stages, workers
+):
+    code, said, tasks = run(tmp_path, does, stages=stages, workers=workers)
     assert code == EXIT_OK, said
-    assert len(tasks) == stages
+    assert len(tasks) == workers
     for seen in tasks:
-        assert_same(seen, one_process)
+        assert_same(seen, in_one_process("fits" if does in ("again", "compiled", "auto") else does))
+    whole = in_one_process("fits" if does != "scales" else does)["held"]
+    for what in ("weights", "slots"):
+        each = [seen["held"][what] for seen in tasks[:stages]]
+        assert max(each) < whole[what]
+        assert sum(each) < 1.1 * whole[what]
+
+
+def test_two_pipelines_have_one_state(tmp_path):
+    code, said, tasks = run(tmp_path, "fits", stages=2, workers=4)
+    assert code == EXIT_OK, said
+    for seen in tasks[1:]:
+        for what in ("history", "weights", "predicted", "evaluated"):
+            assert seen[what] == tasks[0][what], what
 
 
 def test_a_run_saved_on_two_stages_ends_on_three(tmp_path):
@@ -80,9 +115,24 @@ def test_a_run_saved_on_two_stages_ends_on_three(tmp_path):
     assert code == EXIT_OK, said
     code, said, tasks = run(tmp_path, "saves", stages=3)  # at its end already: restores it
     assert code == EXIT_OK, said
+    assert tasks[0]["slots"] == expected[0]["slots"]
     for seen in tasks:
         assert seen["weights"] == expected[0]["weights"]
-        assert seen["slots"] == expected[0]["slots"]
+
+
+def test_a_resumed_run_goes_on_with_what_was_measured(tmp_path):
+    code, said, first = run(tmp_path, "tries", stages=2)
+    assert code == EXIT_OK, said
+    assert "cut behind" in said
+    assert "split size" in said
+    for task in (0, 1):
+        assert f"worker-{task} (stage {task}): " in said
+    assert first[0]["history"] == first[1]["history"]
+    assert first[0]["chosen"].keys() == {"cut", "cut_of", "split_size"}
+    code, said, second = run(tmp_path, "tries", stages=2)  # at its end already
+    assert code == EXIT_OK, said
+    assert [seen["chosen"] for seen in second] == [first[0]["chosen"]] * 2
+    assert second[0]["weights"] == first[0]["weights"]
 
 
 @pytest.mark.parametrize("task", [0, 1])
@@ -92,7 +142,23 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
     code, said, tasks = run(tmp_path, f"kills-{task}", stages=2, flags=["--max_restarts=1"])
     assert code == EXIT_OK, said
     assert f"worker-{task} failed first: killed by SIGKILL" in said
-    assert tasks == undisturbed
+    for seen, expected in zip(tasks, undisturbed, strict=True):
+        assert {**seen, "held": None} == {**expected, "held": None}
+
+
+def test_a_cut_behind_no_layer_ends_every_task_in_one_line(tmp_path):
+    code, said, tasks = run(tmp_path, "wrong", stages=2)
+    assert code == EXIT_USAGE
+    assert "'addz' (did you mean 'adds'?)" in said
+    assert "Traceback" not in said
+    assert not tasks
+
+
+def test_stages_that_read_different_data_are_refused(tmp_path):
+    code, said, tasks = run(tmp_path, "differs", stages=2)
+    assert code == EXIT_USAGE
+    assert "examples at the same indices" in said
+    assert not tasks
 
 
 def test_a_stage_that_dies_is_named(tmp_path):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 
 from tests import forked_python
@@ -271,11 +272,15 @@ def weights(sweep_dir: Path) -> list[Any]:
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = Sweep(tmp_path / "whole")
     with whole.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0, whole.log.read_text()
-    torn = Sweep(tmp_path / "torn")
+    for name, value in {"ALLOW_FILE_STORE": "true", "TRACKING_URI": str(tmp_path / "ml")}.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    torn = Sweep(tmp_path / "torn", "--config.tracker=mlflow")
     checkpoints = torn.path / "trials" / "1" / "checkpoints"
     with torn.started() as chief:
         until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
@@ -288,6 +293,23 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_pa
     summary = RunDirectory(torn.path / "trials" / "1").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"
     assert weights(torn.path) == weights(whole.path)
+    assert runs_in_mlflow(tmp_path / "ml") == {
+        "torn": (None, []),
+        **{trial: ("torn", [0, 1, 2]) for trial in "012"},
+    }
+
+
+def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:
+    """The parent of each run, and the epochs that it has logged."""
+    client, found = mlflow.MlflowClient(str(store)), {}
+    runs = client.search_runs(["0"])
+    names = {run.info.run_id: run.info.run_name for run in runs}
+    assert len(set(names.values())) == len(runs)
+    for run in runs:
+        losses = client.get_metric_history(run.info.run_id, "loss")
+        parent = names.get(run.data.tags.get("mlflow.parentRunId"))
+        found[run.info.run_name] = parent, sorted(metric.step for metric in losses)
+    return found
 
 
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)

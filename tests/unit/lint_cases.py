@@ -136,6 +136,8 @@ OF_CONFIG = {
     "CFG020_same_split": ('config.validation_split = "train"',),
     "CFG021_single": ('config.strategy = "single"', "config.devices_per_worker = 2"),
     "CFG023_staleness": ('config.strategy = "multiworker"', "config.max_staleness = 4"),
+    "CFG025_mirrored": ('config.strategy = "mirrored"', "config.sharded_optimizer = True"),
+    "CFG026_single": ('config.strategy = "single"', "config.sharded_optimizer = True"),
     "CFG024_exit": ("import sys", 'sys.exit("no configuration today")'),
     "CFG024_raises": ('config.checkpoints = int("ten")',),
 }

@@ -19,16 +19,24 @@ PLANS = Path(__file__).parents[1] / "chaos" / "plans"
 PAIR = Case(name="pair", strategy="multiworker", workers=2)
 
 
-@pytest.mark.parametrize("path", sorted(PLANS.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_plans_can_be_read(path: Path) -> None:
-    plan = read(path)
-    assert plan.kills >= 30
-    assert {(c.strategy, c.workers, c.devices) for c in plan.cases if c.share} >= {
+OF_ALL = (
+    30,
+    {
         ("single", 1, 1),
         ("mirrored", 1, 2),
         ("multiworker", 2, 1),
         ("multiworker", 3, 1),
-    }
+    },
+)
+OF_STAGES = 12, {("pipeline", 2, 1), ("pipeline", 4, 1)}
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_plans_can_be_read(path: Path) -> None:
+    plan = read(path)
+    kills, jobs = OF_STAGES if path.stem == "pipeline" else OF_ALL
+    assert plan.kills >= kills
+    assert {(c.strategy, c.workers, c.devices) for c in plan.cases if c.share} >= jobs
     tasks = {case.name: case.tasks for case in plan.cases}
     for entry in plan.placed:
         assert all(fault.task in tasks[entry.case] for fault in entry.faults)
@@ -83,7 +91,13 @@ def test_a_plan_is_divided_by_case_with_its_runs_and_all_of_the_kills() -> None:
     assert [part.cases for part in parts] == [(case,) for case in plan.cases]
     assert sum(part.kills for part in parts) == plan.kills
     kills = {part.cases[0].name: part.kills for part in parts}
-    assert kills == {"multiworker-2": 12, "single": 9, "mirrored-2": 6, "multiworker-3": 3}
+    assert kills == {
+        "multiworker-2": 12,
+        "single": 9,
+        "mirrored-2": 6,
+        "multiworker-3": 3,
+        "sharded-2": 0,
+    }
     for part in parts:
         (case,) = part.cases
         assert part.placed == tuple(entry for entry in plan.placed if entry.case == case.name)

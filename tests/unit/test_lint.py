@@ -225,6 +225,8 @@ LAUNCH, TRAIN = "python -m tfdist.launch ", "python -m tfdist.train "
         (LAUNCH + "--workers 8 --config.global_batch_size=4", {"CFG014"}),
         (LAUNCH + "--workers 8 --ps 1 --config.global_batch_size=4", set()),
         (LAUNCH + "--config.max_staleness=4", {"CFG023"}),
+        (LAUNCH + "--ps 1 --config.sharded_optimizer=true", {"CFG025"}),
+        (LAUNCH + "--workers 2 --config.sharded_optimizer=true", set()),
         (LAUNCH + "--ps 1 --config.max_staleness=4 --config.model=resnet20", {"CFG015"}),
         (TRAIN + "--config.modle=cnn", {"CFG003"}),
         (TRAIN + "--config.dropout=x", {"CFG004"}),

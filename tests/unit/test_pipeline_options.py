@@ -16,12 +16,18 @@ def test_a_pipeline_has_a_task_for_each_stage(flags):
     assert (options.strategy, options.workers) == ("pipeline", 3)
 
 
+def test_more_workers_are_more_pipelines():
+    options = parse(["--stages=2", "--workers=4"])
+    assert (options.strategy, options.stages, options.workers) == ("pipeline", 2, 4)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ["--stages=2", "--strategy=multiworker"],
         ["--stages=2", "--ps=1"],
-        ["--stages=2", "--workers=4"],
+        ["--stages=2", "--workers=3"],
+        ["--stages=2", "--strategy=ps"],
         ["--stages=0"],
     ],
 )

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
+from tfdist.files import FileLock
 from tfdist.loopback import listen, make_server
 from tfdist.report import __main__ as program
 from tfdist.report.charts import Series, axis_of, line_chart, ticks
@@ -28,6 +29,7 @@ from tfdist.report.style import STYLE
 from tfdist.report.sweep import read_sweep, runs_of_best
 from tfdist.report.text import duration
 from tfdist.report.timeline import PARTS
+from tfdist.tuning.directory import LOCK
 
 RUNS = Path(__file__).parent / "data" / "report"
 _VOID = {"meta", "link", "br"}
@@ -129,6 +131,15 @@ def test_a_trial_whose_run_is_there_is_on_the_page_of_its_sweep_and_linked(tmp_p
     page = Page((sweep / "report.html").read_text())
     assert page.links.count("#run-0") == 2
     assert "worker-1 at step 225, attempt 1" in page.text
+
+
+def test_a_sweep_goes_on_while_its_chief_has_the_lock(tmp_path):
+    for file in ("sweep.json", "journal.jsonl"):
+        text = (RUNS / "sweep" / file).read_text()
+        (tmp_path / file).write_text(text.replace('"finished"', '"running"', 1))
+    with FileLock(tmp_path / LOCK).acquire():
+        assert read_sweep(tmp_path).status == "running"
+    assert read_sweep(tmp_path).status == "unfinished: its chief was stopped or killed"
 
 
 def test_the_page_loads_nothing():

@@ -97,6 +97,47 @@ def test_a_result_is_not_written_to_by_the_next_sum():
     assert all((result[0] == 2).all() for result in first)
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_parts_of_a_sum_gathered_are_the_sum(size):
+    draw = np.random.default_rng(size)
+    shapes = [(1,), (7, 3), (1001,), (0,), ()]
+    mine = [[draw.normal(size=s).astype(np.float32) for s in shapes] for _ in range(size)]
+    sizes = [array.size for array in mine[0]]
+
+    def both(ring, arrays):
+        parts = ring.reduce_scatter(*arrays, of="a test")
+        assert [part.size for part in parts] == [np.diff(ring.part(size))[0] for size in sizes]
+        return ring.all_gather(*parts, sizes=sizes, of="a test"), ring.sum(*arrays)
+
+    for wholes, sums in at_once(
+        [lambda r=r, m=m: both(r, m) for r, m in zip(ring_of(size), mine, strict=True)]
+    ):
+        for whole, total in zip(wholes, sums, strict=True):
+            np.testing.assert_allclose(whole, total.reshape(-1), rtol=1e-5, atol=1e-6)
+            assert size > 2 or whole.tobytes() == total.tobytes()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_parts_of_all_workers_make_up_the_whole(size):
+    rings = ring_of(size)
+    for elements in (0, 1, 4, 1001):
+        bounds = sorted(ring.part(elements) for ring in rings)
+        assert bounds[0][0] == 0
+        assert [end for _, end in bounds] == [*[first for first, _ in bounds[1:]], elements]
+
+
+def test_a_part_of_a_sum_is_not_taken_for_a_sum():
+    one, other = ring_of(2)
+
+    def scatters():
+        with pytest.raises(ConnectionError) as raised:
+            other.reduce_scatter(np.ones(4), of="place 1 of a step")
+        return str(raised.value)
+
+    message, _ = at_once([lambda: failure_of(one, np.ones(4), of="place 1 of a step"), scatters])
+    assert "worker-1 makes another sum: sum 0 of the run, the parts of place 1 of a step" in message
+
+
 def test_what_is_not_the_same_sum_is_refused():
     one, other = ring_of(2)
     arrays = np.ones(4), np.ones((2, 2))

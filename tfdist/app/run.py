@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from tfdist.app.reporter import RunReporter
 from tfdist.checkpoint import BackupAndRestore
 from tfdist.checkpoint.model_checkpoint import save_whole
 from tfdist.cluster import TaskConfig, read_environment
-from tfdist.configs.fields import FREE
+from tfdist.configs.fields import FREE, flat
 from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs import plot
 from tfdist.outputs.digest import state_sha256, weights_sha256
@@ -24,11 +24,13 @@ from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.outputs.tensorboard import StepProfiler
 from tfdist.outputs.terminal import ProgressDisplay, show_result, strategy_line
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
+from tfdist.strategy.parts import whole
 from tfdist.training.building import bytes_on_servers
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluator import Evaluator
 from tfdist.training.fitting import fit
+from tfdist.training.trackers import make_tracker
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
@@ -124,16 +126,19 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
             model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
         done = _fit(config, model, datasets, directory, reporter, seed=seed)
     except Stopped:
+        digest = _state_digest(model)
         if is_chief():
-            summary = _summary(model, reporter, directory, plan)
+            summary = _summary(model, reporter, directory, plan, state_digest=digest)
             directory.write_summary({"status": STOPPED, **summary})
         raise
     finally:
         reporter.close()
         keras.config.set_dtype_policy(policy)
+    digest = _state_digest(model)
     if not is_chief():
         return {}
-    summary = {"status": DONE if done else STOPPED, **_summary(model, reporter, directory, plan)}
+    found = _summary(model, reporter, directory, plan, state_digest=digest)
+    summary = {"status": DONE if done else STOPPED, **found}
     if config.save_model and done:
         save_whole(model, directory.model_file)
     directory.write_summary(summary)
@@ -157,6 +162,7 @@ def _fit(
         _backup(config, directory),
         keras.callbacks.TerminateOnNaN(),
         reporter,
+        *_trackers(config, directory, seed=seed),
     ]
     options = {
         "overfit_batches": config.overfit_batches,
@@ -173,6 +179,7 @@ def _fit(
         virtual_epochs=recipe.virtual_epochs(config),
         seed=seed,
         max_staleness=config.max_staleness,
+        sharded_optimizer=config.sharded_optimizer,
         **{name: value for name, value in options.items() if value},
     )
     losses = history.history.get("loss", [])
@@ -212,6 +219,21 @@ def _ledger(config: Any, directory: RunDirectory) -> Ledger | None:
     return Ledger(directory.ledger, mode=config.ledger)
 
 
+def _trackers(
+    config: Any, directory: RunDirectory, *, seed: int
+) -> Sequence[keras.callbacks.Callback]:
+    """Return the chief's callback of the tracker that is asked for, where it can be had."""
+    if config.tracker == "none" or not is_chief():
+        return ()
+    made = make_tracker(
+        config.tracker,
+        run_name=directory.path.name,
+        directory=directory.path,
+        config={**flat(config), "seed": seed},
+    )
+    return () if made is None else (made,)
+
+
 def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:
     if not config.profile_steps:
         return None
@@ -219,8 +241,18 @@ def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:
     return StepProfiler(directory.tensorboard, first=first, last=last)
 
 
+def _state_digest(model: keras.Model) -> str:
+    """Return the digest of weights and optimizer. A collective where it is sharded."""
+    return state_sha256(model, read=whole)
+
+
 def _summary(
-    model: keras.Model, reporter: RunReporter, directory: RunDirectory, plan: EpochPlan
+    model: keras.Model,
+    reporter: RunReporter,
+    directory: RunDirectory,
+    plan: EpochPlan,
+    *,
+    state_digest: str,
 ) -> dict[str, Any]:
     job = current_job()
     assert job is not None
@@ -240,7 +272,7 @@ def _summary(
         "metrics": {k: v for k, v in (lines[-1] if lines else {}).items() if k not in COUNTERS},
         "examples_per_second": reporter.examples_per_second,
         "weights_sha256": weights_sha256(model),
-        "state_sha256": state_sha256(model),
+        "state_sha256": state_digest,
         "resumed_from_step": reporter.first_step or None,
         **(_of_ps_job(model, job) if job.kind == "ps" else {}),
     }

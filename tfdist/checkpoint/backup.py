@@ -83,6 +83,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         `save`, or by `wait`.
     """
 
+    found_states: Mapping[str, Any]
+    """The states of callbacks in the checkpoint that `saved` has found; in the chief."""
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -117,6 +120,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._saved_at = clock()
         self._saved_run: RunState | None = None
         self._found_step: int | None = None
+        self.found_states = {}
         self._configuration: dict[str, Any] | None = None
         self._prepared = False
         self._background = Background("checkpoint")
@@ -159,6 +163,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if checkpoint is None:
             return None
         self._found_step = checkpoint.step
+        self.found_states = checkpoint.meta["callbacks"]
         return _run_state(checkpoint)
 
     def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> None:
@@ -187,6 +192,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "callbacks": callback_state.get_states(others),
             "configuration": self._configuration or state.configuration_of(model),
             "place": _place(job),
+            "stages": {} if job.stages is None else job.stages.chosen,
         }
         self._background.start(lambda: self.store.write(run.step, arrays, meta=meta, best=best))
         if self._auto:
@@ -221,10 +227,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             else {
                 "run": dataclasses.asdict(_run_state(checkpoint)),
                 "callbacks": checkpoint.meta["callbacks"],
+                "stages": checkpoint.meta.get("stages", {}),
             }
         )
         kept = callback_state.best_weights_in(checkpoint.arrays) if checkpoint else None
         self._saved_run = RunState(**saved["run"])
+        if job.stages is not None:
+            job.stages.chosen.update(saved["stages"])
         others = callbacks.callbacks
         callback_state.set_states(others, saved["callbacks"])
         callback_state.set_best_weights(others, state.all_from_chief(job, kept))

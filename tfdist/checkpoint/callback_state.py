@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.checkpoint import event_files
 from tfdist.errors import UsageError
 from tfdist.files import replacing
 
@@ -87,8 +88,10 @@ def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
-    """Before `on_train_begin`: makes CSVLogger go on after its lines before `epoch`."""
+    """Before `on_train_begin`: has what is logged already, or will be again, not be there twice."""
     for callback in callbacks:
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            event_files.write_once(callback)
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
             _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
@@ -97,6 +100,8 @@ def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
 def _get(callback: Any) -> Any:
     if hasattr(callback, "get_state"):
         return callback.get_state()
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        event_files.flush(callback)
     for kind, names in _ATTRIBUTES.items():
         if isinstance(callback, kind):
             return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)}

@@ -18,10 +18,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_bytes, sum_over_tasks
+from tfdist.strategy.parts import gathered, part_of
 
 _DIFFERENCES_SHOWN = 4
 _FREE = frozenset(["name", "seed", "learning_rate", "trainable", "dtype", "initial_scale"])
@@ -51,10 +53,11 @@ def capture(model: keras.Model, job: Job) -> Arrays:
     variables = variables_of(model)
     rows = {name: _own_rows(v, job) for name, v in variables.items() if _per_replica(v)}
     rows = _rows_of_all(job, rows)
+    wholes = rows | dict(_gathered(job, variables))
     if not job.is_chief:
         return {}
     return {
-        name: rows[name] if name in rows else _own_copy(_copies(v, job)[0])
+        name: wholes[name] if name in wholes else _own_copy(_copies(v, job)[0])
         for name, v in variables.items()
     }
 
@@ -66,7 +69,7 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
             _restore_replicas(variable, job, None if arrays is None else arrays[name])
         else:
             value = None if arrays is None else arrays[name]
-            variable.assign(from_chief(job, value, like=variable))
+            variable.assign(_own_of_chief(job, value, variable))
 
 
 def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
@@ -93,7 +96,7 @@ def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
 def names_of(model: keras.Model) -> dict[str, list[Any]]:
     """Return what each array is: the variable's path, shape and type, as JSON."""
     return {
-        name: [variable.path, list(variable.shape), str(variable.dtype)]
+        name: [variable.path, list(_whole_shape(variable)), str(variable.dtype)]
         for name, variable in variables_of(model).items()
     }
 
@@ -165,6 +168,29 @@ def _require_none(
             fix="use another directory, or start from its weights with initial_weights",
             code=code,
         )
+
+
+def _gathered(job: Job, variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield in the chief the whole of each variable that tasks have parts of. A collective."""
+    for name, variable in variables.items():
+        if part_of(variable) is not None:
+            array = gathered(job, variable)  # one at a time: the others forget it
+            if job.is_chief:
+                yield name, array
+
+
+def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
+    """Return the chief's array, and of one that tasks have parts of this task's. A collective."""
+    part = part_of(variable)
+    if part is None:
+        return from_chief(job, value, like=variable)
+    whole = from_chief(job, value, like=tf.TensorSpec(part.shape, variable.value.dtype))
+    return whole.reshape(-1)[part.first : part.end]
+
+
+def _whole_shape(variable: Any) -> tuple[int, ...]:
+    part = part_of(variable)
+    return tuple(variable.shape) if part is None else part.shape
 
 
 def _own_copy(variable: Any) -> np.ndarray[Any, Any]:

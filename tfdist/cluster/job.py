@@ -39,7 +39,7 @@ class JobOptions:
     split_bytes: int | None = None
     """Above how many bytes a trainable variable is divided over the ps; None divides none."""
     stages: int | None = None
-    """Stages of a pipeline job, each a task; None for as many as there are tasks."""
+    """Stages of each pipeline of a job; None for one pipeline of all tasks."""
     profile_ps: bool = False
     """Whether a ps job measures what its steps cost; see docs/placement.md."""
     terminal: bool = False

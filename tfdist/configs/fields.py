@@ -149,11 +149,22 @@ FIELDS: tuple[Field, ...] = (
         help="write down which examples each step consumes; hash: sums of hashes, in less room",
     ),
     Field(
+        name="tracker",
+        default="none",
+        choices=("none", "mlflow", "wandb"),
+        help="also log the run to MLflow or Weights & Biases",
+    ),
+    Field(
         name="max_staleness",
         default=None,
         optional_type=int,
         least=0,
         help="under ps: steps of others between a step's reading and its writing; null for any",
+    ),
+    Field(
+        name="sharded_optimizer",
+        default=False,
+        help="under multiworker: each worker keeps the optimizer's state of its part alone",
     ),
     # To look into a run
     Field(
@@ -180,7 +191,9 @@ FREE = frozenset(
         "keep_checkpoints",
         "save_model",
         "ledger",
+        "tracker",
         "max_staleness",
+        "sharded_optimizer",
         "profile_steps",
     }
 )

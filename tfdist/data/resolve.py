@@ -42,11 +42,20 @@ def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
 
 
 def check_supported(source: Source, strategy_kind: str) -> None:
-    """Raise `UsageError` where a strategy ("single", "mirrored", "multiworker", "ps") cannot.
+    """Raise `UsageError` where a strategy cannot.
 
     Under ps the workers build their batches from graph operations alone: Python code would run
-    only in the chief's process, and variables of it are out of reach.
+    only in the chief's process, and variables of it are out of reach. Under pipeline all tasks read
+    the same batches.
     """
+    if strategy_kind == "pipeline" and isinstance(source, InputFunctionSource):
+        raise UsageError(
+            "x",
+            received="a function of InputContext under strategy pipeline",
+            expected="data of which every stage reads the same batches",
+            fix="pass the tf.data.Dataset itself",
+            code="unsupported-data",
+        )
     if strategy_kind != "ps":
         return
     if source.kind == "python":

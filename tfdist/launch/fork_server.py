@@ -350,6 +350,7 @@ class ForkStarter(Starter):
     Args:
       cause_of_kill: why the kernel killed a process; "" where that is not known.
       server: a socket to a server that is there already; see `ForkTemplate`.
+      keep_fds: what a server that is started, and so each task, inherits.
     """
 
     def __init__(
@@ -361,6 +362,7 @@ class ForkStarter(Starter):
         clock: Callable[[], float],
         cause_of_kill: Callable[[int], str],
         server: socket.socket | None = None,
+        keep_fds: Sequence[int] = (),
     ) -> None:
         # Of a server that another process has started it is only known what it must have.
         self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
@@ -380,7 +382,7 @@ class ForkStarter(Starter):
                 bootstrap_command("fork_server", str(theirs.fileno()), *IMPORTS),
                 env=self._environ,
                 output_fd=log.fileno(),
-                keep_fds=(theirs.fileno(),),
+                keep_fds=(theirs.fileno(), *keep_fds),
                 open_files=open_files,
             )
 

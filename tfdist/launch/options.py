@@ -94,6 +94,8 @@ class LaunchOptions:
     start: str = "auto"
     fork_server: int | None = None
     """Descriptor of a socket to a fork server that is there already."""
+    keep_fds: str | None = None
+    """Descriptors that the tasks inherit: ``"5,6"``."""
     program: Program = Program()
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class LaunchOptions:
             _refuse("run_dir", "''", "the path of a directory", fix, code="empty")
         if self.ports is not None:
             parse_ports(self.ports, where="--ports")
+        _check_kept(self)
         _check_together(self)
         _check_hosts(self)
 
@@ -117,6 +120,11 @@ class LaunchOptions:
     def port_range(self) -> range | None:
         """Return the ports that the job may have, None for any."""
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
+
+    @property
+    def kept_fds(self) -> tuple[int, ...]:
+        """Return the descriptors that the tasks inherit."""
+        return tuple(int(number) for number in self.keep_fds.split(",")) if self.keep_fds else ()
 
     @property
     def num_ps(self) -> int:
@@ -180,6 +188,17 @@ def _refuse_time(options: LaunchOptions, name: str, expected: str, *, fix: str =
     _refuse(name, f"{getattr(options, name):g}", expected, fix)
 
 
+def _check_kept(options: LaunchOptions) -> None:
+    if options.keep_fds is None:
+        return
+    if not all(n.isascii() and n.isdigit() for n in options.keep_fds.split(",")):
+        expected, fix = "numbers of descriptors, 5,6", "leave --keep_fds out; tfdist.spawn gives it"
+        _refuse("keep_fds", repr(options.keep_fds), expected, fix)
+    if options.fork_server is not None:
+        received = "descriptors for tasks of a fork server that is there already"
+        _refuse("keep_fds", received, "one of them", "leave --fork_server out", code="exclusive")
+
+
 def _check_together(options: LaunchOptions) -> None:
     strategy, workers, ps = options.strategy, options.workers, options.ps
     if ps is not None and strategy not in ("auto", "ps"):
@@ -189,9 +208,10 @@ def _check_together(options: LaunchOptions) -> None:
     if stages is not None and strategy != "pipeline":
         fix = "leave --stages out, or use --strategy pipeline"
         _refuse("stages", f"{stages} with --strategy {strategy}", "no --stages", fix)
-    if stages is not None and stages != workers:
-        fix = "leave --workers out"
-        _refuse("stages", f"{stages} with --workers {workers}", "a task for each stage", fix)
+    if stages is not None and workers % stages:
+        fix = "make --workers a multiple of --stages, or leave it out"
+        expected = "a task for each stage of each pipeline"
+        _refuse("stages", f"{stages} with --workers {workers}", expected, fix)
     for flag in ("split_bytes", "profile_ps"):
         value = getattr(options, flag)
         if value and strategy != "ps" and ps is None:
@@ -268,7 +288,12 @@ FLAGS = (
     ),
     _Flag("workers", int, "N", "processes that compute (1)"),
     _Flag("ps", int, "M", "parameter servers of a ps job (1)"),
-    _Flag("stages", int, "K", "stages of a pipeline job, a task for each"),
+    _Flag(
+        "stages",
+        int,
+        "K",
+        "stages of each pipeline, a task for each (--workers)",
+    ),
     _Flag(
         "min_workers",
         int,
@@ -356,6 +381,7 @@ FLAGS = (
         "FD",
         "fork from the server at this socket, which has imported TensorFlow (tfdist.tune)",
     ),
+    _Flag("keep_fds", str, "FD,FD", "descriptors that the tasks inherit (what tfdist.spawn gives)"),
     _Flag("dry_run", None, "", "print each task's command and TF_CONFIG, start nothing"),
     _Flag("help", None, "", "this text"),
 )

@@ -107,7 +107,7 @@ class JobDescription:
             attempt=attempt,
             threads_per_task=options.threads_per_task,
             split_bytes=options.split_bytes,
-            stages=options.workers if self.strategy == "pipeline" else None,
+            stages=(options.stages or options.workers) if self.strategy == "pipeline" else None,
             profile_ps=options.profile_ps,
             terminal=self.is_terminal,
         )

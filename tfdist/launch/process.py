@@ -74,9 +74,16 @@ class Starter:
 class ExecStarter(Starter):
     """Starts each task as a new Python."""
 
-    def __init__(self, *, clock: Callable[[], float], open_files: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        open_files: tuple[int, int],
+        keep_fds: Collection[int] = (),
+    ) -> None:
         self._clock = clock
         self._open_files = open_files
+        self._keep_fds = tuple(keep_fds)
         self._children: dict[Task, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -87,7 +94,7 @@ class ExecStarter(Starter):
             task_command(spec, notes_fd=notes_fd),
             env=env,
             output_fd=output_fd,
-            keep_fds=(notes_fd,),
+            keep_fds=(notes_fd, *self._keep_fds),
             open_files=self._open_files,
         )
         self._children[spec.task] = child

@@ -352,8 +352,11 @@ class TaskFactory:
         open_files = self._job.open_files
         if not specs:  # nothing can be started, and host 0 gets the reason
             return ExecStarter(clock=time.monotonic, open_files=open_files)
+        keep_fds = self._job.options.kept_fds
         if self._job.start == "exec":
-            self._starter = ExecStarter(clock=time.monotonic, open_files=open_files)
+            self._starter = ExecStarter(
+                clock=time.monotonic, open_files=open_files, keep_fds=keep_fds
+            )
             return self._starter
         given, self._given = self._given, None  # the first; another would be started here
         server = ForkStarter(
@@ -363,6 +366,7 @@ class TaskFactory:
             clock=time.monotonic,
             cause_of_kill=self._evidence.of_kill,
             server=given,
+            keep_fds=keep_fds,
         )
         if server.pid is not None:
             self._guard.add(server.pid)

@@ -16,7 +16,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_OURS = {__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
+_OURS = {
+    __file__,
+    f"{__file__[: -len('task.py')]}spawn.py",
+    "<frozen runpy>",
+    "<frozen importlib._bootstrap>",
+}
 _INTERRUPTED = 130
 _MAX_CAUSE_CHARS = 500  # so that a note, escapes and all, is written to the pipe in one piece
 

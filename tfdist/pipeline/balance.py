@@ -30,20 +30,25 @@ def balanced(
     Raises:
       UsageError: there are fewer places than cuts.
     """
-    require(
-        stages <= len(seconds),
-        "stages",
-        received=stages,
-        expected=f"at most {len(seconds)}, as the model can be cut at {len(seconds) - 1} places",
-        fix="ask for fewer stages",
-        code="too-many-stages",
-    )
+    require_enough(len(seconds) - 1, stages=stages)
     sums = [0.0, *itertools.accumulate(seconds)]
     limits = sorted({high - low for low, high in itertools.combinations(sums, 2)} | {sums[-1]})
     least = next(limit for limit in limits if _cheapest(sums, crossing_bytes, stages, limit))
     found = _cheapest(sums, crossing_bytes, stages, least * (1 + tolerance))
     assert found is not None
     return found[1]
+
+
+def require_enough(places: int, *, stages: int) -> None:
+    """Raise UsageError where a model has fewer places than cuts."""
+    require(
+        stages <= places + 1,
+        "stages",
+        received=stages,
+        expected=f"at most {places + 1}, as the model can be cut at {places} places",
+        fix="ask for fewer stages",
+        code="too-many-stages",
+    )
 
 
 def _cheapest(

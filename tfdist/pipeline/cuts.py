@@ -50,6 +50,7 @@ class Part:
       sources: of each tensor of `sent`, its place in the list of `received`, `inputs` and what
         `module` makes: some only pass through.
       draws_before: layers with random draws in the stages before.
+      example_bytes: of one example, what all layers of the stage make.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Part:
     sent: tuple[Any, ...]
     sources: tuple[int, ...]
     draws_before: int
+    example_bytes: int
 
     @property
     def is_last(self) -> bool:
@@ -219,6 +221,7 @@ class LayerGraph:
             draws_before=sum(
                 _draws(node.operation) for i, node in enumerate(self.nodes) if assignment[i] < k
             ),
+            example_bytes=sum(_bytes(t) for node in mine for t in node.output_tensors),
         )
 
     def _require_possible(self, assignment: Assignment, *, num_stages: int) -> None:
@@ -310,9 +313,12 @@ def _draws(operation: Any) -> int:
 
 
 def _example_bytes(tensor: Any) -> int:
-    values = math.prod(size or 1 for size in tensor.shape[1:])
-    ways = 2 if "float" in tensor.dtype else 1  # integers have no gradient
-    return values * ways * tf.as_dtype(tensor.dtype).size
+    return _bytes(tensor) * (2 if "float" in tensor.dtype else 1)  # integers have no gradient
+
+
+def _bytes(tensor: Any) -> int:
+    """Return the bytes of one example; an unknown length counts 1."""
+    return math.prod(size or 1 for size in tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size
 
 
 def one_or_list(tensors: list[Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,20 +18,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import PeerLost
+from tfdist.errors import PeerLost, require
 from tfdist.pipeline.link import Link
-from tfdist.pipeline.schedule import Pass, micro_sizes, passes
+from tfdist.pipeline.schedule import Pass, passes
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
-from tfdist.pipeline.staged import StagedModel
-from tfdist.pipeline.union import from_owners
-from tfdist.strategy import Job
+from tfdist.pipeline.staged import StagedModel, staged_model
+from tfdist.pipeline.whole_step import WholeStep
+from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
+from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part as FeedPart
 from tfdist.training.program import StepProgram
 
 _LOG = logging.getLogger(__name__)
+_MAX_NDIM = 16
+_TRIALS = 3  # the first one compiles
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -42,7 +46,8 @@ class PipelineEngine:
         self._job = job
         self._place = job.stages
         self._before, self._after = links_of(job.stages)
-        self._models: dict[int, StagedModel] = {}
+        self._begun: StagedModel | None = None
+        self._whole_steps: dict[Stage, WholeStep] = {}
         self._batches: dict[StepProgram, Callable[[tf.Tensor], Any]] = {}
 
     def run(
@@ -51,11 +56,19 @@ class PipelineEngine:
         """Run the steps ``[first, last)``. A collective: every task calls it alike."""
         with self._telling_neighbours():
             staged = self._staged(program)
+            if program.training:
+                staged.divide()
             for step in range(first, last):
+                data = self._batch(program, step)
                 if program.training:
-                    self._train(staged, program, step)
+                    self._choose_size(staged, program, step, data)
+                before = staged.values_of_last(staged.metrics)
+                batches = self._micro_batches(staged, program, step, data)
+                if program.training:
+                    self._train(staged, step, batches, before)
                 else:
-                    self._infer(program, step, staged.stage.evaluate)
+                    self._infer(staged.stage, step, batches, staged.stage.evaluate)
+                    self._summed(staged, [], before)
         return {}
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
@@ -63,12 +76,14 @@ class PipelineEngine:
         with self._telling_neighbours():
             staged = self._staged(program)
             for step in range(first, last):
-                rows = self._infer(program, step, staged.stage.predict)
+                data = self._batch(program, step)
+                batches = self._micro_batches(staged, program, step, data)
+                rows = self._infer(staged.stage, step, batches, staged.stage.predict)
                 columns = [
                     np.concatenate([np.asarray(tensor) for tensor in column])
                     for column in zip(*rows, strict=True)
                 ]
-                yield staged.packed(self._from_last(columns, count=len(staged.graph.outputs)))
+                yield staged.packed(self._whole(columns, count=len(staged.graph.outputs)))
 
     def finish(self, program: StepProgram) -> dict[str, float]:
         """Do nothing: all are done when `run` returns."""
@@ -87,69 +102,173 @@ class PipelineEngine:
 
     def publish_metrics(self, program: StepProgram) -> None:
         """Give all tasks the metrics of the last stage. A collective."""
-        from_owners(self._job, list(program.metrics), self._staged(program).owners)
+        with self._telling_neighbours():
+            self._staged(program).gather_metrics()
 
     def publish_state(self, program: StepProgram) -> None:
-        """Give all tasks each stage's variables, slots and metrics. A collective."""
-        staged = self._staged(program)
-        from_owners(self._job, staged.variables(), staged.owners)
+        """Give all tasks the weights and metrics, and the chief the slots. A collective."""
+        with self._telling_neighbours():
+            self._staged(program).gather()
 
     def take_state(self, program: StepProgram) -> None:
         """Do nothing: what is restored is in all tasks."""
 
     def _staged(self, program: StepProgram) -> StagedModel:
-        """Return the model in stages; cuts it at the first call, which is a collective."""
+        """Return the model in stages; the first call is a collective."""
         model = program.function.__self__  # type: ignore[attr-defined]
-        if id(model) not in self._models:
-            self._models[id(model)] = StagedModel(
-                model, self._job, batch=program.feed.plan.global_batch_size
-            )
-        return self._models[id(model)]
+        require(
+            program.recorder is None,
+            "ledger",
+            received="one under strategy pipeline",
+            expected="none, as no ledger is kept of stages",
+            fix="leave it out",
+            code="no-ledger",
+        )
+        staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)
+        if staged is not self._begun:
+            staged.begin()
+            self._begun = staged
+        return staged
 
-    def _train(self, staged: StagedModel, program: StepProgram, step: int) -> None:
+    def _train(
+        self,
+        staged: StagedModel,
+        step: int,
+        batches: list[MicroBatch],
+        metrics: list[np.ndarray],
+    ) -> None:
         """Run one step: all passes of the schedule, and the update."""
-        batches = self._micro_batches(staged, program, step)
+        self._run_passes(staged.stage, step, batches)
+        part = sum(float(batch.share) for batch in batches)
+        gradients = self._summed(staged, staged.stage.take_sums(), metrics, part=part)
+        staged.update(self._clipped(staged, gradients))
+
+    def _run_passes(self, stage: Stage, step: int, batches: list[MicroBatch]) -> None:
         order = passes(
             self._place.options.schedule,
             stage=self._place.index,
             stages=self._place.count,
             micros=len(batches),
         )
+        if stage.keep == "compiled":
+            if stage not in self._whole_steps:
+                self._whole_steps[stage] = WholeStep(
+                    stage, before=self._before, after=self._after, tag=_tag
+                )
+            self._whole_steps[stage].run(step, order, batches)
+            return
         for one in order:
             if one.forward:
-                message = staged.stage.forward(
-                    one.micro, batches[one.micro], self._received(staged.stage, step, one)
+                message = stage.forward(
+                    one.micro, batches[one.micro], self._received(stage, step, one)
                 )
                 self._send(self._after, step, one, message)
             else:
                 gradients = [] if self._after is None else _receive(self._after, step, one)
-                back = staged.stage.backward(one.micro, gradients)
+                back = stage.backward(one.micro, gradients)
                 self._send(self._before, step, one, back)
-        self._update(staged)
 
-    def _update(self, staged: StagedModel) -> None:
-        """Update the stage's variables; gradients are clipped by the norm over all stages."""
-        gradients = staged.stage.take_sums()
-        clip = staged.global_clipnorm
-        if clip:
-            own = sum(float(tf.reduce_sum(tf.square(g))) for g in gradients if g is not None)
-            total = sum_over_tasks(self._job, np.array([own]), of="squares of gradients")[0]
-            factor = tf.constant(clip / max(np.sqrt(total), clip), tf.float32)
-            gradients = [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
-        staged.update(gradients)
+    def _summed(
+        self,
+        staged: StagedModel,
+        gradients: list[tf.Tensor | None],
+        metrics: list[np.ndarray],
+        *,
+        part: float = 0.0,
+    ) -> list[tf.Tensor | None]:
+        """Sum what the equal stages of all pipelines have made of a step; return the gradients.
+
+        Metrics grow by what each pipeline has added to them. With the gradients go the layers'
+        statistics: they become the mean of all pipelines', each by its `part` of the examples.
+        """
+        peers, now = self._place.peers, staged.values_of_last(staged.metrics)
+        if peers is None or not (gradients or now):
+            return gradients
+        variables = staged.stage.variables[: len(gradients)]
+        mine = [
+            np.zeros(v.shape, v.value.dtype.as_numpy_dtype) if g is None else np.asarray(g)
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+        there = np.array([g is not None for g in gradients], np.int32)
+        changed = staged.statistics if gradients else []
+        statistics = [np.asarray(v.value) * np.float32(part) for v in changed]
+        added = [np.float64(new) - old for new, old in zip(now, metrics, strict=True)]
+        try:
+            sums = peers.sum(there, *mine, *statistics, *added, of=f"step of {len(mine)} gradients")
+        except ConnectionError as error:
+            raise PeerLost(peers.lost) from error
+        total, sums = sums[0], sums[1:]
+        for variable, value in zip(changed, sums[len(mine) :], strict=False):
+            variable.assign(value)
+        for variable, old, more in zip(
+            staged.metrics if now else [], metrics, sums[len(mine) + len(changed) :], strict=True
+        ):
+            variable.assign(old + more)
+        return [tf.constant(g) if some else None for g, some in zip(sums, total, strict=False)]
+
+    def _clipped(
+        self, staged: StagedModel, gradients: list[tf.Tensor | None]
+    ) -> list[tf.Tensor | None]:
+        """Return gradients clipped by their norm over all stages, or all NaN where some stage's
+        are not finite and the optimizer leaves such a step out."""
+        clip, scale = staged.global_clipnorm, staged.loss_scale
+        if not clip and not staged.skips_overflows:
+            return gradients
+        own = sum(float(tf.reduce_sum(tf.square(g / scale))) for g in gradients if g is not None)
+        counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
+        squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
+        if clip and np.isfinite(squares):
+            factor = clip / max(np.sqrt(squares), clip)
+        elif staged.skips_overflows and not np.isfinite(squares):
+            factor = np.nan
+        else:
+            return gradients
+        return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
 
     def _infer(
-        self, program: StepProgram, step: int, run: Callable[[MicroBatch, Received], Tensors]
+        self,
+        stage: Stage,
+        step: int,
+        batches: list[MicroBatch],
+        run: Callable[[MicroBatch, Received], Tensors],
     ) -> list[Tensors]:
         """Run one step's forward passes; return what the last stage makes of each micro-batch."""
-        staged = self._staged(program)
         found = []
-        for micro, batch in enumerate(self._micro_batches(staged, program, step)):
+        for micro, batch in enumerate(batches):
             one = Pass(True, micro)
-            message = run(batch, self._received(staged.stage, step, one))
+            message = run(batch, self._received(stage, step, one))
             self._send(self._after, step, one, message)
             found.append(message)
         return found if self._after is None else []
+
+    def _choose_size(self, staged: StagedModel, program: StepProgram, step: int, data: Any) -> None:
+        """Try sizes of micro-batches and keep the fastest, once in a run. A collective."""
+        place = self._place
+        if place.options.split_size != "auto" or "split_size" in place.chosen:
+            return
+        tried = {}
+        for size in staged.sizes_to_try(program.feed.plan.span(step).size):
+            staged.split_size = size
+            tried[size] = self._timed(staged, program, step, data)
+        fastest = min(tried, key=lambda size: tried[size])  # by the first stage, which ends last
+        staged.split_size = place.chosen["split_size"] = int(broadcast(fastest))
+        if self._job.is_chief:
+            seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
+            _LOG.info("split size %d: a step of %s", staged.split_size, seconds)
+
+    def _timed(self, staged: StagedModel, program: StepProgram, step: int, data: Any) -> float:
+        """Return the least seconds that a step's passes take; nothing is changed by them."""
+        batches = self._micro_batches(staged, program, step, data)
+        changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
+        seconds = []
+        for _ in range(_TRIALS):
+            start = time.perf_counter()
+            self._run_passes(staged.stage, step, batches)
+            seconds.append(time.perf_counter() - start)
+            staged.stage.forget()
+        for variable, value in changed:
+            variable.assign(value)
+        return min(seconds[1:])
 
     def _received(self, stage: Stage, step: int, one: Pass) -> Received:
         if self._before is None:
@@ -161,17 +280,17 @@ class PipelineEngine:
             link.send(_tag(step, one), [np.asarray(tensor) for tensor in tensors])
 
     def _micro_batches(
-        self, staged: StagedModel, program: StepProgram, step: int
+        self, staged: StagedModel, program: StepProgram, step: int, data: Any
     ) -> list[MicroBatch]:
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(self._batch(program, step))
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         inputs = [staged.inputs_of(x)[i] for i in staged.stage.part.inputs]
         if not staged.stage.part.is_last:
             y = weights = None
         rows = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(x) if leaf is not None)
-        found, start = [], 0
-        for micro, size in enumerate(micro_sizes(rows, split_size=staged.split_size)):
+        sizes, found = staged.sizes_of(rows), []
+        for micro in self._own_micros(len(sizes)):
+            start, size = sum(sizes[:micro]), sizes[micro]
             piece = slice(start, start + size)
-            start += size
             found.append(
                 MicroBatch(
                     inputs=[tensor[piece] for tensor in inputs],
@@ -185,11 +304,18 @@ class PipelineEngine:
             )
         return found
 
+    def _own_micros(self, count: int) -> range:
+        """Return which of a step's micro-batches this pipeline computes."""
+        place = self._place
+        low, high = (count * (place.pipeline + i) // place.pipelines for i in (0, 1))
+        return range(low, high)
+
     def _batch(self, program: StepProgram, step: int) -> Any:
         """Return the whole batch of a step."""
         if not program.feed.direct:
             part = FeedPart(*next(program.feed.iterator(step))[0])
             program.feed.advanced_to(step + 1)
+            require_same_batches(self._job, program.feed, step, step + 1)
             return part.data
         if program not in self._batches:
             self._batches[program] = keras_compat.compiled(
@@ -197,22 +323,26 @@ class PipelineEngine:
             )
         return self._batches[program](tf.constant(step, tf.int64))
 
-    def _from_last(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
-        """Return the last stage's arrays in every task. A collective."""
+    def _whole(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
+        """Return the rows of all pipelines' last stages, in every task. A collective."""
         if not self._job.has_peers:
             return columns
-        mine = columns if self._after is None else [np.zeros(0, np.float32)] * count
-        whole = []
-        for array in mine:
-            given = self._after is None
-            shape = np.zeros(9, np.int32)
-            if given:
-                shape[:2] = array.ndim, np.dtype(array.dtype).num
-                shape[2 : 2 + array.ndim] = array.shape
-            shape = sum_over_tasks(self._job, shape, of="the shape of a step's outputs")
-            if not given:
-                size = shape[2 : 2 + shape[0]]
-                array = np.zeros(size, _dtype_of(int(shape[1])))
+        place, whole = self._place, []
+        for index in range(count):
+            column = columns[index] if columns else None
+            table = np.zeros((place.pipelines, _MAX_NDIM + 2), np.int32)
+            if column is not None:
+                kind = tf.as_dtype(column.dtype).as_datatype_enum
+                table[place.pipeline, : column.ndim + 2] = kind, column.ndim, *column.shape
+            table = sum_over_tasks(self._job, table.reshape(-1), of="shapes of a step's outputs")
+            table = table.reshape(place.pipelines, -1)
+            rows = table[:, 2]
+            kind, ndim, _, *shape = table[np.argmax(rows)]
+            dtype = tf.as_dtype(int(kind)).as_numpy_dtype
+            array = np.zeros((rows.sum(), *shape[: ndim - 1]), dtype)
+            if column is not None:
+                start = rows[: place.pipeline].sum()
+                array[start : start + len(column)] = column
             whole.append(sum_bytes(self._job, array, of="a step's outputs"))
         return whole
 
@@ -220,7 +350,7 @@ class PipelineEngine:
     def _telling_neighbours(self) -> Iterator[None]:
         """Tell the neighbouring stages why this one fails; they tell theirs."""
         try:
-            with naming_lost_peer(self._job):
+            with naming_lost_peer(self._job), _naming_lost_neighbour(self._before, self._after):
                 yield
         except Exception as error:
             name = self._place.names[self._place.index]
@@ -229,9 +359,21 @@ class PipelineEngine:
             for link in (self._before, self._after):
                 if link is not None:
                     link.fail(reason)
-            for staged in self._models.values():
-                staged.stage.forget()
+            if self._begun is not None:
+                self._begun.stage.forget()
             raise
+
+
+@contextlib.contextmanager
+def _naming_lost_neighbour(*links: Link | None) -> Iterator[None]:
+    """Raise PeerLost where TensorFlow says that a message inside a graph has failed."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        lost = [link.lost for link in links if link is not None and link.lost]
+        if not lost:
+            raise
+        raise PeerLost(lost[0]) from error
 
 
 @functools.cache
@@ -252,8 +394,3 @@ def _tag(step: int, one: Pass) -> str:
 
 def _rows(values: Any, piece: slice) -> Any:
     return keras.tree.map_structure(lambda t: None if t is None else t[piece], values)
-
-
-def _dtype_of(number: int) -> Any:
-    codes = np.typecodes["All"]
-    return next(np.dtype(code) for code in codes if np.dtype(code).num == number)

@@ -38,12 +38,13 @@ class Link:
 
     Attributes:
       waited_s: how long `receive` has waited.
+      lost: why nothing more can be received; empty while it can.
     """
 
     def __init__(self, end: socket.socket, *, name: str) -> None:
         self.waited_s = 0.0
         self._end, self._name = end, name
-        self._lost = ""
+        self.lost = ""
         self._out: queue.SimpleQueue[tuple[str, Sequence[np.ndarray]]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         end.setblocking(True)
@@ -64,8 +65,8 @@ class Link:
         Raises:
           PeerLost: the neighbour has gone, has failed, or is at another message.
         """
-        if self._lost:
-            raise PeerLost(self._lost)
+        if self.lost:
+            raise PeerLost(self.lost)
         start = time.monotonic()
         phases.set_at_sum(True)  # who hangs is the one that waits for nobody
         try:
@@ -76,12 +77,12 @@ class Link:
         if found == tag:
             return list(arrays)
         if found == _ERROR:
-            self._lost = str(arrays)
+            self.lost = str(arrays)
         elif found == _END:
-            self._lost = f"{self._name} has ended, where this stage waits for {tag}"
+            self.lost = f"{self._name} has ended, where this stage waits for {tag}"
         else:
-            self._lost = f"{self._name} is at {found}, where this stage is at {tag}"
-        raise PeerLost(self._lost)
+            self.lost = f"{self._name} is at {found}, where this stage is at {tag}"
+        raise PeerLost(self.lost)
 
     def fail(self, reason: str) -> None:
         """Tell the neighbour why this end cannot go on; what was queued goes first."""

@@ -118,7 +118,7 @@ def timeline(
             sum(forward_s[s] if one.forward else backward_s[s] for one in order)
             for s, order in enumerate(orders)
         ),
-        most_kept=tuple(map(_most_kept, orders)),
+        most_kept=tuple(map(most_kept, orders)),
     )
 
 
@@ -188,8 +188,9 @@ def _room(
     return 0.0 if place < 0 else began.get((target, same_way[place]))
 
 
-def _most_kept(order: Sequence[Pass]) -> int:
-    return max(_kept(order))
+def most_kept(order: Sequence[Pass]) -> int:
+    """Return of how many micro-batches a stage keeps activations at a time."""
+    return max(_kept(order), default=0)
 
 
 def _kept(order: Sequence[Pass]) -> Iterator[int]:

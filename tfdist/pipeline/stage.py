@@ -8,18 +8,19 @@ forward pass, or the inputs are kept and the forward pass is computed again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfdist.errors import require_one_of
 from tfdist.pipeline.cuts import Part, has_mask, one_or_list
+from tfdist.pipeline.schedule import Pass
 from tfdist.training import keras_compat
 
-KEEPS = ("tape", "recompute")
+KEEPS = ("tape", "recompute", "compiled")
 Tensors = list[tf.Tensor]
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
 """Loss of a micro-batch, of what the last stage returns and the losses that layers have added."""
@@ -57,6 +58,19 @@ class Received(NamedTuple):
     added: tf.Tensor
 
 
+class Exchange(Protocol):
+    """Messages to and from the neighbouring stages, in the graph of a step."""
+
+    def received(self, one: Pass) -> Received:
+        """Return what a forward pass receives."""
+
+    def gradients(self, one: Pass, targets: Tensors) -> Tensors:
+        """Return the gradients that a backward pass receives, of the first of these targets."""
+
+    def sent(self, one: Pass, tensors: Tensors) -> tf.Tensor:
+        """Send what a pass has made; return a scalar that is there when that is done."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Kept:
     """What is kept of a micro-batch from its forward to its backward pass."""
@@ -72,15 +86,25 @@ class Stage:
 
     Args:
       part: of the model.
-      keep: ``tape`` keeps activations, ``recompute`` computes them again.
+      keep: ``tape`` keeps activations, ``recompute`` computes them again, ``compiled`` is for
+        a step that is traced whole, by `traced_passes`.
       loss_of: of the last stage; traced in the forward pass, where it may update metrics.
+      scaled: of a loss, what gradients are taken of.
     """
 
-    def __init__(self, part: Part, *, keep: str = "tape", loss_of: LossOf | None = None) -> None:
+    def __init__(
+        self,
+        part: Part,
+        *,
+        keep: str = "tape",
+        loss_of: LossOf | None = None,
+        scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    ) -> None:
         require_one_of("keep", keep, KEEPS)
+        self._scaled = scaled
         self.part = part
         self.variables: list[Any] = list(part.module.trainable_variables)
-        self._keep = keep
+        self.keep = keep
         self._loss_of = loss_of
         self._values = [variable.value for variable in self.variables]
         self._sums: list[tf.Variable | None] = [None] * len(self.variables)
@@ -107,7 +131,7 @@ class Stage:
         The loss is the micro-batch's, by its share of the step.
         """
         kept = self._kept[micro] = _Kept(batch, received)
-        if self._keep == "recompute":
+        if self.keep == "recompute":
             return self._forward(batch, received)[0]
         with tf.GradientTape() as tape:
             tape.watch([t for t in received.tensors if t.dtype.is_floating])
@@ -129,6 +153,41 @@ class Stage:
             if gradient is not None:
                 self._add(index, gradient)
         return back
+
+    def traced_passes(
+        self, order: Sequence[Pass], batches: Sequence[MicroBatch], exchange: Exchange
+    ) -> list[tf.Tensor | None]:
+        """Return the sums of the gradients of a step, whose passes come in their order; in graph.
+
+        Messages to and from the neighbours go by `exchange`. Each pass waits for the one before.
+        """
+        kept: dict[int, tuple[tf.GradientTape, Tensors, Received]] = {}
+        sums: list[tf.Tensor | None] = [None] * len(self.variables)
+        gate: Tensors = []
+        for one in order:
+            with tf.control_dependencies(gate):
+                if one.forward:
+                    received = exchange.received(one)
+                    with tf.GradientTape() as tape:
+                        tape.watch([t for t in received.tensors if t.dtype.is_floating])
+                        message, targets = self._traced_forward(batches[one.micro], received)
+                    kept[one.micro] = tape, targets, received
+                    gate = [*message, exchange.sent(one, message)]
+                else:
+                    tape, targets, received = kept.pop(one.micro)
+                    gradients = exchange.gradients(one, targets)
+                    own, back = self._gradients(tape, targets, received, gradients)
+                    pairs = zip(sums, own, strict=True)
+                    sums = [a if b is None else b if a is None else a + b for a, b in pairs]
+                    gate = [s for s in sums if s is not None]
+                    gate.append(exchange.sent(one, back))
+        return sums
+
+    def take(self, sums: Sequence[tf.Tensor | None]) -> None:
+        """Have `take_sums` return these."""
+        for index, gradient in enumerate(sums):
+            if gradient is not None:
+                self._add(index, gradient)
 
     def predict(self, batch: MicroBatch, received: Received) -> Tensors:
         """Return the message for the next stage, or the model's flat outputs; without training."""
@@ -170,11 +229,11 @@ class Stage:
         if self.part.is_last:
             (loss,), _ = self._run(batch, received, training=True, loss_of=self._loss_of)
             loss *= batch.share  # what stages before have added has its gradient there
-            return [loss], [loss]
+            return [loss], [self._scaled(loss)]
         outputs, added = self._run(batch, received, training=True)
         targets = [t for t in outputs if t.dtype.is_floating]
         if added is not None:
-            targets.append(added * batch.share)
+            targets.append(self._scaled(added * batch.share))
         return self._message(outputs, received, added), targets
 
     def _traced_backward(

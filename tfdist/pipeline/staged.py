@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoint import state
-from tfdist.errors import UsageError, require
+from tfdist.errors import require
 from tfdist.pipeline.cuts import LayerGraph, Part
-from tfdist.pipeline.schedule import micro_sizes
+from tfdist.pipeline.schedule import micro_sizes, most_kept, passes
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
-from tfdist.pipeline.timing import chosen_places
-from tfdist.pipeline.union import owners_of
+from tfdist.pipeline.timing import chosen_places, possible_places
+from tfdist.pipeline.union import bytes_of, from_owners, owners_of, release, slots_of
 from tfdist.strategy import Job, broadcast
 from tfdist.training import keras_compat
 from tfdist.training.program import is_own
 
 _LOG = logging.getLogger(__name__)
 _MICROS_A_STAGE = 4
+_MIB = 2**20
+_NAME = "_tfdist_stages"
 _OWN = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 
 class StagedModel:
     """The whole model, of which this task computes and updates one stage.
 
-    Making one is a collective: all tasks start from the chief's values, and cut where it says.
+    Making one is a collective: all tasks cut where the chief says.
 
     Args:
       model: built and compiled; the same in every task.
@@ -38,9 +42,10 @@ class StagedModel:
     Attributes:
       graph: of the model's layers.
       stage: of this task.
-      owners: which stage updates each variable.
       split_size: examples of a micro-batch at the most.
-      global_clipnorm: of the optimizer; None for none.
+      statistics: variables that the stage's layers themselves change, such as those of
+        BatchNormalization.
+      is_divided: whether each task has the values of its own stage alone.
 
     Raises:
       UsageError: the model, its loss or its optimizer cannot be trained in stages.
@@ -48,30 +53,113 @@ class StagedModel:
 
     def __init__(self, model: keras.Model, job: Job, *, batch: int) -> None:
         assert job.stages is not None
-        place, options = job.stages, job.stages.options
-        self._model = model
+        self._place = job.stages
+        self._model, self._job = model, job
+        place, options = self._place, self._place.options
         _require_stages_compute_it(model)
         self.graph = LayerGraph(model)
-        most = max(1, -(-batch // (_MICROS_A_STAGE * place.count)))
-        self.split_size = most if options.split_size is None else options.split_size
-        parts = self._parts(job, rows=micro_sizes(batch, split_size=self.split_size)[0])
+        micros = _MICROS_A_STAGE * place.count * place.pipelines
+        self.split_size: int = place.chosen.get("split_size", max(1, -(-batch // micros)))
+        if isinstance(options.split_size, int):
+            self.split_size = options.split_size
+        parts = self._parts(self.sizes_of(batch))
         part = parts[place.index]
         # The last stage turns round at once, and keeps one micro-batch only.
-        keep = "tape" if part.is_last and options.schedule != "gpipe" else options.keep
-        self.stage = Stage(part, keep=keep, loss_of=self._loss_of if part.is_last else None)
-        self.owners = owners_of(model, parts)
-        for variable in self.variables() if job.has_peers else ():
-            value = variable.numpy() if job.is_chief else None
-            variable.assign(state.from_chief(job, value, like=variable))
-        optimizer = getattr(model, "optimizer", None)
-        self.global_clipnorm: float | None = getattr(optimizer, "global_clipnorm", None)
-        self._strategy = job.strategy
+        turns = part.is_last and options.schedule != "gpipe"
+        keep = "tape" if turns and options.keep == "recompute" else options.keep
+        self._optimizer = getattr(model, "optimizer", None)
+        self.stage = Stage(
+            part,
+            keep=keep,
+            loss_of=self._loss_of if part.is_last else None,
+            scaled=getattr(self._optimizer, "scale_loss", tf.identity),
+        )
+        self.statistics = [
+            v for v in part.module.non_trainable_variables if v.value.dtype.is_floating
+        ]
+        self._owners = owners_of(model, parts)
+        self._made_of = _parts_of(model)
+        self._slots = slots_of(model)
+        self.is_divided = False
         self.update = keras_compat.compiled(self._update)
-        self._log(parts, place.index)
+        self._log(part, batch=batch)
 
-    def variables(self) -> list[Any]:
-        """Return all variables of the run's state: weights, optimizer and metrics."""
-        return list(state.variables_of(self._model).values())
+    @property
+    def is_up_to_date(self) -> bool:
+        """Return whether the model is still compiled and built as it was."""
+        now = _parts_of(self._model)
+        return len(now) == len(self._made_of) and all(map(operator.is_, now, self._made_of))
+
+    @property
+    def metrics(self) -> list[Any]:
+        """Return the variables of the model's metrics, which the last stage updates."""
+        return list(self._model.metrics_variables)
+
+    @property
+    def global_clipnorm(self) -> float | None:
+        """Return the norm of all gradients that the optimizer clips by, None where it does not."""
+        clip: float | None = getattr(self._inner_optimizer, "global_clipnorm", None)
+        return clip
+
+    @property
+    def loss_scale(self) -> float:
+        """Return by what the gradients are multiplied at this step."""
+        return float(self._model.optimizer.scale_loss(1.0))
+
+    @property
+    def skips_overflows(self) -> bool:
+        """Return whether a step with a gradient that is not finite is left out."""
+        return isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer)
+
+    def sizes_to_try(self, rows: int) -> list[int]:
+        """Return sizes of micro-batches for a step of so many examples, from the largest on."""
+        micros = [1, *(self._place.count * 2**k for k in range(5))]
+        sizes = {-(-rows // (self._place.pipelines * each)) for each in micros}
+        return sorted(sizes, reverse=True)
+
+    def values_of_last(self, variables: list[Any]) -> list[np.ndarray]:
+        """Return the values of variables where the last stage has peers, else nothing."""
+        if self._place.peers is None or not self.stage.part.is_last:
+            return []
+        return [np.asarray(v.value).copy() for v in variables]
+
+    def begin(self) -> None:
+        """Take the chief's values, unless each task has its own stage's. A collective."""
+        if self.is_divided or not self._job.has_peers:
+            return
+        for variable in self._variables():
+            value = variable.numpy() if self._job.is_chief else None
+            value = state.from_chief(self._job, value, like=variable)
+            if not self._is_others_slot(variable):
+                variable.assign(value)
+
+    def divide(self) -> None:
+        """Give back the memory of what other stages update."""
+        if self.is_divided or not self._job.has_peers:
+            return
+        mine, metrics = self._place.index, set(map(id, self.metrics))
+        others = [v for v in self._variables() if self._owners.get(id(v), mine) != mine]
+        release([v for v in others if id(v) not in metrics])
+        self.is_divided = True
+
+    def gather(self) -> None:
+        """Give all tasks all weights and metrics, and the chief all slots. A collective."""
+        if not self.is_divided:
+            self.gather_metrics()
+            return
+        slots = set(map(id, self._slots))
+        shared = [v for v in self._variables() if id(v) not in slots]
+        from_owners(self._job, shared, self._owners)
+        from_owners(self._job, self._slots, self._owners, chief_only=True)
+        self.is_divided = False
+
+    def gather_metrics(self) -> None:
+        """Give all tasks the metrics. A collective."""
+        from_owners(self._job, self.metrics, self._owners)
+
+    def sizes_of(self, rows: int) -> list[int]:
+        """Return the examples of each micro-batch of a step, of all pipelines, in their order."""
+        return micro_sizes(rows, split_size=self.split_size)
 
     def inputs_of(self, x: Any) -> Tensors:
         """Return the model's flat inputs, in the order of its graph."""
@@ -82,29 +170,51 @@ class StagedModel:
         """Return flat outputs in the structure that the model returns."""
         return keras.tree.pack_sequence_as(self.graph.functional._outputs_struct, outputs)
 
-    def _parts(self, job: Job, *, rows: int) -> list[Part]:
-        assert job.stages is not None
-        count, cut = job.stages.count, job.stages.options.cut
+    def _variables(self) -> list[Any]:
+        """Return all variables of the run's state: weights, optimizer and metrics."""
+        return list(state.variables_of(self._model).values())
+
+    def _is_others_slot(self, variable: Any) -> bool:
+        mine = self._job.is_chief or self._owners.get(id(variable), 0) == self._place.index
+        return not mine and any(variable is slot for slot in self._slots)
+
+    @property
+    def _inner_optimizer(self) -> Any:
+        return getattr(self._optimizer, "inner_optimizer", self._optimizer)
+
+    def _parts(self, sizes: list[int]) -> list[Part]:
+        count, cut = self._place.count, self._place.options.cut
         graph = self.graph
         if count == 1:
             return graph.cut(graph.behind([]), num_stages=1)
         if isinstance(cut, Mapping):
             return graph.cut(graph.by_patterns(cut), num_stages=count)
-        if cut is not None:
-            require(
-                len(cut) == count - 1,
-                "cut",
-                received=f"{len(cut)} layers for {count} stages",
-                expected=f"{count - 1}, the last of each stage but the last one",
-                fix="name so many, or change --stages",
-                code="wrong-number",
-            )
-            return graph.cut(graph.behind_layers(list(cut)), num_stages=count)
-        positions = None
-        if job.is_chief:
-            places = chosen_places(graph, num_stages=count, rows=rows)
-            positions = [place.position for place in places]
-        return graph.cut(graph.behind(broadcast(positions)), num_stages=count)
+        if cut is None:
+            return graph.cut(graph.behind(self._chosen_cut(sizes)), num_stages=count)
+        require(
+            len(cut) == count - 1,
+            "cut",
+            received=f"{len(cut)} layers for {count} stages",
+            expected=f"{count - 1}, the last of each stage but the last one",
+            fix="name so many, or change --stages",
+            code="wrong-number",
+        )
+        return graph.cut(graph.behind_layers(list(cut)), num_stages=count)
+
+    def _chosen_cut(self, sizes: list[int]) -> list[int]:
+        """Return where the chief cuts by measured times, or has, for good. A collective."""
+        chosen, what = self._place.chosen, [len(self.graph.nodes), self._place.count]
+        if chosen.get("cut_of") != what:
+            count, positions = self._place.count, None
+            places = possible_places(self.graph, num_stages=count)
+            if self._job.is_chief:
+                micros = -(-len(sizes) // self._place.pipelines)
+                places = chosen_places(
+                    self.graph, places, num_stages=count, rows=sizes[0], micros=micros
+                )
+                positions = [place.position for place in places]
+            chosen.update(cut_of=what, cut=broadcast(positions))
+        return list(chosen["cut"])
 
     def _loss_of(self, batch: MicroBatch, outputs: Tensors, added: tf.Tensor) -> tf.Tensor:
         """Return the micro-batch's loss, and take it into the metrics; in graph."""
@@ -119,20 +229,50 @@ class StagedModel:
         return loss
 
     def _update(self, gradients: list[tf.Tensor | None]) -> None:
-        optimizer = self._model.optimizer
-        clip, optimizer.global_clipnorm = optimizer.global_clipnorm, None  # done over all stages
+        inner, mine = self._inner_optimizer, set(map(id, self.stage.variables))
+        kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
+        own: dict[str, Any] = {"global_clipnorm": None}  # done over all stages
+        own["_trainable_variables"] = [inner._trainable_variables[i] for i in kept]
+        if inner.use_ema:
+            averages = inner._model_variables_moving_average
+            own["_model_variables_moving_average"] = [averages[i] for i in kept]
+        before = {name: vars(inner)[name] for name in own}
+        vars(inner).update(own)
         try:
-            self._strategy.run(lambda: optimizer.apply(gradients, self.stage.variables))
+            optimizer = self._model.optimizer
+            self._job.strategy.run(lambda: optimizer.apply(gradients, self.stage.variables))
         finally:
-            optimizer.global_clipnorm = clip
+            vars(inner).update(before)
 
-    def _log(self, parts: list[Part], index: int) -> None:
-        mine = parts[index].module
+    def _log(self, part: Part, *, batch: int) -> None:
+        place, micros = self._place, -(-len(self.sizes_of(batch)) // self._place.pipelines)
+        order = passes(place.options.schedule, stage=place.index, stages=place.count, micros=micros)
+        kept = most_kept(order) if self.stage.keep != "recompute" else 1
+        mine = [slot for slot in self._slots if self._owners[id(slot)] == place.index]
         _LOG.info(
-            "stage %d of %d: %d layers, %d weights, from %s to %s; micro-batches of %d examples",
-            *(index, len(parts), len(mine.layers), mine.count_params()),
-            *(mine.layers[0].name, mine.layers[-1].name, self.split_size),
+            "%s: %d layers, from %s to %s; %d micro-batches of at most %d examples; weights"
+            " %.1f MiB, slots %.1f MiB, outputs of its layers about %.1f MiB (of %d micro-batches)",
+            *(place.names[place.index], len(part.module.layers)),
+            *(part.module.layers[0].name, part.module.layers[-1].name, micros, self.split_size),
+            *(bytes_of(part.module.variables) / _MIB, bytes_of(mine) / _MIB),
+            *(part.example_bytes * self.split_size * kept / _MIB, kept),
         )
+
+
+def staged_model(model: keras.Model, job: Job, *, batch: int) -> StagedModel:
+    """Return the model in stages, the same one until it is compiled anew. A collective."""
+    found: StagedModel | None = vars(model).get(_NAME)
+    if found is None or not found.is_up_to_date:
+        if found is not None and found.is_divided:
+            found.gather()
+        found = vars(model)[_NAME] = StagedModel(model, job, batch=batch)
+    return found
+
+
+def _parts_of(model: keras.Model) -> list[Any]:
+    """Return what a model is compiled of and built of."""
+    compiled = [getattr(model, name, None) for name in ("optimizer", "_compile_loss")]
+    return [*compiled, *state.variables_of(model).values()]
 
 
 def _require_stages_compute_it(model: keras.Model) -> None:
@@ -146,14 +286,19 @@ def _require_stages_compute_it(model: keras.Model) -> None:
         fix="train it under another strategy",
         code="own-step",
     )
-    if isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer):
-        raise UsageError(
-            "optimizer",
-            received="a LossScaleOptimizer under strategy pipeline",
-            expected="an optimizer without a loss scale",
-            fix="use dtype policy bfloat16 or float32",
-            code="loss-scale",
-        )
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    both = [
+        getattr(inner, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps")
+    ]
+    require(
+        not all(both),
+        "optimizer",
+        received="global_clipnorm and gradient_accumulation_steps under strategy pipeline",
+        expected="one of them: the norm over all stages is that of each step's gradients",
+        fix="leave gradient_accumulation_steps out, and make the batch larger",
+        code="accumulated-norm",
+    )
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         reduction = getattr(loss, "reduction", "sum_over_batch_size")
         require(

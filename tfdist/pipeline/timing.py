@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,34 +11,55 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.pipeline.balance import balanced
+from tfdist.pipeline.balance import balanced, require_enough
 from tfdist.pipeline.cuts import LayerGraph, Place, one_or_list
+from tfdist.pipeline.schedule import passes, timeline
 from tfdist.training import keras_compat
 
+_LOG = logging.getLogger(__name__)
 _ROUNDS = 3
 _MOST_TENSORS = 2
 
 
-def chosen_places(graph: LayerGraph, *, num_stages: int, rows: int) -> list[Place]:
-    """Return where to cut so that the slowest stage is as fast as it can be.
+def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
+    """Return the places that are looked at: those that no more than a few tensors cross.
 
-    Places that more than a few tensors cross are not looked at. Weights stay as they are.
+    Raises:
+      UsageError: the model has fewer of them than cuts.
+    """
+    places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
+    require_enough(len(places), stages=num_stages)
+    return places
+
+
+def chosen_places(
+    graph: LayerGraph, places: Sequence[Place], *, num_stages: int, rows: int, micros: int
+) -> list[Place]:
+    """Return where to cut so that the slowest stage is as fast as it can be, and log it.
+
+    Weights stay as they are.
 
     Args:
       graph: of the model.
+      places: of which to choose.
       num_stages: to make.
       rows: examples of a micro-batch, at which the parts are timed.
-
-    Raises:
-      UsageError: the model has fewer places than cuts.
+      micros: micro-batches of a step, for the time that is said to be lost.
     """
-    places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
-    if num_stages > len(places) + 1:
-        seconds = [1.0] * (len(places) + 1)  # which is refused
-    else:
-        seconds = _seconds(graph, [place.position for place in places], rows)
+    seconds = _seconds(graph, [place.position for place in places], rows)
     weights = [place.example_bytes for place in places]
-    return [places[i] for i in balanced(seconds, weights, stages=num_stages)]
+    chosen = balanced(seconds, weights, stages=num_stages)
+    bounds = [0, *(i + 1 for i in chosen), len(seconds)]
+    each = [sum(seconds[low:high]) for low, high in itertools.pairwise(bounds)]
+    orders = [passes("1f1b", stage=k, stages=num_stages, micros=micros) for k in range(num_stages)]
+    _LOG.info(
+        "cut behind %s: %s s for a micro-batch of %d; of %d micro-batches the stages wait %.0f %%",
+        ", ".join(places[i].name for i in chosen),
+        " + ".join(f"{one:.4f}" for one in each),
+        *(rows, micros),
+        100 * timeline(orders, forward_s=each, backward_s=[2 * s for s in each]).bubble,
+    )
+    return [places[i] for i in chosen]
 
 
 def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:

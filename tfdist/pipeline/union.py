@@ -1,17 +1,26 @@
-"""Union of the stages' variables: each is some stage's, and all tasks get all values."""
+"""Union of the stages' variables: each is some stage's, and who needs it gets it.
+
+While steps run, a task has the values of its own stage alone: the others' memory is given back.
+Before anybody looks every task gets all weights and metrics, and the chief, which makes the
+checkpoints, all slots of the optimizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.pipeline.cuts import Part
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_bytes
+
+_MESSAGE_BYTES = 2**24
 
 Owners = Mapping[int, int]
 """The stage that updates a variable, by the variable's `id`; one that is not in it is the chief's.
@@ -28,51 +37,109 @@ def owners_of(model: keras.Model, parts: Sequence[Part]) -> dict[int, int]:
     """
     owners = {id(v): part.index for part in parts for v in part.module.variables}
     owners.update((id(v), len(parts) - 1) for v in model.metrics_variables)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not optimizer.built:
-        return owners
-    trainable = optimizer._trainable_variables
-    for slots in vars(optimizer).values():
-        if _is_by_variable(slots, len(trainable)):
+    optimizers = list(_optimizers(model))
+    for optimizer in optimizers:
+        trainable = optimizer._trainable_variables
+        for slots in _by_variable(optimizer):
             for slot, variable in zip(slots, trainable, strict=True):
                 owners.setdefault(id(slot), owners.get(id(variable), 0))
-    for variable in optimizer.variables:
-        if id(variable) not in owners and tuple(variable.shape):
-            raise UsageError(
-                "optimizer",
-                received=f"{type(optimizer).__name__}, whose {variable.path} is of no one variable",
-                expected="an optimizer with slots for each variable, under strategy pipeline",
-                fix="use another one, such as Adam",
-                code="whole-optimizer",
-            )
+    for optimizer in optimizers:
+        for variable in optimizer.variables:
+            if id(variable) not in owners and tuple(variable.shape):
+                raise UsageError(
+                    "optimizer",
+                    received=f"{type(optimizer).__name__}, whose {variable.path} is of no one"
+                    " variable",
+                    expected="an optimizer with slots for each variable, under strategy pipeline",
+                    fix="use another one, such as Adam",
+                    code="whole-optimizer",
+                )
     return owners
 
 
-def from_owners(job: Job, variables: Sequence[Any], owners: Owners) -> None:
-    """Set each variable to its owner's value, in every task. A collective.
-
-    Takes the memory of one more copy of them.
-    """
-    if job.stages is None or not job.has_peers:
-        return
-    mine = [owners.get(id(v), 0) == job.stages.index for v in variables]
-    values = [np.asarray(v.value) for v in variables]
-    packed = [
-        (value if own else np.zeros_like(value)).reshape(-1).view(np.uint8)
-        for value, own in zip(values, mine, strict=True)
+def slots_of(model: keras.Model) -> list[Any]:
+    """Return the slots that their stage alone needs: averages of weights are for all to see."""
+    return [
+        slot
+        for optimizer in _optimizers(model)
+        for slots in _by_variable(optimizer)
+        if slots is not getattr(optimizer, "_model_variables_moving_average", None)
+        for slot in slots
+        if slot is not None and tuple(slot.shape)
     ]
-    data = sum_bytes(job, np.concatenate([np.zeros(0, np.uint8), *packed]), of="the stages' state")
-    start = 0
-    for variable, value, own in zip(variables, values, mine, strict=True):
-        part = data[start : start + value.nbytes]
-        start += value.nbytes
-        if not own:
-            variable.assign(part.view(value.dtype).reshape(value.shape))
 
 
-def _is_by_variable(slots: Any, count: int) -> bool:
-    return (
-        isinstance(slots, list)
-        and len(slots) == count > 0
-        and all(slot is None or isinstance(slot, keras.Variable) for slot in slots)
-    )
+def from_owners(
+    job: Job, variables: Sequence[Any], owners: Owners, *, chief_only: bool = False
+) -> None:
+    """Set each variable to its owner's value, in every task or in the chief. A collective.
+
+    Owners are the stages of the first pipeline; equal stages of the others have the same values.
+    """
+    place = job.stages
+    if place is None or not job.has_peers:
+        return
+    for group in _in_messages(variables):
+        mine = [place.pipeline == 0 and owners.get(id(v), 0) == place.index for v in group]
+        values = [
+            np.asarray(v.value) if own else np.zeros(v.shape, v.value.dtype.as_numpy_dtype)
+            for v, own in zip(group, mine, strict=True)
+        ]
+        packed = [value.reshape(-1).view(np.uint8) for value in values]
+        data = sum_bytes(job, np.concatenate(packed), of="the stages' state")
+        start = 0
+        for variable, value, own in zip(group, values, mine, strict=True):
+            part = data[start : start + value.nbytes]
+            start += value.nbytes
+            if not own and (job.is_chief or not chief_only):
+                variable.assign(part.view(value.dtype).reshape(value.shape))
+
+
+def release(variables: Sequence[Any]) -> None:
+    """Give the memory of variables back; the next `assign` takes it again."""
+    for variable in variables:
+        value = variable.value
+        value._validate_shape = False  # else `assign` compares with the shape that is there
+        tf.raw_ops.AssignVariableOp(
+            resource=value.handle, value=tf.zeros([0], value.dtype), validate_shape=False
+        )
+
+
+def bytes_of(variables: Sequence[Any]) -> int:
+    """Return the bytes of variables, whether they are released or not."""
+    return sum(math.prod(v.shape) * v.value.dtype.size for v in variables)
+
+
+def _in_messages(variables: Sequence[Any]) -> Iterator[list[Any]]:
+    group: list[Any] = []
+    size = 0
+    for variable in variables:
+        group.append(variable)
+        size += bytes_of([variable])
+        if size >= _MESSAGE_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _optimizers(model: keras.Model) -> Iterator[Any]:
+    optimizer = getattr(model, "optimizer", None)
+    while optimizer is not None:
+        if optimizer.built:
+            yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def _by_variable(optimizer: Any) -> Iterator[list[Any]]:
+    """Yield the optimizer's lists that have a slot, or None, for each trainable variable."""
+    trainable = optimizer._trainable_variables
+    for slots in vars(optimizer).values():
+        if (
+            isinstance(slots, list)
+            and slots is not trainable
+            and slots is not optimizer._variables
+            and len(slots) == len(trainable) > 0
+            and all(slot is None or isinstance(slot, keras.Variable) for slot in slots)
+        ):
+            yield slots

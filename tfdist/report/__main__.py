@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, mutually_exclusive
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
 from tfdist.report.charts import NUM_COLOURS
@@ -24,17 +25,10 @@ _FILE = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        return _main(argv)
-    except TfdistError as error:
-        print(f"tfdist.report: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return run_program("tfdist.report", lambda: _run(_parser().parse_args(argv)))
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    arguments = _parser().parse_args(argv)
+def _run(arguments: argparse.Namespace) -> int:
     mutually_exclusive({"--serve": arguments.serve, "--out": arguments.out})
     paths = [Path(path) for path in arguments.run_dirs]
     if arguments.serve:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, require
+from tfdist.files import is_held
 from tfdist.outputs.run_directory import read_json
 from tfdist.report.run import Run, read_run, reading
 
-SWEEP_FILE, JOURNAL_FILE = "sweep.json", "journal.jsonl"
+SWEEP_FILE, JOURNAL_FILE, LOCK_FILE = "sweep.json", "journal.jsonl", ".chief.lock"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,10 +101,13 @@ def runs_of_best(sweep: Sweep, *, most: int) -> list[Run]:
 
 
 def _sweep(path: Path, content: Mapping[str, Any]) -> Sweep:
+    status = str(content["status"])
+    if status == "running" and not is_held(path / LOCK_FILE):
+        status = "unfinished: its chief was stopped or killed"
     return Sweep(
         path=path,
         name=path.resolve().name,
-        status=content["status"],
+        status=status,
         reason=content.get("reason") or "",
         tuner=content["tuner"],
         objective=content["objective"],

@@ -87,10 +87,12 @@ def connect(
     total: Sum,
     timeout_s: float,
     ports: range | None = None,
+    stride: int = 1,
 ) -> tuple[socket.socket, socket.socket] | None:
     """Return connections to the next worker and the previous one; the last one's next is the first.
 
-    None in every worker if one cannot connect. A collective; arguments as of `join`.
+    The next one is `stride` places on. None in every worker if one cannot connect. A collective;
+    other arguments as of `join`.
     """
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
     hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
@@ -101,12 +103,12 @@ def connect(
         table = _exchanged(mine, rank, size, total=total)
         for name, row in zip(names, table, strict=True):
             require_same_versions(row.versions, task=name, own=mine.versions, own_task=names[rank])
-        after = (rank + 1) % size
+        after = (rank + stride) % size
         deadline_s = time.monotonic() + timeout_s
         place = f"{hosts[after]}:{table[after].port}"
         hello = _HELLO.pack(table[after].secret, rank)
         to_next = _connect(hosts[after], table[after].port, hello, deadline_s)
-        expected = _HELLO.pack(secret, (rank - 1) % size)
+        expected = _HELLO.pack(secret, (rank - stride) % size)
         from_previous = _accept(listeners, expected, deadline_s)
     reached = np.zeros(size, np.int32)
     reached[rank] = to_next is not None and from_previous is not None

@@ -9,6 +9,7 @@ https://doi.org/10.1016/j.jpdc.2008.09.002), and all end with the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -19,7 +20,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -29,6 +30,7 @@ _OF_BYTES = 120
 # How many sums before this one, a checksum of what it is of, and that in words.
 _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
 _BUFFERS_A_CALL = 64
+_VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # of which array, from and up to which element
 
 
@@ -75,6 +77,55 @@ class Ring:
         Raises ConnectionError when a neighbour has gone, or makes another sum, and RuntimeError
         in a thread while another one of this worker is at a sum: they would have no order.
         """
+        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=False)
+        with self._at_sum():
+            self._agree(arrays, of)
+            sums = self._scatter(arrays, chunks)
+            self._gather(sums, chunks)
+        return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
+
+    def reduce_scatter(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
+        """Return this worker's part of the sum of each array: flat, the elements `part` says.
+
+        For half of the bytes of `sum`, and with two workers to its bits. With more the order of
+        additions differs, as each array is divided among the workers by itself and not all of them
+        one after the other. Raises as `sum`.
+        """
+        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=True)
+        with self._at_sum():
+            self._agree(arrays, f"the parts of {of}")
+            sums = self._scatter(arrays, chunks)
+        return [total[slice(*self.part(total.size))] for total in sums]
+
+    def all_gather(
+        self, *parts: np.ndarray, sizes: Sequence[int], of: str = ""
+    ) -> list[np.ndarray]:
+        """Return flat arrays of these sizes, of which each worker gives its `part`.
+
+        Raises as `sum`.
+
+        Args:
+          parts: of each array the elements that `part` says.
+          sizes: elements of each whole array.
+          of: as in `sum`.
+        """
+        wholes = [np.empty(size, part.dtype) for size, part in zip(sizes, parts, strict=True)]
+        for whole, part in zip(wholes, parts, strict=True):
+            whole[slice(*self.part(whole.size))] = part.reshape(-1)
+        with self._at_sum():
+            self._agree(wholes, f"all of {of}")
+            self._gather(wholes, _chunks(tuple(sizes), self._size, apart=True))
+        return wholes
+
+    def part(self, size: int) -> tuple[int, int]:
+        """Return the first and the end of this worker's elements of a flat array of `size`."""
+        own = (self._rank + 1) % self._size  # whole here first, of what goes round
+        bounds = _bounds(size, self._size)
+        return bounds[own], bounds[own + 1]
+
+    @contextlib.contextmanager
+    def _at_sum(self) -> Iterator[None]:
+        """Let no other thread in, and leave the ring where what is done here fails."""
         if self.lost:
             raise ConnectionError(self.lost)
         if not self._at_work.acquire(blocking=False):
@@ -84,7 +135,7 @@ class Ring:
             )
         phases.set_at_sum(True)
         try:
-            return self._sum(arrays, of)
+            yield
         except OSError as error:
             self._leave(str(error))
             raise ConnectionError(self.lost) from error
@@ -104,18 +155,22 @@ class Ring:
         self._to_next.close()
         self._from_previous.close()
 
-    def _sum(self, arrays: Sequence[np.ndarray], of: str) -> list[np.ndarray]:
+    def _scatter(
+        self, arrays: Sequence[np.ndarray], chunks: Sequence[Sequence[_Piece]]
+    ) -> list[np.ndarray]:
+        """Sum around the ring; return flat arrays of which this worker's chunk alone is whole."""
         mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
         sums = [np.empty_like(array) for array in mine]
-        chunks = _chunks(tuple(array.size for array in mine), self._size)
-        self._agree(arrays, of)
         for hop in range(self._size - 1):
             out = _views(sums if hop else mine, chunks[(self._rank - hop) % self._size])
             self._add(out, mine, sums, chunks[(self._rank - hop - 1) % self._size])
+        return sums
+
+    def _gather(self, sums: Sequence[np.ndarray], chunks: Sequence[Sequence[_Piece]]) -> None:
+        """Send this worker's chunk around the ring, and fill in those of the others."""
         for hop in range(self._size - 1):
             out = _views(sums, chunks[(self._rank + 1 - hop) % self._size])
             self._exchange(out, _views(sums, chunks[(self._rank - hop) % self._size]))
-        return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
 
     def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
         """Refuse to add what does not belong together."""
@@ -204,18 +259,34 @@ class Ring:
 
 
 @functools.lru_cache(maxsize=64)
-def _chunks(sizes: tuple[int, ...], count: int) -> list[list[_Piece]]:
-    """Divide arrays of these sizes, one after the other, into `count` runs of elements."""
+def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
+    """Divide arrays of these sizes, one after the other or each apart, into `count` chunks."""
+    if apart:
+        bounds = [_bounds(size, count) for size in sizes]
+        return [
+            [(i, b[chunk], b[chunk + 1]) for i, b in enumerate(bounds) if b[chunk] < b[chunk + 1]]
+            for chunk in range(count)
+        ]
     starts = [0, *itertools.accumulate(sizes)]
-    bounds = [starts[-1] * chunk // count for chunk in range(count + 1)]
+    ends = [starts[-1] * chunk // count for chunk in range(count + 1)]
     return [
         [
             (index, max(low, start) - start, min(high, start + size) - start)
             for index, (start, size) in enumerate(zip(starts, sizes, strict=False))
             if max(low, start) < min(high, start + size)
         ]
-        for low, high in itertools.pairwise(bounds)
+        for low, high in itertools.pairwise(ends)
     ]
+
+
+def _bounds(size: int, count: int) -> list[int]:
+    """Divide so many elements among workers, in whole vectors of the widest instructions.
+
+    Elements after the last whole vector are computed one by one, and of some operations (`rsqrt`)
+    to another last bit: so an element is computed in a part as in the whole.
+    """
+    vectors = -(-size // _VECTOR)
+    return [min(size, vectors * chunk // count * _VECTOR) for chunk in range(count + 1)]
 
 
 def _in_words(header: bytes | bytearray) -> str:

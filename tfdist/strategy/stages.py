@@ -15,6 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,24 +38,25 @@ class PipelineOptions:
 
     Attributes:
       split_size: examples of a micro-batch at the most; None for four times as many micro-batches
-        as there are stages.
+        as there are stages; ``auto`` for the fastest of a few sizes, tried at the first step.
       schedule: ``1f1b`` or ``gpipe``; ``serial`` runs one micro-batch at a time.
       keep: ``tape`` keeps the activations of micro-batches under way, ``recompute`` computes them
-        again.
+        again, ``compiled`` keeps them inside one compiled call for all passes of a step.
       cut: names of the last layer of each stage but the last one, or a map from regular
         expressions over layer paths to stages, or None to divide by measured times.
     """
 
-    split_size: int | None = None
+    split_size: int | str | None = None
     schedule: str = "1f1b"
     keep: str = "tape"
     cut: Sequence[str] | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.split_size is not None:
-            require_int("split_size", self.split_size, least=1, fix="give examples, such as 12")
+        if self.split_size not in (None, "auto"):
+            fix = 'give examples, such as 12, or "auto"'
+            require_int("split_size", self.split_size, least=1, fix=fix)
         require_one_of("schedule", self.schedule, ("1f1b", "gpipe", "serial"))
-        require_one_of("keep", self.keep, ("tape", "recompute"))
+        require_one_of("keep", self.keep, ("tape", "recompute", "compiled"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,10 +66,14 @@ class Stages:
     Attributes:
       index: of this task's stage.
       count: of the stages.
-      names: of the tasks, by stage.
+      names: of the pipeline's tasks, by stage.
       before: connected to the stage before; None in the first.
       after: connected to the stage after; None in the last.
       options: as in `make_strategy`.
+      pipeline: which of the pipelines this task is in.
+      pipelines: of the job.
+      peers: sums over the equal stages of all pipelines; None for one pipeline.
+      chosen: what was found by measuring, which a resumed run goes on with.
     """
 
     index: int
@@ -76,6 +82,10 @@ class Stages:
     before: socket.socket | None
     after: socket.socket | None
     options: PipelineOptions
+    pipeline: int = 0
+    pipelines: int = 1
+    peers: Ring | None = None
+    chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def join(
@@ -89,48 +99,82 @@ def join(
     tasks = config.cluster.training_tasks()
     count = config.options.stages or len(tasks)
     require(
-        count == len(tasks),
+        len(tasks) % count == 0,
         "stages",
         received=f"{count} stages and {len(tasks)} tasks",
-        expected="a task for each stage",
+        expected="a task for each stage of each pipeline",
         fix=f"use --stages {len(tasks)}",
         code="wrong-number",
     )
-    index = tasks.index(config.task)
-    names = tuple(f"{task} (stage {stage})" for stage, task in enumerate(tasks))
-    if count == 1:
-        alone = Stages(index=0, count=1, names=names, before=None, after=None, options=options)
-        return alone, None
-    addresses = [config.cluster.address(task) for task in tasks]
+    rank, pipelines = tasks.index(config.task), len(tasks) // count
+    pipeline, index = divmod(rank, count)
+    names = tuple(_name(str(task), i, count, pipelines) for i, task in enumerate(tasks))
+    mine = names[pipeline * count :][:count]
+    place = Stages(
+        index=index,
+        count=count,
+        names=mine,
+        before=None,
+        after=None,
+        options=options,
+        pipeline=pipeline,
+        pipelines=pipelines,
+    )
+    if len(tasks) == 1:
+        return place, None
+    (to_next, from_previous), (after, before), *more = _connected(
+        config, rank, (1, 1, count) if pipelines > 1 else (1, 1), names, timeout_s, ports
+    )
+    ring = Ring(
+        rank=rank, size=len(tasks), to_next=to_next, from_previous=from_previous, names=names
+    )
+    for to_next, from_previous in more:
+        equal = names[index::count]
+        peers = Ring(
+            rank=pipeline,
+            size=pipelines,
+            to_next=to_next,
+            from_previous=from_previous,
+            names=equal,
+        )
+        place = dataclasses.replace(place, peers=peers)
+    for end, is_used in ((before, index > 0), (after, index < count - 1)):
+        if not is_used:
+            end.close()
+    return dataclasses.replace(
+        place, before=before if index else None, after=after if index < count - 1 else None
+    ), ring
+
+
+def _connected(
+    config: TaskConfig,
+    rank: int,
+    strides: Sequence[int],
+    names: Sequence[str],
+    timeout_s: float,
+    ports: range | None,
+) -> list[tuple[socket.socket, socket.socket]]:
+    """Return connections to the tasks so many places after this one, and before it."""
+    addresses = [config.cluster.address(task) for task in config.cluster.training_tasks()]
     with meeting(config, timeout_s=timeout_s) as total:
-        ends = [
+        found = [
             neighbours.connect(
-                index, addresses, names, total=total, timeout_s=timeout_s, ports=ports
+                rank, addresses, names, total=total, timeout_s=timeout_s, ports=ports, stride=stride
             )
-            for _ in ("ring", "line")
+            for stride in strides
         ]
-    if ends[0] is None or ends[1] is None:
+    ends = [pair for pair in found if pair is not None]
+    if len(ends) < len(found):
         raise StartupTimeout(
             f"{config.task}: not every stage reaches the next one. Fix: open the ports between the"
             " tasks' hosts (--ports names a range)"
         )
-    ring = Ring(rank=index, size=count, to_next=ends[0][0], from_previous=ends[0][1], names=names)
-    after, before = ends[1]
-    if index == count - 1:
-        after.close()
-    if index == 0:
-        before.close()
-    return (
-        Stages(
-            index=index,
-            count=count,
-            names=names,
-            before=before if index else None,
-            after=after if index < count - 1 else None,
-            options=options,
-        ),
-        ring,
-    )
+    return ends
+
+
+def _name(task: str, rank: int, count: int, pipelines: int) -> str:
+    of = f" of pipeline {rank // count}" if pipelines > 1 else ""
+    return f"{task} (stage {rank % count}{of})"
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -14,8 +15,10 @@ from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.training import keras_compat
+from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
+Slots = Literal["whole", "parts", "none"]
 _FEW_ROWS = 8
 """A first axis of no more may be that of a stack, as of an anchor and a positive example."""
 
@@ -99,18 +102,26 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
         )
 
 
-def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]) -> None:
+def build(
+    model: keras.Model,
+    job: Job,
+    batch_spec: Any,
+    *,
+    first_batch: Callable[[], Any],
+    slots: Slots = "whole",
+) -> None:
     """Make every variable of model, metrics, loss and optimizer inside the scope.
 
     `batch_spec`: nest of `tf.TensorSpec` of one batch; `first_batch` is called where that does not
-    do. Every task calls it: making a variable is a collective under multiworker.
+    do. `slots`: of the optimizer, whole, of this worker's part, or none yet. Every task calls it:
+    making a variable is a collective under multiworker.
     """
     _require_targets(model, batch_spec)
     _require_optimizer_of_scope(model, job)
     _require_one_state(model, job)
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
-    with job.strategy.scope():
+    with job.strategy.scope(), _making(slots, optimizer, job):
         if _has_call(model):
             _build_by_a_call(model, batch_spec, first_batch=first_batch)
         else:
@@ -125,6 +136,14 @@ def build(model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callabl
 
         weights = ps_strategy.bytes_on_servers(model.weights, num_ps=_num_ps(job))
         ps_strategy.say(bytes_on_servers(model, job), weights=weights)
+
+
+def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[None]:
+    if slots == "parts":
+        return sharding.building_in_parts(optimizer, job)
+    if slots == "none" and optimizer is not None and not optimizer.built:
+        return sharding.building_by(optimizer, lambda variables: None)
+    return nullcontext()
 
 
 def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:
@@ -257,6 +276,41 @@ def require_known_variables(model: keras.Model) -> None:
                 fix="call model.compile(...) with a new optimizer, inside the scope",
                 code="new-variable",
             )
+
+
+def build_in_parts(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
+    """Build an optimizer on this worker's part of variables; whole where one has them all.
+
+    A collective. Raises UsageError as `shards`.
+    """
+    sharded = shards(optimizer, variables, job)
+    with job.strategy.scope(), _making("parts" if sharded else "whole", optimizer, job):
+        optimizer.build(list(variables))
+
+
+def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any = None) -> bool:
+    """Return whether there are several workers to divide the optimizer's state among.
+
+    Raises:
+      UsageError: the strategy, the optimizer or a callback needs the state whole.
+    """
+    if job.num_replicas == 1 and job.kind != "ps":
+        return False
+    if job.ring is None:
+        why = "ps, whose servers divide it" if job.kind == "ps" else job.kind
+        why += ", without a ring of workers" if job.kind == "multiworker" else ""
+        raise _not_sharded(f"strategy {why}", "multiworker on CPUs, whose workers make a ring")
+    if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in keras.tree.flatten(callbacks)):
+        raise _not_sharded("SwapEMAWeights", "no callback that needs the averages whole")
+    sharding.require_by_element(optimizer, variables)
+    return True
+
+
+def _not_sharded(received: str, expected: str) -> UsageError:
+    fix = "leave it or sharded_optimizer out"
+    return UsageError(
+        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
+    )
 
 
 def _require_variables_of_scope(model: keras.Model, job: Job) -> None:

@@ -8,7 +8,8 @@ hooks make do with the last batch of a block says so by ``once_a_range = True``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import keras
@@ -17,6 +18,7 @@ from keras.src.utils.python_utils import is_default
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
+from tfdist.training import trackers
 
 _WRITERS = (
     keras.callbacks.ModelCheckpoint,
@@ -68,8 +70,11 @@ def callback_list(
     given = [c for c in keras.tree.flatten(callbacks) if c is not None] if callbacks else []
     for callback in given:
         _require_callback(callback)
-    if not job.is_chief:
-        given = [c for c in given if not isinstance(c, _WRITERS)]
+    if job.is_chief:
+        trackers.warn_of_autolog()
+        given = [*map(trackers.wrapped, given), *trackers.without_callback()]
+    else:
+        given = [c for c in given if not (isinstance(c, _WRITERS) or trackers.package_of(c))]
     return CallbackList(
         given,
         add_history=history,
@@ -107,6 +112,8 @@ def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
     """Return True when the callback overrides a batch hook of `mode` (train, test, predict)."""
     if isinstance(callback, keras.callbacks.TensorBoard) and _by_batch(callback):
         return True
+    if isinstance(callback, trackers.Tracker):
+        return wants_every_batch(callback.inner, mode=mode)
     hooks = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
     if mode == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
@@ -114,8 +121,8 @@ def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
 
 
 def _by_batch(board: keras.callbacks.TensorBoard) -> bool:
-    """Return True when it counts its calls, to write or to trace by batch, or times them."""
-    return board.update_freq != "epoch" or board._should_trace or board.write_steps_per_second
+    """Return True when it traces or times single batches."""
+    return board._should_trace or board.write_steps_per_second
 
 
 def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:
@@ -124,7 +131,28 @@ def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:
     if hook in vars(callback):  # set on the instance, as LambdaCallback does
         return True
     owner = next(c for c in type(callback).__mro__ if hook in vars(c))
-    return not (owner in _BLOCK_IS_ENOUGH or vars(owner).get("once_a_range", False))
+    if owner in _BLOCK_IS_ENOUGH or trackers.is_of_tracker(owner):
+        return False
+    return not vars(owner).get("once_a_range", False)
+
+
+@contextlib.contextmanager
+def counting_steps(
+    callbacks: Sequence[keras.callbacks.Callback], first: int, last: int
+) -> Iterator[None]:
+    """Have Keras' TensorBoard, which counts its calls, count the steps of the block it is told of.
+
+    It writes by its `update_freq` then: at the end of a block, under the last multiple in it.
+    """
+    boards = [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
+    done = [board._global_train_batch + last - first for board in boards]
+    for board, count in zip(boards, done, strict=True):
+        every = board.update_freq
+        is_due = every != "epoch" and trackers.crossed(board._global_train_batch, count, every)
+        board._global_train_batch = (count // every * every if is_due else count) - 1
+    yield
+    for board, count in zip(boards, done, strict=True):
+        board._global_train_batch = count
 
 
 def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -140,7 +168,10 @@ def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     """Return True when some callback looks at the logs of a block."""
     return any(
-        isinstance(c, _BLOCK_IS_ENOUGH) or wants_every_batch(c, mode="train") for c in callbacks
+        isinstance(c, _BLOCK_IS_ENOUGH)
+        or wants_every_batch(c, mode="train")
+        or (isinstance(c, trackers.Tracker) and c.wants_block_logs)
+        for c in callbacks
     )
 
 

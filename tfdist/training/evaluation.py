@@ -114,7 +114,9 @@ class Evaluation:
         length = _length(batch_size=batch_size, steps=steps)
         prepared = prepare(*data, job=job, length=length, shuffle=False, seed=0)
         spec = prepared.batch_spec
-        building.build(model, job, spec, first_batch=prepared.first_batch)
+        # A later fit may have workers divide them.
+        slots: building.Slots = "whole" if job.ring is None else "none"
+        building.build(model, job, spec, first_batch=prepared.first_batch, slots=slots)
         building.require_examples_first(model, job, "test_step", spec, rows=prepared.rows)
         program = program_of(model, job, "test_step", prepared.feed, seed=0)
         self.feed = prepared.feed

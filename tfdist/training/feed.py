@@ -39,29 +39,31 @@ class Layout:
       num_replicas: replicas of the whole group.
       replica_ids: this task's, in the order of its devices.
       num_tasks: tasks that compute a step together.
+      task_index: of this task among them.
       num_workers: workers that take steps by turns (ps), else 1.
     """
 
     num_replicas: int = 1
     replica_ids: tuple[int, ...] = (0,)
     num_tasks: int = 1
+    task_index: int = 0
     num_workers: int = 1
 
     @classmethod
     def of(cls, job: Job) -> Layout:
         """Return the layout of this task in its job."""
+        if job.stages is not None:  # each reads the whole batch
+            place = job.stages
+            index = place.pipeline * place.count + place.index
+            return cls(num_tasks=place.count * place.pipelines, task_index=index)
         workers = len(job.config.cluster.worker) if job.kind == "ps" and job.config else 1
         return cls(
             num_replicas=job.num_replicas,
             replica_ids=job.replica_ids,
             num_tasks=job.num_replicas // len(job.replica_ids),
+            task_index=job.replica_ids[0] // len(job.replica_ids),
             num_workers=workers,
         )
-
-    @property
-    def task_index(self) -> int:
-        """Index of this task among the tasks of the group."""
-        return self.replica_ids[0] // len(self.replica_ids)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ def fit(
     initial_weights: str | os.PathLike[str] | None = None,
     ledger: Ledger | None = None,
     max_staleness: int | None = None,
+    sharded_optimizer: bool = False,
 ) -> keras.callbacks.History:
     """Train a compiled model; what `keras.Model.fit` does, under every strategy.
 
@@ -73,18 +74,23 @@ def fit(
       ledger: writes down which examples each step consumes; see `tfdist.Ledger`.
       max_staleness: under ps, so many steps of other workers at the most between a step's reading
         of the weights and its writing; None for any number. Under other strategies there are none.
+      sharded_optimizer: under multiworker each worker keeps the optimizer's state of its part of
+        the weights alone; see the guide on training. With one worker there is nothing to divide.
 
     Returns:
       Keras' `History`, the same in every task.
 
     Raises:
       UsageError: the model is of another scope, or not compiled; the data cannot be had under
-        this strategy; the global batch is smaller than the number of replicas.
+        this strategy; the global batch is smaller than the number of replicas; the optimizer's
+        state cannot be sharded.
       Stopped: a task was asked to stop by SIGTERM, SIGUSR1 or SIGINT; what a `BackupAndRestore`
         among the callbacks saved is where the next run goes on.
     """
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
+    optimizer, variables = model.optimizer, model.trainable_variables
+    sharded = sharded_optimizer and building.shards(optimizer, variables, job, callbacks=callbacks)
     require_int("initial_epoch", initial_epoch, least=0)
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)
@@ -134,7 +140,13 @@ def fit(
         seed=seed,
         class_weight=class_weight,
     )
-    building.build(model, job, data.batch_spec, first_batch=data.first_batch)
+    building.build(
+        model,
+        job,
+        data.batch_spec,
+        first_batch=data.first_batch,
+        slots="parts" if sharded else "whole",
+    )
     building.require_known_variables(model)
     building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
     if initial_weights is not None and saved is None:

@@ -28,10 +28,12 @@ from tfdist.training.callbacks import (
     StepScheduled,
     begin_epoch,
     callback_list,
+    counting_steps,
     steps_between_calls,
     wants_logs,
 )
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
+from tfdist.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
@@ -115,6 +117,7 @@ class TrainLoop:
         """
         model, epochs = self._model, self._epochs
         self.step, start = resume.first_step_and_epoch(self._plan)
+        self._prepare_trackers()
         if self._to_restore is not None:
             callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         model.stop_training = False
@@ -133,6 +136,19 @@ class TrainLoop:
             self._callbacks.on_train_end(logs)
         self._finish()
         return model.history
+
+    def _prepare_trackers(self) -> None:
+        """Have trackers note what they log beside the checkpoints, and go on in their runs."""
+        if not self._plan.backups:
+            return
+        backup = self._plan.backups[0]
+        listed = [c for c in self._callbacks.callbacks if isinstance(c, Tracker)]
+        with phases.entered("callback"):
+            for number, tracker in enumerate(listed):
+                tracker.keep_journal(backup.store.directory / f"tracker-{number}.json")
+                state = backup.found_states.get(f"Tracker-{number}")
+                if self._to_restore is not None and state is not None:
+                    tracker.resume_run(state)
 
     def _run_epoch(self, epoch: int) -> dict[str, Any]:
         """Run what is left of an epoch, and its validation; return its logs."""
@@ -207,15 +223,16 @@ class TrainLoop:
     def _run_block(self, decision: Decision, *, epoch: range) -> None:
         first, last, blocks = self.step, decision.last, self._blocks
         looked_at = decision.save or last >= min([epoch.stop, *self._due()])
-        with phases.entered("callback"):
-            self._callbacks.on_train_batch_begin(first - epoch.start)
-        left = blocks.run(first, last, looked_at=looked_at)
-        self.step = last
-        logs: dict[str, Any] = {}
-        if self._with_logs and left < last - epoch.start:  # some step of the epoch has been done
-            logs = blocks.metrics(blocks.logs)
-        with phases.entered("callback"):
-            self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
+        with counting_steps(self._callbacks.callbacks, first, last):
+            with phases.entered("callback"):
+                self._callbacks.on_train_batch_begin(first - epoch.start)
+            left = blocks.run(first, last, looked_at=looked_at)
+            self.step = last
+            logs: dict[str, Any] = {}
+            if self._with_logs and left < last - epoch.start:  # a step of the epoch has been done
+                logs = blocks.metrics(blocks.logs)
+            with phases.entered("callback"):
+                self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
 
     def _logs_of_epoch(self) -> dict[str, Any]:
         """Return the metrics of an epoch, as they were where only its validation is due."""

@@ -218,6 +218,11 @@ def require_exact(backups: Sequence[BackupAndRestore], data: Data, *, job: Job) 
                 "strategy ps, whose workers take steps at a time of their own",
                 expected="a strategy whose steps have one order: single, mirrored, multiworker",
             )
+        if job.kind == "pipeline":
+            raise _refused(
+                "strategy pipeline, whose stages are not searched for draws of their own",
+                expected="strategy single, mirrored or multiworker",
+            )
         if stream:
             raise _refused(
                 f"{data.source.describe()}, which a resumed run can only read again",

@@ -36,6 +36,8 @@ class StepLoop:
       metrics: Keras metrics that the step updates; `results` reads them.
       first_step: where to go on.
       max_staleness: as in `tfdist.fit`.
+      sharded_optimizers: optimizers that are not built, each with its variables. They are built
+        here, under multiworker as `sharded_optimizer` of `tfdist.fit` does it.
 
     Every training task makes one alike and calls it alike.
     """
@@ -52,6 +54,7 @@ class StepLoop:
         metrics: Sequence[keras.metrics.Metric] = (),
         first_step: int = 0,
         max_staleness: int | None = None,
+        sharded_optimizers: Sequence[tuple[keras.optimizers.Optimizer, Sequence[Any]]] = (),
     ) -> None:
         building.require_compiled_functions(doing="StepLoop")
         require_int("first_step", first_step, least=0)
@@ -59,6 +62,8 @@ class StepLoop:
             require_int("max_staleness", max_staleness, least=0)
         self._job = _job()
         self._metrics = list(metrics)
+        for optimizer, variables in sharded_optimizers:
+            building.build_in_parts(optimizer, variables, self._job)
         seed = int(broadcast(int(np.random.randint(2**31)) if seed is None else seed))
         length = Length(batch_size=global_batch_size, steps_per_epoch=_ENDLESS_STEPS)
         x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)

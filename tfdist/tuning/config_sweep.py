@@ -50,6 +50,7 @@ class ConfigSweep(Sweep):
         super().__init__(options, program_of(options), environ)
         self._config = config
         self.max_epochs = config.checkpoints
+        self.trackers = {config.tracker} - {"none"}
 
     @functools.cached_property
     def space(self) -> SearchSpace:

@@ -147,6 +147,9 @@ class TunerSweep(Sweep):
         self.first_seed = int(tuner.oracle.seed)
         self._tuner = tuner
         self._fitting = fitting
+        from tfdist.training.trackers import in_use  # a sweep that is finished does without
+
+        self.trackers = in_use(fitting.get("callbacks"))
 
     def describe(self) -> dict[str, Any]:
         """Return what the sweep is; of the arguments of fit, those that JSON has."""

@@ -385,11 +385,11 @@ class EpochHooks(keras.callbacks.Callback):
 def _require_one_process_or_trial(route: Callable[..., Any]) -> None:
     """Refuse a `tuner.search` that every task of a job would do by itself."""
     job = current_job()
-    if route is fit and job is not None and job.kind in ("multiworker", "ps"):
+    if route is fit and job is not None and job.kind in ("multiworker", "ps", "pipeline"):
         raise UsageError(
             "tuner.search",
             received=f"a search in each task of a {job.kind} job",
             expected="one process, single or mirrored",
-            fix=f"use tfdist.tuning.search(tuner, ..., strategy={job.kind!r})",
+            fix="use tfdist.tuning.search(tuner, ..., strategy=...)",
             code="search-in-a-job",
         )

@@ -9,9 +9,10 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
@@ -50,6 +51,10 @@ class Sweep(ABC):
     """Of a sweep that begins and whose description has none; None to draw one."""
     max_epochs: int | None = None
     """As in `SweepPlan`."""
+    trackers: Collection[str] = ()
+    """The packages of trackers that its trials log to."""
+    tracked: Mapping[str, str] = MappingProxyType({})
+    """Variables by which the trials' runs there are of this sweep, once it has begun."""
 
     def __init__(
         self, options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
@@ -91,7 +96,7 @@ class Sweep(ABC):
             max_failed_trials=self.options.max_failed_trials,
             early_stop=self.options.early_stop,
             flags_of=lambda trial: self.flags_of(trial, begun["seed"]),
-            variables_of=lambda trial: self.variables_of(trial, begun["seed"]),
+            variables_of=lambda trial: {**self.tracked, **self.variables_of(trial, begun["seed"])},
         )
 
     def retraining(self, trial: Trial, begun: Mapping[str, Any]) -> TrialJob:
@@ -99,7 +104,7 @@ class Sweep(ABC):
         return TrialJob(
             run_dir=self.options.sweep_dir / RETRAINED,
             flags=self.flags_of(trial, begun["seed"], is_best=True),
-            variables=self.variables_of(trial, begun["seed"], is_best=True),
+            variables={**self.tracked, **self.variables_of(trial, begun["seed"], is_best=True)},
             goal=Goal(objective=begun["objective"], direction=begun["direction"]),
         )
 
@@ -125,6 +130,10 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
             directory.set_aside(sweep_dir)
         journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
         _begin_journal(sweep, journal, description)
+        if sweep.trackers:
+            from tfdist.tuning.parent_run import variables_of_trials
+
+            sweep.tracked = variables_of_trials(sweep.trackers, sweep_dir, begun=journal.lines[0])
         exit_code, state = _trials(sweep, journal)
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
             best = state.ranked()[0]

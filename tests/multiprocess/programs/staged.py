@@ -1,14 +1,19 @@
 """A pipeline job that does what its tests look at; each task writes what it saw.
 
 Arguments: where to write, and what it does:
-``fits``, ``again`` (recomputing) and ``auto`` (cut by measured times) train, evaluate and predict;
+``fits``, ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales``
+(the loss, up to overflows) train, evaluate and predict; ``plain`` does so without statistics of
+batches;
+``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
-``dies`` loses task 1 for good.
+``dies`` loses task 1 for good; ``wrong`` cuts behind a layer that is not there,
+and in ``differs`` each task has targets of its own.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -45,16 +50,19 @@ def staged_model():
         L.Dense(6, activation="relu", kernel_regularizer="l2", name="d0"),
         L.Dropout(0.3, name="dropout0"),
         L.Dense(6, activation="relu", name="d1"),
-        L.BatchNormalization(name="norm"),
+        L.LayerNormalization(name="norm") if DOES == "plain" else L.BatchNormalization(name="norm"),
         AddsLoss(name="adds"),
         L.Dropout(0.2, name="dropout1"),
         L.Dense(3, name="head"),
     ]
     model = keras.Sequential([keras.Input((5,)), *layers])
+    optimizer = keras.optimizers.AdamW(
+        0.01, weight_decay=0.02, global_clipnorm=0.5, use_ema=True, ema_momentum=0.9
+    )
+    if DOES == "scales":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**127)
     model.compile(
-        optimizer=keras.optimizers.AdamW(
-            0.01, weight_decay=0.02, global_clipnorm=0.5, use_ema=True, ema_momentum=0.9
-        ),
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         weighted_metrics=["sparse_categorical_crossentropy"],
@@ -62,10 +70,16 @@ def staged_model():
     return model
 
 
+def nbytes(variables):
+    """Bytes that variables hold at this moment."""
+    return sum(np.asarray(v.value).nbytes for v in variables)
+
+
 class Dies(keras.callbacks.Callback):
-    """Ends a task in the second epoch."""
+    """Ends a task in the second epoch; notes what a task holds while steps run."""
 
     def on_train_batch_end(self, batch, logs=None):
+        held["weights"], held["slots"] = map(nbytes, (model.weights, model.optimizer.variables))
         job, (does, _, task) = current_job(), DOES.partition("-")
         mine = does == "dies" and job.name == "worker-1"
         mine |= job.name == f"worker-{task}" and job.config.options.attempt == 1
@@ -78,26 +92,35 @@ def rate(epoch, before):
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    held = {}
     options = PipelineOptions(
-        split_size=4,
-        cut=None if DOES == "auto" else CUTS[STAGES],
-        keep="recompute" if DOES == "again" else "tape",
+        split_size="auto" if DOES == "tries" else 4,
+        cut={"auto": None, "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
+        keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
     keras.utils.set_random_seed(1 if tfdist.is_chief() else 99)
     with strategy.scope():
         model = staged_model()
+    if DOES == "differs":
+        Y = (Y + int(current_job().name[-1])) % 3
     callbacks = [keras.callbacks.LearningRateScheduler(rate), Dies()]
-    if DOES.partition("-")[0] in ("saves", "kills"):
+    if DOES.partition("-")[0] in ("saves", "kills", "tries"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
+    weights = WEIGHTS * (20 if DOES == "scales" else 1)
     history = tfdist.fit(
-        model, X, Y, sample_weight=WEIGHTS, batch_size=8, epochs=2, seed=3, verbose=0,
+        model, X, Y, sample_weight=weights, batch_size=8, epochs=2, seed=3, verbose=0,
         callbacks=callbacks, validation_data=(X[:7], Y[:7]),
     )  # fmt: skip
     seen = {
         "history": history.history,
         "weights": [w.tolist() for w in model.get_weights()],
-        "slots": [np.asarray(v.value).tolist() for v in model.optimizer.variables],
+        "slots": [np.asarray(v.value).tolist() for v in model.optimizer.variables]
+        if tfdist.is_chief()
+        else [],
+        "held": held,
+        "chosen": current_job().stages.chosen,
         "evaluated": tfdist.evaluate(model, X, Y, batch_size=8, verbose=0),
         "predicted": tfdist.predict(model, X, batch_size=8, verbose=0).tolist(),
     }

@@ -303,6 +303,26 @@ def tagged(model, fit, evaluate):
     return [flat(model), history.history["loss"], history.history["accuracy"], evaluated]
 
 
+def with_activities(*, shared=False):
+    """A model in a model, with losses of layers before and after the replicas meet."""
+    layers, l2 = keras.layers, keras.regularizers.L2
+    inner = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(6, activity_regularizer=l2(0.1), kernel_regularizer=l2(0.01)),
+            layers.BatchNormalization(synchronized=True),
+            layers.Dense(6, activity_regularizer=l2(0.05)),
+        ]
+    )
+    x = keras.Input((6,))
+    h = inner(x)
+    if shared:
+        h = inner(layers.BatchNormalization(synchronized=True)(h))
+    model = keras.Model(x, layers.Dense(1, activity_regularizer="l1")(h))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
 def two_inputs():
     """Two named inputs and two named outputs."""
     keras.utils.set_random_seed(1)

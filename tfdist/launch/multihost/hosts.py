@@ -29,7 +29,7 @@ from tfdist.launch.options import LaunchOptions
 _ANY_PORT = 9  # nothing is sent to it
 _OWN_FLAGS = (
     *("node_rank", "rendezvous_token_file", "start", "fork_server", "dry_run", "program"),
-    *("host_timeout_s", "metrics_port"),
+    *("host_timeout_s", "keep_fds", "metrics_port"),
 )
 
 

@@ -28,6 +28,7 @@ _CHILD = "from tfdist.ops.lint.programs import print_configuration; print_config
 _HEAVY = ("tensorflow", "keras")
 _OF_SEVERAL_FIELDS = ("CFG009", "CFG010", "CFG013")
 _WITHOUT_PS = ("single", "mirrored", "multiworker")
+_WITHOUT_RING = ("single", "mirrored", "ps")
 
 
 def check_command(
@@ -234,6 +235,10 @@ def _together(
         received = f"{values['max_staleness']} in a job without ps"
         fix = "take it out, or start a ps job"
         yield "CFG023", "max_staleness", received, "strategy ps", fix
+    if values["sharded_optimizer"] and strategy in _WITHOUT_RING:
+        rule = "CFG026" if strategy == "single" else "CFG025"
+        fix = "take it out, or start a multiworker job"
+        yield rule, "sharded_optimizer", f"it with {strategy}", "strategy multiworker", fix
 
 
 def _last_line(pattern: str, text: str) -> int | None:

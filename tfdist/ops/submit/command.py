@@ -152,7 +152,7 @@ _HELP = {
 }
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("start", "fork_server", "isolate", "restart_window_s", "metrics_port"),
+        ("start", "fork_server", "keep_fds", "isolate", "restart_window_s", "metrics_port"),
         "a flag that a scheduler has a use for",
     ),
     "stages": "--strategy pipeline --workers K, a task for each stage",

@@ -12,6 +12,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     replacement   what a replacement is
     gradients     the gradient hook: gradients are reduced where they enter the optimizer
     reduction     the sum over replicas itself, in few messages, which keeps no graph
+    sharding      each worker updates its part of each variable, and has slots of that alone
     on_servers    what of it is in `tfdist.ps`, for a ps job
     updates       after the gradient hook: each replica updates its own copy, in one operation
     losses        a replica's loss counts by its fraction of the global batch; masks, sums, add_loss

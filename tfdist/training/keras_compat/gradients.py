@@ -24,6 +24,7 @@ from tfdist.errors import UsageError
 from tfdist.training.keras_compat.on_servers import require_by_rows, sent_together
 from tfdist.training.keras_compat.reduction import reduced, summed_rows, times
 from tfdist.training.keras_compat.replacement import Replacement
+from tfdist.training.keras_compat.sharding import division_of, scattered
 from tfdist.training.keras_compat.trace import StepTrace, comes_of_scaled, current
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
@@ -43,8 +44,13 @@ def _gradient_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         require_by_rows(self, trainable_variables or self._trainable_variables)
         if trace.num_replicas > 1:
             _require_built(self)
-            grads = reduced(_weighted(list(grads), trace), trace)
-        grads = [summed_rows(g) for g in grads]
+            grads = _weighted(list(grads), trace)
+        if division := division_of(self):
+            trainable_variables = trainable_variables or list(division.wholes)
+            grads = scattered(self, list(grads), trainable_variables, trace)
+        else:
+            grads = reduced(list(grads), trace) if trace.num_replicas > 1 else grads
+            grads = [summed_rows(g) for g in grads]
         if trace.at_hook is not None:
             trace.at_hook(grads)
         trace.in_hook = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow.core import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.strategy.job import current_job
+from tfdist.strategy.ring import Ring
 from tfdist.training.keras_compat.trace import StepTrace, current
 
 _PACK_BYTES = 2**20
@@ -78,16 +79,58 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     others = [i for i, tensor in enumerate(tensors) if tensor.dtype not in _BY_RING]
     for i, total in zip(others, _by_collectives([tensors[i] for i in others]), strict=True):
         results[i] = total
-    turn = _turn()
     for bucket in _buckets(tensors):
-        types = [tensors[i].dtype for i in bucket]
-        with tf.control_dependencies([turn.read_value()]):
-            total = functools.partial(job.ring.sum, of=_place())
-            sums = tf.numpy_function(total, [tensors[i] for i in bucket], types)
-        with tf.control_dependencies(sums):
-            turn.assign_add(1, read_value=False)
-        for i, total in zip(bucket, sums, strict=True):
-            results[i] = tf.ensure_shape(total, tensors[i].shape)
+        total = functools.partial(job.ring.sum, of=_place())
+        sums = _in_turn(total, [tensors[i] for i in bucket])
+        for i, summed in zip(bucket, sums, strict=True):
+            results[i] = tf.ensure_shape(summed, tensors[i].shape)
+    return results
+
+
+def scatter_over_workers(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return this worker's part, flat, of the sum of each tensor. Replica context.
+
+    Of floating point and known shapes, in a job with a ring. With two workers to the bits of
+    `sum_over_replicas`; with more the ring adds in another order.
+    """
+    ring, results = _ring(), list(tensors)
+    for bucket in _buckets(tensors):
+        scatter = functools.partial(ring.reduce_scatter, of=_place())
+        for i, part in zip(bucket, _in_turn(scatter, [tensors[i] for i in bucket]), strict=True):
+            first, end = ring.part(tensors[i].shape.num_elements())
+            results[i] = tf.ensure_shape(part, [end - first])
+    return results
+
+
+def gather_over_workers(
+    parts: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]]
+) -> list[tf.Tensor]:
+    """Return the whole tensors of these shapes, of which each worker has its part, flat."""
+    ring, results = _ring(), list(parts)
+    # The same buckets in every worker: by what is whole.
+    wholes = [tf.TensorSpec(shape, part.dtype) for shape, part in zip(shapes, parts, strict=True)]
+    for bucket in _buckets(wholes):
+        sizes = tuple(wholes[i].shape.num_elements() for i in bucket)
+        gather = functools.partial(ring.all_gather, sizes=sizes, of=_place())
+        for i, flat in zip(bucket, _in_turn(gather, [parts[i] for i in bucket]), strict=True):
+            results[i] = tf.reshape(flat, shapes[i])
+    return results
+
+
+def _ring() -> Ring:
+    job = current_job()
+    assert job is not None
+    assert job.ring is not None
+    return job.ring
+
+
+def _in_turn(call: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> Any:
+    """Call the ring with tensors, after each call of it that was traced before."""
+    turn = _turn()
+    with tf.control_dependencies([turn.read_value()]):
+        results = tf.numpy_function(call, list(tensors), [tensor.dtype for tensor in tensors])
+    with tf.control_dependencies(results):
+        turn.assign_add(1, read_value=False)
     return results
 
 
@@ -115,7 +158,7 @@ def _place() -> str:
     return f"place {trace.sums} of a step"
 
 
-def _buckets(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+def _buckets(tensors: Sequence[Any]) -> list[list[int]]:
     """Return groups of tensors that are summed by one call, in the order in which they are ready.
 
     Gradients of the last layers come first: their sum is made while others are computed.

@@ -31,6 +31,7 @@ class StepTrace:
       held: values of variables, by `id`, that the step has read once and goes on with.
       taken: what an update takes of sums of gradients, part by part, by the `id` of the sum.
       counts: what optimizers have for their counts of updates; None for what is in the variable.
+      updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
       layers: what holds the losses that layers have added, by the `id` of the layer.
       graph: the step's own.
     """
@@ -46,6 +47,7 @@ class StepTrace:
     held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     taken: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
     counts: UpdateCounts | None = None
+    updated: Sequence[Any] = ()
     draws: int = 0
     sums: int = 0
     in_hook: bool = False

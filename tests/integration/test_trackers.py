@@ -1,0 +1,425 @@
+"""Callbacks of trackers: real MLflow and W&B, others by their calls."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tests import fake_trackers
+from tests.fake_trackers import steps_in_events
+from tfdist.training import trackers
+from tfdist.training.callbacks import callback_list, wants_every_batch
+from tfdist.training.engines import SynchronousEngine
+from tfdist.tuning import parent_run
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(48, 4).astype("float32")
+Y = (X @ RNG.randn(4, 1)).astype("float32")
+STEPS, EPOCHS = 12, 3
+
+
+class Killed(Exception):
+    """What stands for a kill: nothing is saved or closed after it."""
+
+
+class KillAt(keras.callbacks.Callback):
+    """Fails when an epoch has ended, after the callbacks before it."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise Killed
+
+
+def train(strategy, callbacks, **options):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="d")], name="net")
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    options = {"batch_size": 4, "epochs": EPOCHS, "verbose": 0, "seed": 1} | options
+    return tfdist.fit(model, X, Y, callbacks=callbacks, **options)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """The blocks of training steps that the engine is asked to run."""
+    seen = []
+    run = SynchronousEngine.run
+
+    def noting(self, program, first, last, **kwargs):
+        if program.training:
+            seen.append((first, last))
+        return run(self, program, first, last, **kwargs)
+
+    monkeypatch.setattr(SynchronousEngine, "run", noting)
+    return seen
+
+
+@pytest.fixture
+def aim(told, monkeypatch):
+    """Makes callbacks as Aim's."""
+    monkeypatch.setitem(sys.modules, "aim", None)
+    return fake_trackers.aim(lambda run, **what: told.append((run, what)))
+
+
+@pytest.fixture
+def told():
+    """What a tracker that is not there has been told: the run, and what."""
+    return []
+
+
+def epochs_in(told):
+    return [what["epoch"] for _, what in told if "epoch" in what]
+
+
+def test_a_tracker_sees_each_epoch_and_block_and_shortens_none(strategies, aim, told, blocks):
+    train(strategies[1], [])
+    alone, blocks[:] = list(blocks), []
+    train(strategies[1], [aim()])
+    assert len(blocks) < EPOCHS * STEPS
+    assert len(blocks) <= len(alone) + EPOCHS
+    assert [what for _, what in told if "block" in what] == [
+        {"block": (last - 1) % STEPS, "names": ["loss"]} for _, last in blocks
+    ]
+    assert epochs_in(told) == [0, 1, 2]
+
+
+def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(aim):
+    base = aim
+    assert not wants_every_batch(base(), mode="train")
+    derived = type("Mine", (base,), {"on_train_batch_end": lambda self, batch, logs=None: None})
+    derived.__module__ = "mine"
+    assert trackers.package_of(derived()) == "aim"
+    wrapper = trackers.wrapped(derived())
+    assert isinstance(wrapper, trackers.Tracker)
+    assert wants_every_batch(wrapper, mode="train")
+    assert not wants_every_batch(trackers.wrapped(base()), mode="train")
+
+
+def test_it_runs_in_the_chief_alone(aim):
+    job = types.SimpleNamespace(is_chief=False)
+    board = aim()
+    listed = callback_list([board], job=job, model=None, verbose=0, epochs=1, steps=1)
+    assert listed.callbacks == []
+    job.is_chief = True
+    listed = callback_list([board], job=job, model=None, verbose=0, epochs=1, steps=1)
+    assert [c.inner for c in listed.callbacks] == [board]
+
+
+def test_one_that_fails_is_left_out_with_one_warning(strategies, aim, told, caplog):
+    def fail(self, batch, logs=None):
+        raise ConnectionError("nobody there")
+
+    aim.on_train_batch_end = fail
+    board = aim()
+    with caplog.at_level(logging.WARNING):
+        history = train(strategies[1], [board])
+    assert len(history.history["loss"]) == EPOCHS
+    (warning,) = [r.message for r in caplog.records if r.name == "tfdist.training.trackers"]
+    assert warning == (
+        "Aim: cannot write (ConnectionError: nobody there); the training goes on without it"
+    )
+    assert epochs_in(told) == []
+
+
+def multiples_of_5(ends):
+    """The ends of blocks in which there is one."""
+    pairs = zip([0, *ends], ends, strict=False)
+    return [last for before, last in pairs if last // 5 > before // 5]
+
+
+@pytest.mark.parametrize("package", ["aim", "comet_ml"])
+def test_a_killed_run_goes_on_in_its_own_and_logs_each_step_once(
+    strategies, monkeypatch, tmp_path, told, blocks, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    made = {"aim": fake_trackers.aim, "comet_ml": fake_trackers.comet}[package]
+    make = made(lambda run, **what: told.append((run, what)))
+    with pytest.raises(Killed):  # epoch 1 is logged, and its checkpoint is not there
+        train(strategies[1], [make(), tfdist.BackupAndRestore(tmp_path), KillAt(1)])
+    ends = [last for _, last in blocks]
+    blocks.clear()
+    train(strategies[2], [make(), tfdist.BackupAndRestore(tmp_path)])
+    ends += [last for _, last in blocks if last > ends[-1]]
+    assert len({run for run, _ in told}) == 1
+    assert epochs_in(told) == [0, 1, 2]
+    if package == "comet_ml":
+        steps = [what["step"] for _, what in told if "step" in what]
+        assert steps == multiples_of_5(ends)
+        assert [what["at"] for _, what in told if "at" in what] == [12, 24, 36]
+
+
+def test_a_task_of_clearml_is_continued_without_an_offset(strategies, monkeypatch, tmp_path, told):
+    monkeypatch.setitem(sys.modules, "clearml", None)
+    tasks = fake_trackers.clearml(lambda run, **what: told.append((run, what)))
+    tasks.init()
+    with pytest.raises(Killed):
+        train(strategies[1], [tfdist.BackupAndRestore(tmp_path), KillAt(1)])
+    tasks.init()
+    train(strategies[1], [tfdist.BackupAndRestore(tmp_path)])
+    assert told == [
+        ("task-0", {"begun": True}),
+        ("task-1", {"begun": True}),
+        ("task-1", {"closed": True}),
+        ("task-0", {"begun": True}),
+        ("task-0", {"offset": 0}),
+    ]
+
+
+@pytest.mark.parametrize("freq", ["epoch", 5])
+def test_tensorboard_shortens_no_block_and_has_each_step_once_after_a_kill(
+    strategies, tmp_path, blocks, freq
+):
+    def attempt(*more):
+        board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=freq, histogram_freq=1)
+        backup = tfdist.BackupAndRestore(tmp_path / "backup")
+        try:
+            train(strategies[1], [board, backup, *more], validation_data=(X, Y))
+        finally:
+            board._close_writers()
+
+    with pytest.raises(Killed):
+        attempt(KillAt(1))
+    ends = [last for _, last in blocks]
+    blocks.clear()
+    attempt()
+    ends += [last for _, last in blocks if last > ends[-1]]
+    assert len(ends) < EPOCHS * STEPS
+    training, validation = tmp_path / "logs" / "train", tmp_path / "logs" / "validation"
+    if freq == 5:
+        multiples = [last // 5 * 5 for last in multiples_of_5(ends)]
+        assert steps_in_events(training, "batch_loss") == multiples
+    else:
+        for tag in ("epoch_loss", "d/kernel/histogram"):
+            assert steps_in_events(training, tag) == [0, 1, 2]
+        assert steps_in_events(validation, "epoch_loss") == [0, 1, 2]
+        assert steps_in_events(validation, "evaluation_loss_vs_iterations") == [12, 24, 36]
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+    import mlflow.keras
+
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    yield mlflow
+    while mlflow.active_run():
+        mlflow.end_run()
+
+
+def steps_in_mlflow(mlflow, run_id):
+    history = mlflow.MlflowClient().get_metric_history(run_id, "loss")
+    return sorted(metric.step for metric in history)
+
+
+@pytest.mark.parametrize("options", [{}, {"log_every_epoch": False, "log_every_n_steps": 5}])
+def test_mlflow_has_one_run_with_each_step_once(
+    mlflow, strategies, tmp_path, blocks, caplog, options
+):
+    def attempt(*more):
+        run = mlflow.start_run()
+        lower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        backup = tfdist.BackupAndRestore(tmp_path / "backup")
+        board = mlflow.keras.MlflowCallback(**options)
+        train(strategies[1], [lower, board, backup, *more], validation_data=(X, Y))
+        return run.info.run_id
+
+    with pytest.raises(Killed):
+        attempt(KillAt(1))
+    mlflow.flush_async_logging()
+    first = mlflow.active_run().info.run_id
+    mlflow.end_run("KILLED")
+    ends = [last for _, last in blocks]
+    blocks.clear()
+    second = attempt()
+    ends += [last for _, last in blocks if last > ends[-1]]
+    assert second != first
+    assert mlflow.active_run().info.run_id == first
+    assert [run.info.run_id for run in mlflow.MlflowClient().search_runs(["0"])] == [first]
+    assert not [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    steps = steps_in_mlflow(mlflow, first)
+    if options:
+        assert steps == multiples_of_5(ends)
+        assert len(ends) < EPOCHS * STEPS
+    else:
+        assert steps == list(range(EPOCHS))
+
+
+class LoseStore(keras.callbacks.Callback):
+    """Puts a file in the place of the store when the first epoch has ended."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.path.is_dir():
+            self.path.rename(self.path.with_suffix(".lost"))
+            self.path.touch()
+
+    def give_back(self):
+        self.path.unlink()
+        self.path.with_suffix(".lost").rename(self.path)
+
+
+def test_a_store_that_is_lost_is_one_warning(mlflow, strategies, tmp_path, caplog):
+    mlflow.start_run()
+    board = mlflow.keras.MlflowCallback(log_every_epoch=False, log_every_n_steps=1)
+    lose = LoseStore(tmp_path / "mlruns")
+    history = train(strategies[1], [board, lose])
+    mlflow.flush_async_logging()
+    lose.give_back()
+    assert len(history.history["loss"]) == EPOCHS
+    (said,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert said.startswith("MLflow: cannot write (")
+    assert said.endswith("; the training goes on without it")
+
+
+def test_autolog_is_told_that_it_sees_nothing(mlflow, strategies, caplog):
+    mlflow.keras.autolog()
+    try:
+        with caplog.at_level(logging.WARNING):
+            train(strategies[1], [], epochs=1)
+    finally:
+        mlflow.keras.autolog(disable=True)
+    assert [r for r in caplog.records if "mlflow.autolog sees keras.Model.fit alone" in r.message]
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+    import wandb.integration.keras
+
+    yield wandb
+    wandb.finish()
+
+
+def logged_offline(directory):
+    """What W&B's own files hold, by run: each line of each attempt, in the order of the attempts.
+
+    They are of blocks of 32 KiB, as LevelDB's log, after a header of 7 bytes.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    runs = {}
+    for path in sorted(directory.glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns):
+        data, at, whole, lines = path.read_bytes(), 7, b"", []
+        while at + 7 <= len(data):
+            if (left := -at % 32768) and left < 7:
+                at += left
+            _, size, kind = struct.unpack_from("<IHB", data, at)
+            whole += data[at + 7 :][:size]
+            at += 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                record, whole = Record.FromString(whole), b""
+                pairs = [("/".join(i.nested_key) or i.key, i) for i in record.history.item]
+                lines += (
+                    [{key: json.loads(item.value_json) for key, item in pairs}] if pairs else []
+                )
+        runs.setdefault(path.stem.removeprefix("run-"), []).extend(lines)
+    return runs
+
+
+@pytest.mark.parametrize("freq", ["epoch", "batch", 5])
+def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_path, blocks, freq):
+    def attempt(*more):
+        run = wandb.init(project="test", dir=tmp_path)
+        backup = tfdist.BackupAndRestore(tmp_path / "backup")
+        board = wandb.integration.keras.WandbMetricsLogger(log_freq=freq)
+        try:
+            train(strategies[1], [board, backup, *more])
+        finally:
+            wandb.finish()
+            wandb.teardown()  # when this returns, its files are whole
+        return run.id
+
+    with pytest.raises(Killed):
+        attempt(KillAt(1))
+    (first,) = logged_offline(tmp_path / "wandb")
+    ends = [last for _, last in blocks]
+    blocks.clear()
+    begun = attempt()
+    ends += [last for _, last in blocks if last > ends[-1]]
+    runs = logged_offline(tmp_path / "wandb")
+    assert runs.pop(begun) == []
+    ((run, lines),) = runs.items()
+    assert run == first
+    assert [line["epoch/epoch"] for line in lines if "epoch/epoch" in line] == [0, 1, 2]
+    steps = [line["batch/batch_step"] for line in lines if "batch/batch_step" in line]
+    assert len(ends) < EPOCHS * STEPS
+    if freq == "batch":
+        assert steps == [last - 1 for last in ends]
+    if freq == 5:
+        assert steps == [last - 1 for last in multiples_of_5(ends)]
+
+
+def test_runs_of_a_sweeps_trials_are_children_of_one(mlflow, wandb, tmp_path, monkeypatch):
+    sweep_dir, begun = tmp_path / "sweep", {"seed": 1}
+    sweep_dir.mkdir()
+    variables = parent_run.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    parent = mlflow.active_run().info.run_id
+    mlflow.end_run("KILLED")  # the sweep is, and is begun again by a program that begins a run
+    mlflow.start_run()
+    assert trackers.in_use(None) == {"mlflow"}
+    again = parent_run.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    assert again == variables
+    assert mlflow.active_run().info.run_id == parent
+    mlflow.end_run()
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = {"directory": tmp_path, "config": {"units": 3}}
+    for trial in "01":
+        trackers.make_tracker("mlflow", run_name=trial, **options)
+        mlflow.end_run()
+    runs = mlflow.MlflowClient().search_runs(["0"])
+    children = [run for run in runs if run.info.run_id != parent]
+    assert {run.info.run_name for run in children} == {"0", "1"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent}
+    assert {run.data.params["config.units"] for run in children} == {"3"}
+    (tmp_path / "config.json").write_text("{}")
+    runs = []
+    for _ in range(2):
+        trackers.make_tracker("wandb", run_name="0", **options)
+        runs.append((wandb.run.id, wandb.run.group))
+        wandb.finish()
+    assert runs == [(runs[0][0], variables["WANDB_RUN_GROUP"])] * 2
+    assert variables["WANDB_RUN_GROUP"].startswith("sweep-")
+    os.utime(tmp_path / "config.json")  # as of a run that is begun anew there
+    trackers.make_tracker("wandb", run_name="0", **options)
+    assert wandb.run.id != runs[0][0]
+
+
+def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
+    strategies, aim, told, tmp_path
+):
+    board, again = aim(), aim()
+    again._run = board._run
+    with pytest.raises(Killed):
+        train(strategies[1], [board, KillAt(0), tfdist.BackupAndRestore(tmp_path)])
+    train(strategies[1], [again, tfdist.BackupAndRestore(tmp_path)])
+    assert epochs_in(told) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_one_that_is_not_installed_is_a_warning(name, monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(sys.modules, name, None)
+    made = trackers.make_tracker(name, run_name="x", directory=tmp_path, config={})
+    assert made is None
+    (record,) = caplog.records
+    assert f"{trackers.TRACKERS[name]} is not installed" in record.message

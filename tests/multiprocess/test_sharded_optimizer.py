@@ -1,0 +1,114 @@
+"""Sharded optimizer state: the weights of a run without it, and checkpoints that are the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.multiprocess.test_training import PROGRAMS, launch
+from tests.multiprocess.warm import forked
+
+PROGRAM, RESIZED = PROGRAMS / "sharded.py", PROGRAMS / "sharded_resized.py"
+DEADLINE_S = 400
+
+
+def seen_by(directory, workers, *sections):
+    """What each task of a job of so many workers saw, by section."""
+    flags = ("--strategy", "multiworker", "--workers", str(workers))
+    launch(directory / "run", *flags, str(PROGRAM), str(directory), *sections, timeout_s=DEADLINE_S)
+    return {
+        section: [json.loads(file.read_text()) for file in sorted(directory.glob(f"{section}-*"))]
+        for section in sections
+    }
+
+
+def differing(pairs):
+    return [name for name, (whole, sharded) in pairs.items() if whole != sharded]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_weights_are_those_of_whole_slots_to_the_bit(tmp_path, workers):
+    tasks = seen_by(tmp_path, workers, "weights")["weights"]
+    assert len(tasks) == workers
+    for task in tasks:
+        assert differing(task["weights"]) == []
+        assert task["weights"] == tasks[0]["weights"]
+    for name, ((count, whole), _) in tasks[0]["state"].items():
+        largest = max(task["state"][name][1][1] for task in tasks)
+        assert largest <= whole / len(tasks) + 32 * count  # parts are of whole vectors
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_gradients_by_rows_and_checkpoints_are_those_of_whole_slots(tmp_path, workers):
+    seen = seen_by(tmp_path, workers, "sparse", "checkpoints")
+    for task in seen["sparse"]:
+        for name, (whole, sharded, difference) in task.items():
+            assert difference < 1e-6 if "clipnorm" in name else whole == sharded, name
+    for task in seen["checkpoints"]:
+        assert task["same checkpoint"]
+        assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])
+
+
+def test_step_functions_refusals_and_the_file_of_a_model(tmp_path):
+    seen = seen_by(tmp_path, 2, "step_loop", "refusals")
+    for whole, sharded in seen["step_loop"]:
+        assert whole == sharded
+    tasks = seen["refusals"]
+    for task in tasks:
+        refused = task["refused"]
+        for name in ("Adafactor", "Lamb", "Muon"):
+            line = refused[name.lower()]
+            assert line.startswith(f"sharded_optimizer: received {name}, whose update may need")
+            assert "expected one of SGD, Adam, AdamW" in line
+            assert "\n" not in line
+        assert "Adam, which is built with whole slots" in refused["whole"]
+    assert tasks[0]["file has the weights"]
+
+
+def trained(out, *, workers, sharded, epochs):
+    """Trains so many epochs of one run with so many workers; returns the weights."""
+    kind = "multiworker" if workers > 1 else "single"
+    flags = ["--strategy", kind, f"--workers={workers}", f"--run_dir={out}/job-{workers}-{epochs}"]
+    with forked() as (more, fds):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "tfdist.launch", *flags, *more),
+                *(str(RESIZED), str(out), str(int(sharded)), str(epochs)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=fds,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout
+    return np.load(out / "weights.npy")
+
+
+def test_other_numbers_of_workers_go_on(tmp_path):
+    whole, resized = tmp_path / "whole", tmp_path / "resized"
+    for directory in (whole, resized):
+        directory.mkdir()
+    expected = trained(whole, workers=1, sharded=False, epochs=4)
+    for epochs, (workers, sharded) in enumerate([(2, True), (3, True), (1, True), (2, False)]):
+        found = trained(resized, workers=workers, sharded=sharded, epochs=epochs + 1)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_train_program_writes_the_digests_of_whole_slots(tmp_path):
+    flags = ("--config.total_examples=2000", "--config.checkpoints=2", "--config.seed=3")
+    found = []
+    for sharded in (False, True):
+        run_dir = tmp_path / f"run-{sharded}"
+        launch(
+            run_dir, "--strategy", "multiworker", "--workers", "2", "--", *flags,
+            f"--config.sharded_optimizer={str(sharded).lower()}", timeout_s=DEADLINE_S,
+        )  # fmt: skip
+        summary = json.loads((run_dir / "summary.json").read_text())
+        found.append([summary[name] for name in ("status", "weights_sha256", "state_sha256")])
+    assert found[0] == found[1]

@@ -1,0 +1,87 @@
+"""Functions as jobs, from a program."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.multiprocess.jobs import ROOT, Job, default_signals
+
+PROGRAM = ROOT / "tests" / "multiprocess" / "programs" / "spawned.py"
+# The fork server as it is, but for what it imports: no function here needs TensorFlow.
+LIGHT = "import tfdist.launch.fork_server as f; f.IMPORTS = ('json',)"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the program in a directory of its own; ends it, and shows what it said."""
+    (tmp_path / "site").mkdir()
+    jobs = []
+
+    def start(*args, light=LIGHT):
+        (tmp_path / "site" / "sitecustomize.py").write_text(light)
+        read_fd, write_fd = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *args],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=write_fd,
+            stderr=write_fd,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"},
+            preexec_fn=default_signals,
+        )
+        os.close(write_fd)
+        jobs.append(Job(process, read_fd))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.wait()
+        os.close(job.fd)
+        print(job.text)
+
+
+@pytest.mark.parametrize("method", ["exec", "fork"])
+def test_results_errors_and_restarts_come_back(start, method):
+    job = start(method)
+    assert job.end() == 0, job.text
+    assert job.text.endswith("all True\n"), job.text
+    assert len(re.findall(r"^\[worker-[01]\] value 7$", job.text, re.MULTILINE)) == 2
+
+
+def test_a_job_trains_from_a_process_that_has_used_tensorflow(start):
+    job = start("train", light="")
+    assert job.end() == 0, job.text
+
+
+def test_an_interrupt_stops_the_job_and_is_raised_when_it_has_stopped(start):
+    job = start("wait")
+    job.read_until(r"\[worker-0\] ready\n")
+    job.signal(signal.SIGINT)
+    assert job.end() == 0
+    assert job.text.endswith("interrupted: the job was stopped, exit code 130\n")
+    assert "[worker-0] saved\n" in job.text
+
+
+def test_the_end_of_the_caller_is_the_end_of_the_job(start):
+    job = start("wait")
+    job.read_until(r"\[worker-0\] ready\n")
+    (launcher,) = map(int, children_of(job.process.pid))
+    gone = os.pidfd_open(launcher)
+    job.process.kill()
+    assert select.select([gone], [], [], 60)[0]
+    os.close(gone)
+    assert job.process.wait(60) == -signal.SIGKILL
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()

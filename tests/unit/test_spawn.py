@@ -1,0 +1,174 @@
+"""What `tfdist.spawn` refuses before anything is started, and what it makes of a job's answers."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import cloudpickle
+import pytest
+
+import tfdist
+from tfdist.errors import JobFailed, UsageError
+from tfdist.launch import spawn as spawning
+from tfdist.launch.guardian import MARK
+
+LOCK = threading.Lock()
+
+
+def by_value(source):
+    """A function as a notebook's cell would define it."""
+    cell = {"__name__": "__main__", "LOCK": LOCK}
+    exec(source, cell)
+    return cell["fn"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_started(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(MARK, raising=False)
+    monkeypatch.setattr(spawning, "_run", lambda *_, **__: pytest.fail("a job was started"))
+    yield
+    assert not list(tmp_path.iterdir())
+
+
+def refusal(fn, *args, **options):
+    with pytest.raises(UsageError) as refused:
+        tfdist.spawn(fn, *args, **options)
+    assert "\n" not in str(refused.value)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def fn(): return LOCK", "LOCK"),
+        ("def fn(): return [LOCK for _ in range(2)]", "LOCK"),
+        ("def helper(): return LOCK\ndef fn(): return helper()", "LOCK"),
+        ("def make(inner):\n    return lambda: inner\nfn = make(LOCK)", "inner"),
+        ("rows = (row for row in ())\ndef fn(): return rows", "rows"),
+    ],
+)
+def test_a_variable_that_cannot_be_pickled_is_named(source, name):
+    error = refusal(by_value(source))
+    assert error.code == "not-picklable"
+    assert str(error.received).startswith(f"{name}, which cannot be pickled")
+
+
+def test_an_argument_that_cannot_be_pickled_is_named():
+    error = refusal(by_value("def fn(a, b): pass"), 1, LOCK)
+    assert str(error.received).startswith("argument 2, which cannot be pickled")
+
+
+def test_what_is_no_function_is_refused():
+    assert refusal(3).code == "no-function"
+
+
+def test_a_spawn_within_a_task_is_refused(monkeypatch):
+    monkeypatch.setenv(MARK, "0123")
+    assert refusal(len).code == "nested-spawn"
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "code"),
+    [
+        ({"max_restart": 3}, "tfdist.spawn", "unknown-option"),
+        ({"keep_fds": "3"}, "tfdist.spawn", "unknown-option"),
+        ({"workers": 0}, "--workers", "out-of-range"),
+        ({"workers": "two"}, "--workers", None),
+        ({"strategy": "multi"}, "--strategy", "unknown-value"),
+        ({"strategy": "single", "workers": 2}, "--workers", "exclusive"),
+        ({"ps": 1}, "--ps", "exclusive"),
+        ({"grace_s": -1}, "--grace_s", "out-of-range"),
+    ],
+)
+def test_options_are_the_launchers_and_refused_as_there(options, where, code):
+    error = refusal(len, "abc", **options)
+    assert error.where == where
+    assert code in (None, error.code)
+    if "max_restart" in options:
+        assert "did you mean 'max_restarts'?" in str(error)
+
+
+def test_keywords_become_flags():
+    def flags(strategy, workers=None, ps=0, **more):
+        return spawning._flags(strategy, workers, ps, more)
+
+    assert flags("multiworker") == ["--strategy=multiworker", "--workers=2"]
+    assert flags("single", evaluator=False) == ["--strategy=single"]
+    assert flags("ps", 4, 2, evaluator=True, max_restarts=0) == [
+        "--strategy=ps", "--workers=4", "--ps=2", "--evaluator=True", "--max_restarts=0",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def memory():
+    with spawning._memory("test") as fd:
+        yield fd
+
+
+def test_answers_come_back_in_order_and_one_cut_short_is_left_out(memory):
+    records = [{"kind": "result", "value": bytes(n)} for n in (0, 10, 300_000)]
+    for record in records:
+        spawning._answer(memory, record)
+    assert spawning._answers(memory) == records
+    spawning._answer(memory, records[1])
+    os.ftruncate(memory, os.fstat(memory).st_size - 3)
+    assert spawning._answers(memory) == records
+
+
+def test_a_failure_has_its_task_its_traceback_and_its_exception():
+    trace = "Traceback\nValueError: no"
+    answers = [
+        {"kind": "error", "task": "worker-0", "traceback": "x", "value": None},
+        {
+            "kind": "error",
+            "task": "worker-1",
+            "traceback": trace,
+            "value": cloudpickle.dumps(ValueError("no")),
+        },
+    ]
+    failure = {"task": "worker-1", "cause": "ValueError: no", "last_lines": ["said"]}
+    error = spawning._failed(3, failure, answers, [])
+    assert (error.task, error.exit_code, error.traceback) == ("worker-1", 3, trace)
+    assert isinstance(error.__cause__, ValueError)
+    assert str(error) == f"worker-1 failed first: ValueError: no\n\n{trace}"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.task, copy.exit_code) == (str(error), "worker-1", 3)
+
+
+def test_a_task_that_was_killed_is_told_by_the_last_it_printed():
+    failure = {"task": "ps-0", "cause": "killed by SIGKILL", "last_lines": ["a", "b"]}
+    error = spawning._failed(137, failure, [], [])
+    assert str(error) == "ps-0 failed first: killed by SIGKILL\n\na\nb"
+    assert (error.exit_code, error.traceback, error.__cause__) == (137, "", None)
+
+
+def test_what_the_launcher_itself_refuses_is_its_line():
+    error = spawning._failed(2, None, [], ["[launch] x", "--run_dir: received y"])
+    assert isinstance(error, JobFailed)
+    assert (error.exit_code, error.task) == (2, "")
+    assert str(error).endswith("exit code 2: --run_dir: received y")
+
+
+def test_the_lines_of_cells_go_along_and_those_of_files_do_not(monkeypatch):
+    cells = {"<cell>": (3, None, ["a\n"], "<cell>"), "/x.py": (3, 1.0, ["b\n"], "/x.py")}
+    monkeypatch.setattr(linecache, "cache", cells)
+    given = pickle.loads(spawning._pickled(by_value("def fn(): return 1"), ()))
+    assert given["cells"] == {"<cell>": ["a\n"]}
+    assert given["path"] == sys.path
+    fn, args = pickle.loads(given["call"])
+    assert (fn(), args) == (1, ())
+
+
+def test_importing_it_loads_neither_tensorflow_nor_cloudpickle():
+    program = (
+        "import sys, tfdist; tfdist.spawn;"
+        "assert not {'tensorflow', 'keras', 'numpy', 'cloudpickle'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,405 @@
+"""Functions as jobs: `tfdist.spawn`, from a program or from the cell of a notebook.
+
+The function and what it returns are pickled, by value where they are of ``__main__``. They are in
+memory without a name (memfd), whose descriptors the launcher and the tasks inherit: nothing is
+unpickled but what this process and the tasks it has started have written.
+
+Run as a module it is the program of each task.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import linecache
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from tfdist.cluster import read_environment
+from tfdist.errors import JobFailed, TfdistError, UsageError, near
+from tfdist.launch.guardian import MARK, bound_command
+from tfdist.launch.options import FLAGS, parse
+from tfdist.launch.report import earlier_attempts
+from tfdist.launch.rundir import chosen_run_dir
+
+_MODULE = "tfdist.launch.spawn"
+_OPTIONS = tuple(f.name for f in FLAGS if f.name not in ("help", "fork_server", "keep_fds"))
+_READ_BYTES = 1 << 16
+_LINES_KEPT = 20
+_LENGTH_BYTES = 8
+
+
+def spawn(
+    fn: Callable[..., Any],
+    *args: Any,
+    strategy: str = "multiworker",
+    workers: int | None = None,
+    ps: int = 0,
+    **options: Any,
+) -> Any:
+    """Run a function as a job on this machine and return what it returns in the chief.
+
+    Every task calls ``fn(*args)``, in a new process; what they print is written to `sys.stdout`,
+    each line with its task before it. Ctrl-C, or interrupting a notebook's kernel, stops the job
+    as it stops that of the launcher: a `fit` with `BackupAndRestore` saves.
+
+    Args:
+      fn: a function; one of ``__main__``, or of a notebook's cell, goes with the variables that it
+        uses, any other by the name of its module.
+      *args: what it is called with. They are pickled, as what it returns is.
+      strategy: as ``--strategy`` of the launcher.
+      workers: as ``--workers``; 2 under multiworker and ps.
+      ps: as ``--ps``; 0 for none, or the one of a ps job.
+      **options: the launcher's other flags by their names, such as ``max_restarts=3``.
+
+    Returns:
+      What `fn` returned in the chief; None where it ended by `sys.exit`.
+
+    Raises:
+      UsageError: an option that the launcher would refuse; a function that cannot be pickled; a
+        call inside a task of a job. Nothing has been started.
+      JobFailed: the job failed. It has the first failure's task and traceback, and its exception
+        as the cause.
+      KeyboardInterrupt: it was interrupted, and the job has stopped.
+    """
+    _require_outside(os.environ)
+    run_dir = chosen_run_dir(options.pop("run_dir", None))
+    flags = _flags(strategy, workers, ps, {**options, "run_dir": str(run_dir)})
+    parse([*flags, "-m", _MODULE])
+    payload = _pickled(fn, args)
+    with _memory("function") as function_fd, _memory("answers") as answers_fd:
+        _write(function_fd, payload)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(function_fd, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(answers_fd, fcntl.F_SETFL, os.O_APPEND)
+        fds = (function_fd, answers_fd)
+        keep = f"--keep_fds={function_fd},{answers_fd}"
+        command = [*flags, keep, "-m", _MODULE, *map(str, fds)]
+        before = len(earlier_attempts(run_dir))
+        code, is_interrupted, lines = _run(command, keep_fds=fds)
+        answers = _answers(answers_fd)
+    if code == 0:
+        values = [answer["value"] for answer in answers if answer["kind"] == "result"]
+        return pickle.loads(values[-1]) if values else None
+    if is_interrupted:
+        raise KeyboardInterrupt(f"the job was stopped, exit code {code}")
+    entries = earlier_attempts(run_dir)
+    failure = entries[-1]["first_failure"] if len(entries) > before else None
+    raise _failed(code, failure, answers, lines)
+
+
+def _require_outside(environ: Mapping[str, str]) -> None:
+    if MARK in environ:
+        raise UsageError(
+            "tfdist.spawn",
+            received="a call inside a task of a job",
+            expected="a call outside of any job: it starts the tasks itself",
+            fix="call the function itself here",
+            code="nested-spawn",
+        )
+
+
+def _flags(
+    strategy: str, workers: int | None, ps: int, options: Mapping[str, Any]
+) -> Sequence[str]:
+    """Return the command line for keywords."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise UsageError(
+                "tfdist.spawn",
+                received=f"{name}={near(name, _OPTIONS)}",
+                expected="the launcher's flags as keywords",
+                fix="see python -m tfdist.launch --help; arguments of the function come before",
+                code="unknown-option",
+            )
+    several = strategy in ("multiworker", "ps") and "hosts" not in options
+    given = {
+        "strategy": strategy,
+        "workers": 2 if workers is None and several else workers,
+        "ps": ps or None,
+        **options,
+    }
+    return [f"--{n}={v}" for n, v in given.items() if v is not None and v is not False]
+
+
+# What goes to the tasks, and comes back.
+
+
+@contextlib.contextmanager
+def _memory(name: str) -> Iterator[int]:
+    fd = os.memfd_create(f"tfdist {name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _contents(fd: int) -> bytes:
+    """Return what is in memory that others have open too, and so without a position of its own."""
+    size, parts = os.fstat(fd).st_size, bytearray()
+    while len(parts) < size and (part := os.pread(fd, size - len(parts), len(parts))):
+        parts += part
+    return bytes(parts)
+
+
+def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
+    """Return the function, and what a task needs to load it and to show its lines."""
+    import cloudpickle
+
+    if not callable(fn):
+        received, fix = f"a {type(fn).__name__}", "pass the function, without calling it"
+        raise UsageError(
+            "tfdist.spawn", received=received, expected="a function", fix=fix, code="no-function"
+        )
+    try:
+        call = cloudpickle.dumps((fn, tuple(args)))
+    except Exception as error:
+        name = _culprit({**_variables(fn), **_named(args)}, seen=set()) or "the function"
+        raise UsageError(
+            "tfdist.spawn",
+            received=f"{name}, which cannot be pickled ({_first_line(error)})",
+            expected="a function that uses what can be sent to another process",
+            fix=f"make {name} inside the function",
+            code="not-picklable",
+        ) from None
+    return pickle.dumps({"path": list(sys.path), "cells": _cells(), "call": call})
+
+
+def _cells() -> dict[str, list[str]]:
+    """Return the lines of code that are of no file, as those of a notebook's cells."""
+    known: Mapping[str, Any] = linecache.cache
+    return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
+
+
+def _named(args: Sequence[Any]) -> dict[str, Any]:
+    return {f"argument {number}": value for number, value in enumerate(args, 1)}
+
+
+def _culprit(variables: Mapping[str, Any], *, seen: set[int]) -> str | None:
+    """Return the name of the variable that cannot be pickled, as far inside as there is one."""
+    import cloudpickle
+
+    for name, value in variables.items():
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return _culprit(_variables(value), seen=seen) or name
+    return None
+
+
+def _variables(fn: Any) -> dict[str, Any]:
+    """Return the variables outside of a function that it uses; none for what is no function."""
+    if not isinstance(fn, FunctionType):
+        return {}
+    names = [name for name in _names(fn.__code__) if name in fn.__globals__]
+    outside = {name: fn.__globals__[name] for name in names}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not filled yet
+            outside[name] = cell.cell_contents
+    return outside
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _answers(fd: int) -> list[dict[str, Any]]:
+    """Return what tasks have written; what one was killed over, and what follows it, is not."""
+    data, answers = _contents(fd), []
+    while length := int.from_bytes(data[:_LENGTH_BYTES], "little"):
+        record, data = data[_LENGTH_BYTES:][:length], data[_LENGTH_BYTES + length :]
+        if len(record) < length:
+            break
+        answers.append(pickle.loads(record))
+    return answers
+
+
+def _failed(
+    code: int,
+    failure: Mapping[str, Any] | None,
+    answers: Sequence[Mapping[str, Any]],
+    lines: Sequence[str],
+) -> JobFailed:
+    """Return the error for a job that has failed, as its report and its tasks tell it."""
+    if failure is None:  # the launcher refused it, or somebody stopped it
+        said = lines[-1].removeprefix("[launch] ") if lines else "it said nothing"
+        return JobFailed(f"the job ended with exit code {code}: {said}", exit_code=code)
+    task = failure["task"]
+    told = [answer for answer in answers if answer["kind"] == "error" and answer["task"] == task]
+    trace = told[-1]["traceback"] if told else ""
+    last = "\n".join(failure.get("last_lines") or ())
+    more = trace or last
+    message = f"{task} failed first: {failure['cause']}" + (f"\n\n{more}" if more else "")
+    failed = JobFailed(message, task=task, exit_code=code, traceback=trace)
+    if told and told[-1]["value"] is not None:
+        with contextlib.suppress(Exception):  # of a class that only the task could make
+            failed.__cause__ = pickle.loads(told[-1]["value"])
+    return failed
+
+
+# The launcher, as this process's child.
+
+
+def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool, Sequence[str]]:
+    """Run the launcher; return its exit code, whether it was interrupted, and its last lines."""
+    process: subprocess.Popen[bytes] | None = None
+    asked: list[int] = []
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
+        if process is not None:
+            process.send_signal(signum)
+
+    launcher = [sys.executable, "-m", "tfdist.launch", *flags]
+    with _interrupts_to(on_interrupt):
+        process = subprocess.Popen(
+            bound_command(launcher, signum=signal.SIGTERM),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=keep_fds,
+            start_new_session=True,  # a terminal's or a kernel's Ctrl-C comes through this process
+        )
+        try:
+            if asked:
+                process.send_signal(signal.SIGINT)
+            lines = _shown(process)
+            return process.wait(), bool(asked), lines
+        finally:
+            _end(process)
+
+
+@contextlib.contextmanager
+def _interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have SIGINT call `handler`, where it would raise KeyboardInterrupt."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else signal.SIG_IGN
+    if before == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
+    """Write what the launcher prints to `sys.stdout` until its end; return the last lines."""
+    assert process.stdout is not None
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    lines: deque[str] = deque([""], maxlen=_LINES_KEPT)
+    while data := os.read(process.stdout.fileno(), _READ_BYTES):
+        text = decoder.decode(data)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        first, *more = text.split("\n")
+        lines[-1] += first
+        lines.extend(more)
+    return [line for line in lines if line]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Stop a launcher whose output can no longer be shown; it leaves no process behind."""
+    if process.stdout is not None:
+        process.stdout.close()
+    if process.poll() is None:
+        process.terminate()
+        process.wait()
+
+
+# In a task.
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Call the function as this task's program: the descriptors of function and answers."""
+    function_fd, answers_fd = map(int, argv)
+    for fd in (function_fd, answers_fd):
+        os.set_inheritable(fd, False)
+    given = pickle.loads(_contents(function_fd))
+    os.close(function_fd)
+    sys.path[:] = given["path"]
+    for name, lines in given["cells"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    told = read_environment(os.environ)
+    task = str(told.task) if told else ""
+    try:
+        fn, args = pickle.loads(given["call"])
+        value = fn(*args)
+        if told is None or not told.cluster.tasks() or told.task == told.cluster.chief_task:
+            _answer(answers_fd, {"kind": "result", "task": task, "value": _value(value)})
+    except Exception as error:
+        trace = "" if isinstance(error, TfdistError) else _traceback(error)
+        pickled: bytes | None = None
+        with contextlib.suppress(Exception):  # one that cannot be pickled: its text is there
+            pickled = _value(error)
+        record = {"kind": "error", "task": task, "traceback": trace, "value": pickled}
+        _answer(answers_fd, record)
+        raise
+
+
+def _value(value: Any) -> bytes:
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise UsageError(
+            "tfdist.spawn",
+            received=f"a {type(value).__name__} as the result, which cannot be pickled "
+            f"({_first_line(error)})",
+            expected="a result that can be sent to another process",
+            fix="return numbers, arrays or a path",
+            code="not-picklable",
+        ) from None
+    return pickled
+
+
+def _traceback(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _answer(fd: int, record: Mapping[str, Any]) -> None:
+    """Append a record in one piece: no other task writes meanwhile."""
+    data = pickle.dumps(dict(record))
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    try:
+        _write(fd, len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+if __name__ == "__main__":
+    # As the module of that name, so that nothing of its own is in the function's ``__main__``.
+    from tfdist.launch.spawn import serve as _serve
+
+    _serve(sys.argv[1:])

@@ -1,0 +1,307 @@
+"""Sharded optimizer state: each worker updates its part of every variable (ZeRO stage 1).
+
+The optimizer is built on flat variables that hold this worker's part of each trainable variable,
+so that its slots are of the part alone. In a step the gradients are summed part by part, Keras'
+own update runs on the parts, and the new weights are gathered (Rajbhandari et al., 2020,
+https://arxiv.org/abs/1910.02054). Every element sees the operations that it sees without sharding,
+so that the bits are the same. What needs a norm gathers the gradients first: a sum of sums of parts
+is another one in its last bit.
+Ended by: no release, Keras 3.15.1 included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.errors import UsageError
+from tfdist.strategy.job import Job
+from tfdist.strategy.parts import Part, mark, own_initial_values, own_part, part_of, whole
+from tfdist.training.keras_compat.reduction import (
+    gather_over_workers,
+    own_copy,
+    reduced,
+    scatter_over_workers,
+    sum_over_replicas,
+    summed_rows,
+)
+from tfdist.training.keras_compat.trace import StepTrace, current
+
+_LOG = logging.getLogger(__name__)
+_NAMES = (
+    *("SGD", "Adam", "AdamW", "Adamax", "Nadam", "Adagrad", "Adadelta", "RMSprop", "Ftrl"),
+    *("Lion", "ScheduleFreeAdamW"),
+)
+BY_ELEMENT = tuple(getattr(keras.optimizers, n) for n in _NAMES if hasattr(keras.optimizers, n))
+"""Those whose update of an element looks at no other one."""
+_TYPES = ("float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Division:
+    """Trainable variables of an optimizer that is built on parts of them.
+
+    Attributes:
+      wholes: in the order of the optimizer's own, which are the parts.
+    """
+
+    wholes: tuple[Any, ...]
+
+
+_divisions: weakref.WeakKeyDictionary[Any, Division] = weakref.WeakKeyDictionary()
+
+
+def division_of(optimizer: Any) -> Division | None:
+    """Return how the state of an optimizer is divided, None where it is whole."""
+    return _divisions.get(optimizer)
+
+
+def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise UsageError for what cannot be updated part by part."""
+    inner = _innermost(optimizer)
+    if type(inner) not in BY_ELEMENT:
+        raise _refused(
+            f"{type(inner).__name__}, whose update may need whole variables",
+            expected=f"one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}",
+            fix="use one of them, or leave sharded_optimizer out",
+        )
+    for variable in variables:
+        if variable.dtype not in _TYPES:
+            raise _refused(
+                f"{variable.path} of {variable.dtype}",
+                expected=f"trainable variables of {', '.join(_TYPES)}",
+                fix="use a mixed precision, which keeps float32 weights, or leave "
+                "sharded_optimizer out",
+            )
+
+
+@contextlib.contextmanager
+def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
+    """Have whoever builds the optimizer here build it on this worker's parts of the variables.
+
+    Keras does so as it builds a model. In the job's scope; a collective.
+
+    Raises:
+      UsageError: the optimizer has whole slots already, or cannot update parts.
+    """
+    if optimizer in _divisions:
+        yield
+        return
+    if optimizer.built:
+        raise _refused(
+            f"{type(optimizer).__name__}, which is built with whole slots",
+            expected="an optimizer without any, of which each worker makes its part",
+            fix="compile the model with a new optimizer, whose first fit is sharded",
+        )
+    with building_by(optimizer, lambda variables: _build(optimizer, variables, job)):
+        yield
+
+
+@contextlib.contextmanager
+def building_by(optimizer: Any, build: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Have whoever builds the optimizer here call `build` instead."""
+    object.__setattr__(optimizer, "build", build)
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "build")
+
+
+def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
+    require_by_element(optimizer, variables)
+    with own_initial_values(job):
+        parts = [_part(variable, job) for variable in variables]
+        _build_on(optimizer, parts)
+    division = Division(wholes=tuple(variables))
+    for one in {id(o): o for o in (optimizer, _innermost(optimizer))}.values():
+        _divisions[one] = division
+        for index, variable in enumerate(variables):  # by which its users ask
+            one._trainable_variables_indices[one._var_key(variable)] = index
+        for name, method in _METHODS.items():
+            if hasattr(one, name):
+                object.__setattr__(one, name, functools.partial(method, one))
+
+
+def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
+    """Return this worker's part of the sum of each gradient; statistics travel, too.
+
+    With two workers the sum of parts has the bits of the whole sum. With more it adds in another
+    order, so that the whole sum is made and cut.
+    """
+    parts = [_part_for(optimizer, variable) for variable in variables]
+    if trace.num_replicas > 2:
+        return [_own(g, part) for g, part in zip(reduced(grads, trace), parts, strict=True)]
+    dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
+    sums = scatter_over_workers([grads[i] for i in dense])
+    others = reduced([None if isinstance(g, tf.Tensor) else g for g in grads], trace)
+    totals = [_own(g, part) for g, part in zip(others, parts, strict=True)]
+    for i, total in zip(dense, sums, strict=True):
+        totals[i] = total
+    return totals
+
+
+def _part(variable: Any, job: Job) -> Any:
+    """Make the variable for this worker's part, of the same name and path."""
+    part = own_part(job, tuple(variable.shape))
+    value = variable.numpy().reshape(-1)[part.first : part.end]
+    made = keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
+    made._path = variable.path  # what slots are named after
+    mark(made, part)
+    return made
+
+
+def _build_on(optimizer: Any, parts: Sequence[Any]) -> None:
+    """Build it, and note of each slot which part it belongs to."""
+    inner = _innermost(optimizer)
+    original = inner.add_variable_from_reference
+
+    def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(reference_variable, *args, **kwargs)
+        mark(slot, _place_of(reference_variable))
+        return slot
+
+    object.__setattr__(inner, "add_variable_from_reference", add)
+    try:
+        type(optimizer).build(optimizer, list(parts))
+    finally:
+        object.__delattr__(inner, "add_variable_from_reference")
+
+
+def _innermost(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _part_for(optimizer: Any, variable: Any) -> Part:
+    index = optimizer._get_variable_index(variable)
+    return _place_of(optimizer._trainable_variables[index])
+
+
+def _own(gradient: Any, part: Part) -> Any:
+    """Return this part, flat, of a gradient that is whole."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return _own_elements(summed_rows(gradient), part)
+    return None if gradient is None else _cut(gradient, part)
+
+
+def _own_elements(slices: tf.IndexedSlices, part: Part) -> tf.IndexedSlices:
+    """Return this part of a gradient by rows as one by elements: Keras' sparse updates differ."""
+    width = math.prod(part.shape[1:])
+    first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
+    places = tf.reshape(first_of_row[:, None] + tf.range(width, dtype=tf.int64), [-1])
+    mine = tf.where((places >= 0) & (places < part.end - part.first))[:, 0]
+    values = tf.gather(tf.reshape(slices.values, [-1]), mine)
+    return tf.IndexedSlices(values, tf.gather(places, mine), tf.constant([part.end - part.first]))
+
+
+def _step_of(optimizer: Any) -> StepTrace:
+    """Return the trace of the step that applies the optimizer; elsewhere nobody gathers."""
+    trace = current()
+    if trace is None or not trace.in_hook:
+        raise UsageError(
+            "sharded_optimizer",
+            received=f"{type(optimizer).__name__}.apply outside of a step of tfdist",
+            expected="updates in the steps of tfdist.fit",
+            fix="use another optimizer there",
+            code="not-sharded",
+        )
+    return trace
+
+
+# A sharded optimizer is Keras' own, with these methods in place of the class'.
+
+
+def _apply_to_parts(optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+    """Clip, decay, update and average the parts; then gather the weights."""
+    trace, division = _step_of(optimizer), _divisions[optimizer]
+    mine = [optimizer._get_variable_index(variable) for variable in trainable_variables]
+    parts = optimizer._trainable_variables
+    touched = list(range(len(parts))) if optimizer.use_ema else mine
+    for index in touched:
+        _refresh(optimizer, division.wholes[index], parts[index])
+    trace.updated = [parts[index] for index in mine]
+    type(optimizer)._backend_apply_gradients(optimizer, grads, trace.updated)
+    _gather([(division.wholes[index], parts[index]) for index in touched])
+
+
+def _clip_whole(optimizer: Any, grads: Any) -> Any:
+    """Clip by a norm of the whole gradients, added in the order in which Keras adds."""
+    clip = functools.partial(type(optimizer)._clip_gradients, optimizer)
+    if not (optimizer.clipnorm or optimizer.global_clipnorm):
+        return clip(grads)
+    places = [_place_of(part) for part in _step_of(optimizer).updated]
+    parts = [tf.convert_to_tensor(gradient) for gradient in grads]
+    wholes = gather_over_workers(parts, [place.shape for place in places])
+    return [_cut(gradient, at) for gradient, at in zip(clip(wholes), places, strict=True)]
+
+
+def _check_finite(optimizer: Any, grads: Any) -> Any:
+    """Return whether the parts of all workers are finite."""
+    finite = type(optimizer).check_finite(optimizer, grads)
+    return tf.equal(sum_over_replicas([tf.cast(~finite, tf.int32)])[0], 0)
+
+
+def _save_nothing(optimizer: Any, store: Any) -> None:
+    """Leave the slots out of a `.keras` file: one task, which alone writes it, has a part."""
+    _LOG.warning(
+        "the state of %s is sharded: the model's file is without it; checkpoints of "
+        "BackupAndRestore have it",
+        type(optimizer).__name__,
+    )
+
+
+def _take_averages(optimizer: Any, variables: Any) -> None:
+    """Have averaged weights take the place of the last ones, as Keras does. A collective."""
+    inner = _innermost(optimizer)
+    if inner.use_ema:
+        averages = inner._model_variables_moving_average
+        for variable, average in zip(_divisions[inner].wholes, averages, strict=True):
+            variable.assign(whole(average))
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "finalize_variable_values": _take_averages,
+    "_backend_apply_gradients": _apply_to_parts,
+    "_clip_gradients": _clip_whole,
+    "check_finite": _check_finite,
+    "save_own_variables": _save_nothing,
+}
+
+
+def _refresh(optimizer: Any, variable: Any, part: Any) -> None:
+    """Take the part from the weights, which something else than the optimizer may have set."""
+    own_copy(part).assign(_cut(own_copy(variable).read_value(), _place_of(part)))
+    # Which weights decay is told of whole variables.
+    decays = optimizer._use_weight_decay(variable.value)
+    optimizer._exclude_from_weight_decay_cache[optimizer._var_key(part)] = decays
+
+
+def _cut(value: tf.Tensor, place: Part) -> tf.Tensor:
+    return tf.reshape(value, [-1])[place.first : place.end]
+
+
+def _place_of(part: Any) -> Part:
+    place = part_of(part)
+    assert place is not None
+    return place
+
+
+def _gather(pairs: Sequence[tuple[Any, Any]]) -> None:
+    parts = [own_copy(part).read_value() for _, part in pairs]
+    wholes = gather_over_workers(parts, [tuple(variable.shape) for variable, _ in pairs])
+    for (variable, _), value in zip(pairs, wholes, strict=True):
+        own_copy(variable).assign(value)
+
+
+def _refused(received: str, *, expected: str, fix: str) -> UsageError:
+    return UsageError(
+        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
+    )

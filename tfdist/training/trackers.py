@@ -1,0 +1,506 @@
+"""Experiment trackers: the callbacks of MLflow, W&B, Comet, ClearML and Aim.
+
+They are known by the package that their class is from (`TRACKERS`). They run in the chief, see each
+epoch and the end of each block of steps, and do not shorten blocks. The tracker's run is part of
+the checkpoint: a resumed training goes on in it, and logs no step that is logged already. One that
+fails is left out from there on, with one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+from keras.src.utils.python_utils import is_default
+
+TRACKERS: Mapping[str, str] = {
+    "mlflow": "MLflow",
+    "wandb": "Weights & Biases",
+    "comet_ml": "Comet",
+    "clearml": "ClearML",
+    "aim": "Aim",
+}
+"""The packages whose callbacks are trackers, and what they are called."""
+
+_JOURNAL_CHARS = 256
+_LOG = logging.getLogger(__name__)
+
+
+def is_of_tracker(kind: type) -> bool:
+    """Return whether a class comes from the package of a tracker."""
+    return kind.__module__.partition(".")[0] in TRACKERS
+
+
+def package_of(callback: Any) -> str | None:
+    """Return the tracker's package from which a callback's class comes or is derived."""
+    kinds = [kind for kind in type(callback).__mro__ if is_of_tracker(kind)]
+    return kinds[0].__module__.partition(".")[0] if kinds else None
+
+
+def wrapped(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+    """Return a tracker's callback as a `Tracker`, any other as it is.
+
+    One that saves models, as a `ModelCheckpoint`, is none: it has a state of its own.
+    """
+    package = package_of(callback)
+    if package is None or isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return callback
+    return Tracker(callback, package=package)
+
+
+def without_callback() -> list[Tracker]:
+    """Return a `Tracker` of ClearML's task, where there is one: it sees what TensorBoard writes."""
+    if "clearml" not in sys.modules or _clearml_run(None) is None:
+        return []
+    return [Tracker(keras.callbacks.Callback(), package="clearml")]
+
+
+class Tracker(keras.callbacks.Callback):
+    """Callback of a tracker, in the chief, called at the end of blocks.
+
+    Attributes:
+      inner: the tracker's own callback.
+      package: a key of `TRACKERS`.
+      step: steps done of the run.
+    """
+
+    once_a_range = True
+
+    def __init__(self, inner: keras.callbacks.Callback, *, package: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.package = package
+        self.step = 0
+        self._first_batch = 0
+        self._epoch = 0
+        self._is_broken = self._is_resumed = False
+        self._journal: Path | None = None
+        self._logged = {"step": 0, "epoch": -1}
+
+    @property
+    def wants_block_logs(self) -> bool:
+        """Return whether the logs at the end of a block are of use to it."""
+        if self.package == "wandb" and hasattr(self.inner, "logging_batch_wise"):
+            return bool(self.inner.logging_batch_wise)
+        if self.package == "mlflow" and hasattr(self.inner, "log_every_n_steps"):
+            return self.inner.log_every_n_steps is not None
+        hooks = ("on_batch_end", "on_train_batch_end")
+        return any(not is_default(getattr(self.inner, hook)) for hook in hooks)
+
+    def keep_journal(self, path: Path) -> None:
+        """Write down in a file what has been logged, beside the checkpoints.
+
+        What it has of this very run, begun again before it had a checkpoint, is logged already.
+        """
+        self._journal = path
+        self._logged.update(self._noted(self.get_state()["run"]))
+
+    def resume_run(self, state: Mapping[str, Any]) -> None:
+        """Go on in the tracker's run of a checkpoint; before `on_train_begin`."""
+        run = state.get("run")
+        if run is None or state.get("package") != self.package:
+            return
+        with self._warning_of_failure(f"resume its run {run}"):
+            _RESUME[self.package](self.inner, run)
+            self._logged.update(self._last_logged(run))
+            self._is_resumed = True
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the tracker's run, for the checkpoint."""
+        run = None
+        with contextlib.suppress(Exception):  # one that has failed has none
+            run = _RUN[self.package](self.inner)
+        return {"package": self.package, "run": run}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: `resume_run` has had it, before anything was logged."""
+
+    def resumed_at(self, step: int) -> None:
+        """Count from the step at which the run goes on."""
+        self.step = step
+
+    def set_model(self, model: keras.Model) -> None:
+        """Take the model."""
+        super().set_model(model)
+        self._call("set_model", model)
+
+    def set_params(self, params: Any) -> None:
+        """Take Keras' parameters."""
+        super().set_params(params)
+        self._call("set_params", params)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Have the tracker begin; MLflow's run has the model's parameters, which cannot change."""
+        if self.package == "mlflow":
+            _hear_failures_of_mlflow(self.fail)
+        if not (self.package == "mlflow" and self._is_resumed):
+            self._call("on_train_begin", logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Have the tracker end, with all written that it has been given."""
+        self._call("on_train_end", logs)
+        if self.package == "mlflow" and not self._is_broken:
+            with self._warning_of_failure("write"):
+                sys.modules["mlflow"].flush_async_logging()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Tell it of an epoch."""
+        self._epoch = epoch
+        self._set_counts()
+        self._call("on_epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log an epoch, unless it is logged already."""
+        if epoch > self._logged["epoch"]:
+            self._set_counts()
+            self._call("on_epoch_end", epoch, logs)
+            self._note(epoch=epoch)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Tell it of a validation."""
+        self._call("on_test_begin", logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Log a validation, unless that of its epoch is logged already."""
+        if self._epoch > self._logged["epoch"]:
+            self._call("on_test_end", logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Tell it of a block."""
+        self._first_batch = batch
+        self._call("on_train_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Log the end of a block, unless that step is logged already."""
+        before = self.step
+        self.step += batch - self._first_batch + 1
+        if self._is_broken or self.step <= self._logged["step"]:
+            return
+        if self.wants_block_logs:
+            log = _LOG_BLOCK.get(self.package, _as_it_comes)
+            with self._warning_of_failure("write"):
+                if log(self, max(before, self._logged["step"]), batch, logs):
+                    self._note(step=self.step)
+
+    def _set_counts(self) -> None:
+        """Have Comet's callback, which counts its calls, go on with the run's steps and epochs."""
+        if self.package == "comet_ml":
+            self.inner.our_step, self.inner.our_epoch = self.step, self._epoch
+
+    def _call(self, hook: str, *args: Any) -> None:
+        if not self._is_broken:
+            with self._warning_of_failure("write"):
+                getattr(self.inner, hook)(*args)
+
+    @contextlib.contextmanager
+    def _warning_of_failure(self, doing: str) -> Iterator[None]:
+        """Leave the tracker out when it fails: the training goes on, and is in its other logs."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(doing, error)
+
+    def fail(self, doing: str, error: Exception) -> None:
+        """Leave it out from here on; of a failure after the first nothing is said."""
+        if not self._is_broken:
+            self._is_broken = True
+            warn(f"{TRACKERS[self.package]}: cannot {doing}", error)
+
+    def _note(self, **done: int) -> None:
+        self._logged.update(done)
+        if self._journal is not None and not self._is_broken:
+            with self._warning_of_failure("be noted beside the checkpoints"):
+                _write_over(self._journal, json.dumps({**self.get_state(), **self._logged}))
+
+    def _noted(self, run: str | None) -> dict[str, int]:
+        """Return the last step and epoch of a run that the journal has."""
+        if self._journal is None or not self._journal.exists():
+            return {}
+        with contextlib.suppress(ValueError):  # of a machine that lost its power
+            noted = json.loads(self._journal.read_text())
+            if run is not None and noted["run"] == run:
+                return {name: noted[name] for name in ("step", "epoch")}
+        return {}
+
+    def _last_logged(self, run: str) -> dict[str, int]:
+        """Return the last step and epoch of a run that are logged, whatever was saved after."""
+        logged = self._noted(run)
+        if self.package == "mlflow":  # which writes by a thread: what it has is what counts
+            logged |= _logged_in_mlflow(self.inner, run)
+        return logged
+
+
+def warn(what: str, error: Exception) -> None:
+    """Log in one line that a tracker is left out."""
+    gist = (str(error).splitlines() or [""])[0]
+    _LOG.warning("%s (%s: %s); the training goes on without it", what, type(error).__name__, gist)
+
+
+def _write_over(path: Path, text: str) -> None:
+    """Write a short text in one piece over another of the same length, without making a file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(fd, text.ljust(_JOURNAL_CHARS).encode(), 0)
+    finally:
+        os.close(fd)
+
+
+def crossed(before: int, after: int, every: int) -> bool:
+    """Return whether a multiple of `every` is among the steps ``(before, after]``."""
+    return after // every > before // every
+
+
+# What differs between trackers: how they count steps, how a run is called and gone on with.
+
+
+def _as_it_comes(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
+    tracker.inner.on_train_batch_end(batch, logs)
+    return True
+
+
+def _block_to_mlflow(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
+    """Log at the first end of a block after each multiple; the step is the optimizer's."""
+    inner = tracker.inner
+    every = getattr(inner, "log_every_n_steps", None)
+    if every is None or isinstance(every, bool):
+        return _as_it_comes(tracker, before, batch, logs)
+    if not crossed(before, tracker.step, every):
+        return False
+    inner.log_every_n_steps = 1
+    try:
+        inner.on_train_batch_end(batch, logs)
+    finally:
+        inner.log_every_n_steps = every
+    return True
+
+
+def _block_to_wandb(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
+    """Log under the number of the block's last batch, where `WandbMetricsLogger` counts calls."""
+    inner = tracker.inner
+    every = getattr(inner, "log_freq", None)
+    if not isinstance(every, int) or not hasattr(inner, "global_batch"):
+        return _as_it_comes(tracker, before, batch, logs)
+    if not crossed(before, tracker.step, every):
+        return False
+    inner.global_step = inner.global_batch = tracker.step - 1
+    inner.on_train_batch_end(0, logs)  # a number that it logs, whatever its frequency
+    return True
+
+
+def _block_to_comet(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
+    """Log under the number of steps, where `CometKerasCallback` counts calls."""
+    inner = tracker.inner
+    if not crossed(before, tracker.step, inner.experiment.auto_metric_step_rate):
+        return False
+    inner.our_step = tracker.step - 1  # which it adds one to
+    inner.on_train_batch_end(0, logs)  # a number that it logs, whatever its rate
+    return True
+
+
+_LOG_BLOCK: Mapping[str, Callable[[Tracker, int, int, Any], bool]] = {
+    "comet_ml": _block_to_comet,
+    "mlflow": _block_to_mlflow,
+    "wandb": _block_to_wandb,
+}
+
+
+class _FailuresOfMlflow(logging.Filter):
+    """Takes what MLflow logs of failures, for each call: its callback and threads raise none."""
+
+    def __init__(self, fail: Callable[[str, Exception], None]) -> None:
+        super().__init__()
+        self._fail = fail
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_failure = record.levelno >= logging.WARNING
+        if is_failure:
+            self._fail("write", RuntimeError(record.getMessage()))
+        return not is_failure
+
+
+def _hear_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
+    """Have `fail` called for them, and nobody before it any more."""
+    for name in ("async_logging.async_logging_queue", "autologging_utils"):
+        logger = logging.getLogger(f"mlflow.utils.{name}")
+        logger.filters[:] = [f for f in logger.filters if not isinstance(f, _FailuresOfMlflow)]
+        logger.addFilter(_FailuresOfMlflow(fail))
+
+
+def _mlflow_run(inner: Any) -> str | None:
+    run = sys.modules["mlflow"].active_run()
+    return None if run is None else str(run.info.run_id)
+
+
+def _resume_in_mlflow(inner: Any, run: str) -> None:
+    resume_in_mlflow(run)
+
+
+def resume_in_mlflow(run: str) -> None:
+    """Make the run the active one; the one that the program has begun for it is deleted."""
+    mlflow: Any = sys.modules["mlflow"]
+    begun = mlflow.active_run()
+    if begun is not None and begun.info.run_id == run:
+        return
+    client = mlflow.MlflowClient()
+    client.get_run(run)  # before the other is given up
+    if begun is not None:
+        mlflow.end_run()
+        client.delete_run(begun.info.run_id)
+    mlflow.start_run(run_id=run)
+
+
+def _logged_in_mlflow(inner: Any, run: str) -> dict[str, int]:
+    client = sys.modules["mlflow"].MlflowClient()
+    keys = [k for k in client.get_run(run).data.metrics if not k.startswith("system/")]
+    steps = [m.step for k in keys for m in client.get_metric_history(run, k)]
+    last = "epoch" if getattr(inner, "log_every_epoch", True) else "step"
+    return {last: max(steps)} if steps else {}
+
+
+def _wandb_run(inner: Any) -> str | None:
+    run = sys.modules["wandb"].run
+    return None if run is None else str(run.id)
+
+
+def _resume_in_wandb(inner: Any, run: str) -> None:
+    """Make the run the current one, in the project of the one that the program has begun."""
+    wandb: Any = sys.modules["wandb"]
+    begun = wandb.run
+    if begun is None or begun.id == run:
+        return
+    known = {"project": begun.project, "entity": begun.entity or None}
+    directory = begun.settings.root_dir
+    wandb.finish()
+    wandb.init(id=run, resume="allow", dir=directory, **known)
+
+
+def _aim_run(inner: Any) -> str | None:
+    run = getattr(inner, "experiment", None)
+    return None if run is None else str(run.hash)
+
+
+def _resume_in_aim(inner: Any, run: str) -> None:
+    """Open the run; the one that the callback has begun when it was made stays, and is empty."""
+    if inner.experiment.hash != run:
+        inner.close()
+        inner._run_hash = run
+        inner.experiment  # noqa: B018  # opens it
+
+
+def _comet_run(inner: Any) -> str | None:
+    experiment = getattr(inner, "experiment", None)
+    return None if experiment is None else str(experiment.get_key())
+
+
+def _resume_in_comet(inner: Any, run: str) -> None:
+    if inner.experiment.get_key() != run:
+        inner.experiment.end()
+        comet = sys.modules["comet_ml"]
+        inner.experiment = comet.ExistingExperiment(previous_experiment=run)
+
+
+def _clearml_run(inner: Any) -> str | None:
+    task = sys.modules["clearml"].Task.current_task()
+    return None if task is None else str(task.id)
+
+
+def _resume_in_clearml(inner: Any, run: str) -> None:
+    kind = sys.modules["clearml"].Task
+    begun = kind.current_task()
+    if begun is None or begun.id != run:
+        if begun is not None:
+            begun.close()
+        kind.init(continue_last_task=run).set_initial_iteration(0)  # else added to our steps
+
+
+_RUN: Mapping[str, Callable[[Any], str | None]] = {
+    "mlflow": _mlflow_run,
+    "wandb": _wandb_run,
+    "aim": _aim_run,
+    "comet_ml": _comet_run,
+    "clearml": _clearml_run,
+}
+_RESUME: Mapping[str, Callable[[Any, str], None]] = {
+    "mlflow": _resume_in_mlflow,
+    "wandb": _resume_in_wandb,
+    "aim": _resume_in_aim,
+    "comet_ml": _resume_in_comet,
+    "clearml": _resume_in_clearml,
+}
+
+
+def in_use(callbacks: Any) -> set[str]:
+    """Return the packages of trackers that there is a callback or, of some, a current run of."""
+    used = map(package_of, keras.tree.flatten(callbacks or []))
+    begun = {name for name in ("mlflow", "wandb") if name in sys.modules and _RUN[name](None)}
+    return {*filter(None, used), *begun}
+
+
+def make_tracker(
+    name: str, *, run_name: str, directory: Path, config: Mapping[str, Any]
+) -> keras.callbacks.Callback | None:
+    """Begin a run of a tracker, ``mlflow`` or ``wandb``; return its callback. Of the chief.
+
+    Where it goes is for the tracker's own variables to say (MLFLOW_TRACKING_URI, WANDB_MODE). None,
+    with one warning, where it is not installed or cannot begin.
+    """
+    try:
+        return _MAKE[name](run_name, directory, config)
+    except Exception as error:
+        why = "is not installed" if isinstance(error, ImportError) else "cannot begin a run"
+        warn(f"{TRACKERS[name]} {why}", error)
+        return None
+
+
+def _make_mlflow(run_name: str, directory: Path, config: Mapping[str, Any]) -> Any:
+    mlflow = importlib.import_module("mlflow")
+    callback = importlib.import_module("mlflow.keras").MlflowCallback()
+    mlflow.start_run(run_name=run_name)
+    mlflow.log_params({f"config.{name}": value for name, value in config.items()})
+    return callback
+
+
+def _identity(directory: Path) -> str:
+    """Return a name for the run in a directory: another one when it is begun anew there."""
+    file = directory / "config.json"
+    told = f"{file.stat().st_mtime_ns} {file.read_text()}"
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
+def _make_wandb(run_name: str, directory: Path, config: Mapping[str, Any]) -> Any:
+    wandb = importlib.import_module("wandb")
+    wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "tfdist"),
+        name=run_name,
+        config=dict(config),
+        dir=str(directory),
+        id=_identity(directory),
+        resume="allow",
+    )
+    return importlib.import_module("wandb.integration.keras").WandbMetricsLogger()
+
+
+_MAKE: Mapping[str, Callable[[str, Path, Mapping[str, Any]], Any]] = {
+    "mlflow": _make_mlflow,
+    "wandb": _make_wandb,
+}
+
+
+def warn_of_autolog() -> None:
+    """Log that `mlflow.autolog` sees nothing of this training; of the chief."""
+    utils: Any = sys.modules.get("mlflow.utils.autologging_utils")
+    known = getattr(utils, "AUTOLOGGING_INTEGRATIONS", {})
+    if any(known.get(name, {}).get("disable") is False for name in ("keras", "tensorflow")):
+        _LOG.warning(
+            "mlflow.autolog sees keras.Model.fit alone, not tfdist.fit: add "
+            "mlflow.keras.MlflowCallback() to the callbacks"
+        )
