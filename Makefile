@@ -8,10 +8,21 @@ ARGS ?=
 RAY_VENV := .venv-ray
 RAY := ray[default,train]==2.60.0
 
-# The demo and the tests are meant for any machine, so they leave its GPUs alone.
+WITH := keras-3.14.1 keras-3.15.1
+OF_VERSIONS := tests/integration/test_equivalence.py tests/integration/test_resume.py tests/field
+
+# Makes an environment that has what .venv has; what is installed into it goes before that.
+define MAKE_BESIDE
+$(PY) -m venv --clear $(1)
+$(PY) -c 'import sysconfig; print("$(CURDIR)", sysconfig.get_path("purelib"), sep="\n")' \
+	>"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tfdist.pth"
+endef
+
+# The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-browser lint chaos bench soak stress recovery clean
+.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-browser test-versions \
+	docs lint chaos bench soak stress recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -25,7 +36,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
-	$(CPU_ONLY) $(PY) -m tfdist.launch --strategy ps --workers 4 --ps 1 $(ARGS)
+	$(PY) -m tfdist.demo $(ARGS)
 
 # Two files side by side where a test is a process that computes. Three of jobs: those that wait, for
 # a grace to pass or a peer to come, leave the machine to others. Tests that hold how long something
@@ -56,15 +67,31 @@ test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train, which is install
 
 # What .venv has, and Ray: tfdist is tested as it is without.
 $(RAY_VENV)/.ready: $(READY) Makefile
-	$(PY) -m venv --clear $(RAY_VENV)
-	$(PY) -c 'import sysconfig; print("$(CURDIR)", sysconfig.get_path("purelib"), sep="\n")' \
-		>"$$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tfdist.pth"
+	$(call MAKE_BESIDE,$(RAY_VENV))
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
 	touch $@
 
 test-browser: setup  ## the report of a run and the page of a service in a headless Chromium, which root installs from Debian
 	tests/browser/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
+
+test-versions: $(WITH:%=.venv-with-%/.ready)  ## equivalence, resume and field tests with each Keras; WITH=tensorflow-2.20.0
+	failed=; for with in $(WITH); do echo "== $$with"; \
+		$(CPU_ONLY) .venv-with-$$with/bin/python -m pytest $(OF_VERSIONS) $(ARGS) || failed="$$failed $$with"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
+.venv-with-%/.ready: $(READY) Makefile
+	$(call MAKE_BESIDE,.venv-with-$*)
+	.venv-with-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed $(subst -,==,$*)
+	touch $@
+
+docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings as errors
+	.venv-docs/bin/python docs/build_site.py
+
+.venv-docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .
@@ -87,5 +114,5 @@ stress: setup  ## peek at and train on cached streams while the machine is busy:
 	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) $(RAY_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) .venv-with-* .venv-docs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ import importlib
 
 TYPE_CHECKING = False  # typing itself would be a seventh of what a task takes to start
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _HOME_OF = {
     "make_strategy": "tfdist.strategy",

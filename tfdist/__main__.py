@@ -15,6 +15,7 @@ from tfdist import __version__
 from tfdist.errors import UsageError, near
 
 PROGRAMS = {
+    "demo": "train a CNN on the digits with 4 workers and 1 parameter server, here",
     "launch": "start a job: its processes on this machine, or this host's of a job on several",
     "train": "train an image classifier that a config file describes",
     "tune": "search for hyperparameters; every trial is a job",
@@ -29,6 +30,7 @@ PROGRAMS = {
     "top": "show the tasks of a job while it runs",
     "ledger": "prove that a run consumed each example exactly once",
     "replay": "run one step of a run again",
+    "env": "print what to paste into an issue: versions, machine, environment",
 }
 
 

@@ -1,4 +1,4 @@
-"""The package as it is installed: built into a wheel and used from outside the checkout."""
+"""The package as it is installed: built into an sdist, a wheel of that, and used from outside."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import tfdist
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150
@@ -27,17 +30,21 @@ def run(*command: str | Path, cwd: Path, site: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds from a copy of what is needed, so that the checkout stays as it is; no network."""
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tfdist", source / "tfdist", ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", "dist", cwd=source)
-    (built,) = (source / "dist").glob("tfdist-*.whl")
+    offline = ("--no-isolation", "--skip-dependency-check")
+    run(sys.executable, "-m", "build", *offline, ".", cwd=source)
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (built,) = dist.glob(f"tfdist-{tfdist.__version__}-*.whl")
     return built
 
 
@@ -58,22 +65,33 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert names == expected
 
 
-def test_the_installed_program_trains_the_digits(site: Path, tmp_path: Path) -> None:
+def test_the_sdist_holds_what_a_wheel_is_built_of(dist: Path, wheel: Path) -> None:
+    root = f"tfdist-{tfdist.__version__}"
+    with tarfile.open(dist / f"{root}.tar.gz") as sdist:
+        names = {name.removeprefix(f"{root}/") for name in sdist.getnames()}
+    modules = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    assert modules | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= names
+
+
+def test_the_installed_demo_trains_the_digits(site: Path, tmp_path: Path) -> None:
     where = run(
         sys.executable, "-c", "import tfdist; print(tfdist.__file__)", cwd=tmp_path, site=site
     )
     assert Path(where.strip()).parent == site / "tfdist"
     short = ["--config.total_examples=256", "--config.checkpoints=2"]
-    output = run(sys.executable, "-m", "tfdist.train", *short, cwd=tmp_path, site=site)
+    output = run(site / "bin" / "tfdist", "demo", "--workers=1", *short, cwd=tmp_path, site=site)
     assert "result" in output
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert (run_dir / "summary.json").exists()
 
 
 def test_the_console_script_runs_every_program(site: Path, tmp_path: Path) -> None:
-    tfdist = site / "bin" / "tfdist"
-    assert run(tfdist, "--version", cwd=tmp_path, site=site).startswith("tfdist 0.")
-    flags = run(tfdist, "launch", "--help", cwd=tmp_path, site=site)
+    program = site / "bin" / "tfdist"
+    assert run(program, "--version", cwd=tmp_path, site=site) == f"tfdist {tfdist.__version__}\n"
+    flags = run(program, "launch", "--help", cwd=tmp_path, site=site)
     assert "--strategy auto|single|mirrored|multiworker|ps" in flags
-    assert "tfdist.train" in run(tfdist, "train", "--help", cwd=tmp_path, site=site)
-    assert "D101" in run(tfdist, "doctor", "--list", cwd=tmp_path, site=site)
+    assert "tfdist.train" in run(program, "train", "--help", cwd=tmp_path, site=site)
+    assert f"tfdist:               {tfdist.__version__}" in run(
+        program, "env", cwd=tmp_path, site=site
+    )
+    assert "D101" in run(program, "doctor", "--list", cwd=tmp_path, site=site)

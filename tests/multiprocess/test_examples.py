@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 import keras
-import pytest
 
 from tests import forked_python
 from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.test_training import launch
 from tests.multiprocess.warm import QUIET
+from tests.unit.test_docs import _FENCE
 from tfdist.checkpoint import CheckpointStore
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -18,14 +19,28 @@ EPOCH_STEPS = 24
 DEADLINE_S = 240
 
 
-@pytest.mark.parametrize("strategy", ["multiworker", "ps"])
-def test_the_script_trains_goes_on_and_leaves_a_model(tmp_path, strategy):
-    job = ("--strategy", strategy, "--workers", "2")
-    command = (*job, str(EXAMPLES / "train.py"), "--dir", str(tmp_path / "out"))
-    for epochs in (1, 2):
-        launch(tmp_path / "run", *command, "--epochs", str(epochs), timeout_s=DEADLINE_S)
-        assert CheckpointStore(tmp_path / "out" / "backup").steps()[-1] == EPOCH_STEPS * epochs
-    assert keras.saving.load_model(tmp_path / "out" / "model.keras").count_params() > 0
+def test_every_command_of_the_first_tutorial_does_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    commands = [
+        shlex.split(line)
+        for _, language, block in _FENCE.findall((ROOT / "docs" / "start.md").read_text())
+        for line in block.splitlines() * (not language)
+    ]
+    assert len(commands) == 5
+    for number, words in enumerate(commands):
+        if words[1:3] == ["-m", "tfdist.launch"]:
+            launch(tmp_path / f"job-{number}", *words[3:], timeout_s=DEADLINE_S)
+        else:
+            done = forked_python.run(*words[1:], timeout=DEADLINE_S, env={**os.environ, **QUIET})
+            assert done.returncode == 0, done.stdout + done.stderr
+    steps = {}
+    for name in ("single", "mirrored", "multiworker", "ps"):
+        model = keras.saving.load_model(tmp_path / "runs" / name / "model.keras")
+        assert model.count_params() > 0
+        steps[name] = CheckpointStore(tmp_path / "runs" / name / "backup").steps()[-1]
+    done = 20 * EPOCH_STEPS
+    assert steps == {"single": done, "mirrored": done, "multiworker": 22 * EPOCH_STEPS, "ps": done}
 
 
 def test_two_models_train_in_a_step_of_ones_own(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import bench, doctor, export, ledger, lint, replay, serve, submit, top
+from tfdist import bench, demo, doctor, env, export, ledger, lint, replay, serve, submit, top
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
@@ -26,7 +26,7 @@ from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
 from tfdist.report import __main__ as report
 from tfdist.serving import bench as load
 
-_COMMAND = re.compile(r"python -m tfdist\.(\w+)(.*)")
+_COMMAND = re.compile(r"(?:python -m tfdist\.|^(?:\S+ )?tfdist )(\w+)(.*)", re.MULTILINE)
 
 
 def _launch(words: Sequence[str]) -> None:
@@ -47,6 +47,7 @@ def _bench(words: Sequence[str]) -> None:
 
 
 READ: dict[str, Callable[[Sequence[str]], Any]] = {
+    "demo": lambda words: _launch(demo.command(words)),
     "launch": _launch,
     "train": command_line.parse,
     "tune": tfdist.tuning.options.parse,
@@ -61,6 +62,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "replay": lambda words: replay._parser().parse_args(words),
     "report": lambda words: report._parser().parse_args(words),
     "top": lambda words: top._parser().parse_args(words),
+    "env": lambda words: env._parser().parse_args(words),
 }
 
 

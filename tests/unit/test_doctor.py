@@ -570,8 +570,9 @@ def test_a_list_of_rules_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         (
             "import sys, time; print('in the push', file=sys.stderr, flush=True)\n"
-            "print('E0000 1 cuda.cc:5] failed call to cuInit', file=sys.stderr); time.sleep(600)",
-            "no result after 8 s: in the push",
+            "print('E0000 1 cuda.cc:5] failed call to cuInit', file=sys.stderr, flush=True)\n"
+            "open('hangs', 'w').close(); time.sleep(600)",
+            "no result after 0 s: in the push",
         ),
     ],
     ids=["fails", "is killed", "hangs"],
@@ -584,11 +585,15 @@ def test_servers_that_come_to_no_result_are_a_finding(
     for directory in (package.parents[1], package.parent, package):
         (directory / "__init__.py").touch()
     (package / "servers.py").write_text(program)
-    deadline_s = 8.0 if "no result" in error else 60.0
+    is_hanging = tmp_path / "hangs"
+    os.mkfifo(is_hanging)
+    deadline_s = 0.0 if "no result" in error else 60.0
     monkeypatch.setattr("tfdist.ops.doctor.servers.DEADLINE_S", deadline_s)
     monkeypatch.chdir(tmp_path)
     with ServerProcesses(["a:1", "b:1"], environ={"PYTHONPATH": str(tmp_path)}) as servers:
         servers.start(0)
+        if not deadline_s:
+            is_hanging.read_text()
         found = servers.result()
     assert found.error == error
     assert {f.code for f in check(replace(GOOD, exchange=found))} == {"D901"}

@@ -399,7 +399,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
     words, rest = _split(argv)
     if any(word.startswith("--help=") for word in words):
         return None
-    if rest and rest[0].startswith("-") and not _begins_program(rest[0]):
+    if rest and rest[0].startswith("-") and not begins_program(rest[0]):
         raise _unknown(rest[0].partition("=")[0])
     values = vars(_parser().parse_args(words))
     if "hosts" in values and "workers" in values:
@@ -440,7 +440,7 @@ def _flag(word: str) -> _Flag | None:
     head = word.partition("=")[0]
     if head == "-h":
         return _BY_NAME["help"]
-    is_flag = head.startswith("--") and not _begins_program(word)
+    is_flag = head.startswith("--") and not begins_program(word)
     return _BY_NAME.get(head[2:].replace("-", "_")) if is_flag else None
 
 
@@ -469,7 +469,7 @@ def help_text() -> str:
     )
 
 
-def _begins_program(token: str) -> bool:
+def begins_program(token: str) -> bool:
     """Whether `token` is no flag of the launcher's, and all from it on is to be passed on."""
     name = token.removeprefix("--")
     return token in ("-m", "--") or name == "config" or name.startswith(("config.", "config="))

@@ -259,13 +259,12 @@ def _attempt(entry: Mapping[str, Any], path: Path) -> Attempt:
     blamed = {failure.task for failure in failures}
     spans = tuple(_span(task, blamed) for task in entry["tasks"])
     begin, history = _history(path, number)
-    begins = [span.begin for span in spans if span.begin is not None]
-    ends = [span.end for span in spans if span.end is not None]
+    begins = [at for at in (begin, *(span.begin for span in spans)) if at is not None]
     return Attempt(
         number=number,
         exit_code=entry["exit_code"],
-        begin=min([*begins, *([begin] if begin is not None else [])], default=None),
-        end=max(ends, default=None),
+        begin=min(begins, default=None),
+        end=max((span.end for span in spans if span.end is not None), default=None),
         first_step_s=entry.get("first_step_s"),
         restart_s=entry.get("restart_s"),
         tasks=spans,

@@ -15,12 +15,13 @@ from tfdist.ops.doctor import machine, port_listener
 from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
 from tfdist.ops.doctor.checks import RULES, check
 from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, MachineProbe
-from tfdist.ops.doctor.findings import HostFinding, Severity
+from tfdist.ops.doctor.findings import HostFinding
 from tfdist.ops.doctor.machine import work_s
 from tfdist.ops.doctor.port_listener import PortListener
 from tfdist.ops.doctor.preflight_job import PreflightJob
 from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.doctor.storage import Storage
+from tfdist.ops.rules import Severity
 
 Part = dict[str, Any]
 """Some of the fields of `HostFacts`, as JSON has them."""

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tfdist.ops.doctor.facts import JobFacts
-from tfdist.ops.rules import Rule, Severity
-
-__all__ = ["HostFinding", "Rule", "Severity", "Topic"]
+from tfdist.ops.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)

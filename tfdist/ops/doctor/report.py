@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from tfdist.launch.multihost.messages import encode
 from tfdist.ops.doctor.checks import RULES, TOPICS
 from tfdist.ops.doctor.examine import PreflightResult
-from tfdist.ops.doctor.findings import HostFinding, Severity, Topic
-from tfdist.ops.rules import count, printable, worst
+from tfdist.ops.doctor.findings import HostFinding, Topic
+from tfdist.ops.rules import Severity, count, printable, worst
 
 _OK, _NOT_SEEN = "ok", "-"
 

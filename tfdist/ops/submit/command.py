@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tfdist.argument_parser import Parser
 from tfdist.errors import UsageError, require_one_of
 from tfdist.launch import options as launcher
-from tfdist.launch.options import LaunchOptions
+from tfdist.launch.options import LaunchOptions, begins_program
 
 SCHEDULERS = ("slurm", "kubernetes")
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -266,7 +266,7 @@ def _check(flag: Flag, text: str) -> None:
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags, as ``--name=value`` each, and the program, which is left as it is."""
     words, rest = list[str](), list(argv)
-    while rest and rest[0].startswith("-") and not _begins_program(rest[0]):
+    while rest and rest[0].startswith("-") and not begins_program(rest[0]):
         head, equals, value = rest.pop(0).partition("=")
         name = head.removeprefix("--").replace("-", "_")
         theirs = _LAUNCHER.get(name)
@@ -275,11 +275,6 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             equals, value = "=", rest.pop(0)
         words.append((f"--{name}" if head.startswith("--") else head) + equals + value)
     return words, rest
-
-
-def _begins_program(token: str) -> bool:
-    name = token.removeprefix("--")
-    return token in ("-m", "--") or name == "config" or name.startswith(("config.", "config="))
 
 
 def _parser() -> Parser:

@@ -211,7 +211,7 @@ def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str)
     The message has the name of the flag or variable, and not the value.
     """
     for name, value in env.items():
-        if _is_secret(name, value):
+        if is_secret(name, value):
             raise _refused(f"--env {name}", form)
     for i, argument in enumerate(program):
         name, equals, value = argument.partition("=")
@@ -220,11 +220,11 @@ def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str)
             name, value = name, "" if after.startswith("-") else after
         elif not name.startswith("-"):
             name, value = "", argument
-        if _is_secret(name.lstrip("-"), value) or _KNOWN.search(argument):
+        if is_secret(name.lstrip("-"), value) or _KNOWN.search(argument):
             raise _refused(name if name.startswith("--") else "the program's arguments", form)
 
 
-def _is_secret(name: str, value: str) -> bool:
+def is_secret(name: str, value: str) -> bool:
     """Return whether `value`, given for `name`, looks like a secret itself."""
     return bool(value) and bool(names_a_secret(name) or _KNOWN.search(value))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tfdist.ops.doctor.checks import directory, exchange, machines, network
 from tfdist.ops.doctor.facts import JobFacts
-from tfdist.ops.doctor.findings import HostFinding, Rule, Topic
+from tfdist.ops.doctor.findings import HostFinding, Topic
+from tfdist.ops.rules import Rule
 
 TOPICS: tuple[Topic, ...] = (
     machines.HOSTS,

@@ -1,0 +1,64 @@
+"""``tfdist demo``: train a CNN on the digits with 4 workers and 1 parameter server.
+
+The job is `tfdist.launch`'s, with what `tfdist.train` trains without a config file. It is meant for
+any machine, so it leaves GPUs alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from tfdist.errors import UsageError
+
+_SHAPE = {"strategy": "ps", "workers": "4", "ps": "1"}
+_HELP = """usage: tfdist demo [flags of tfdist launch] [flags of tfdist train]
+       python -m tfdist.demo
+
+Trains a CNN on scikit-learn's digits: --strategy ps --workers 4 --ps 1 on the CPUs of this machine,
+in about a minute. With --strategy the shape of the job is yours:
+
+  tfdist demo --strategy multiworker --workers 2
+  tfdist demo --config.total_examples=2000"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; return the exit code of its job."""
+    flags = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(flags):
+        print(_HELP)
+        return 0
+    try:
+        _require_digits()
+    except UsageError as error:
+        print(f"tfdist.demo: {error}", file=sys.stderr)
+        return error.exit_code
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    from tfdist.launch.__main__ import main as launch
+
+    return launch(command(flags))
+
+
+def command(flags: Sequence[str]) -> list[str]:
+    """Return the launcher's arguments: the demo's job, unless `flags` have a strategy."""
+    given = {word.removeprefix("--").partition("=")[0] for word in flags if word[:2] == "--"}
+    ours = {} if "strategy" in given else _SHAPE
+    return [*(f"--{name}={ours[name]}" for name in ours if name not in given), *flags]
+
+
+def _require_digits() -> None:
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError(
+            "the demo's data",
+            received="no scikit-learn, which has them",
+            expected="scikit-learn to be installed",
+            fix='pip install "tfdist[digits]"',
+            code="missing-package",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""``tfdist env``: versions, machine and environment variables, to paste into an issue.
+
+Loads no TensorFlow, so that it also works where TensorFlow does not. Values that may be secrets
+are not shown.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+
+from tfdist.argument_parser import Parser
+from tfdist.errors import TfdistError
+from tfdist.ops.doctor.machine import look
+from tfdist.ops.submit.request import is_secret
+
+_PACKAGES = (
+    *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),
+    *("tf_keras", "ray", "mlflow", "wandb"),
+)
+"""What has been in the way before, beside what the doctor compares; shown where installed."""
+_VARIABLES = re.compile(
+    r"(TFDIST|TF|KERAS|CUDA|NVIDIA|NCCL|GRPC|XLA|OMP|KMP|MKL|OPENBLAS|PMI|OMPI_COMM_WORLD)_\w+"
+    r"|SLURM_(JOB|STEP|PROCID|NODEID|LOCALID|NTASKS|NNODES|HET|RESTART)\w*"
+    r"|(http|https|grpc|no|no_grpc)_proxy|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON[A-Z]+"
+)
+_GIB = 1 << 30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit code."""
+    try:
+        _parser().parse_args(argv)
+    except TfdistError as error:
+        print(f"tfdist.env: {error}", file=sys.stderr)
+        return error.exit_code
+    print("\n".join(f"{name + ':':<21} {value}" for name, value in report(os.environ)))
+    return 0
+
+
+def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield names and values: versions, the machine, then the variables of `environ` that matter.
+
+    The value of a variable that is named as a secret is, or that looks like one, is left out.
+    """
+    machine = look(environ)
+    versions = dict(machine.versions)
+    yield "tfdist", versions.pop("tfdist")
+    yield from versions.items()
+    for name in _PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    yield "system", f"{_distribution()}, {platform.platform()}"
+    yield "CPUs", f"{machine.cpus} of {os.cpu_count()}, {machine.cpu}"
+    yield "GPUs", str(machine.gpus)
+    yield "memory available", _gib(machine.memory_available)
+    yield "memory limit", _gib(machine.memory_limit)
+    for name in sorted(environ):
+        if _VARIABLES.fullmatch(name):
+            value = environ[name]
+            yield name, "set, not shown" if is_secret(name, value) else value or "(empty)"
+
+
+def _parser() -> Parser:
+    return Parser(
+        prog="python -m tfdist.env",
+        description="Prints what to paste into an issue: versions, the machine, and the "
+        "environment variables that matter, without secrets.",
+    )
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
+
+
+def _gib(size_bytes: int | None) -> str:
+    return "none" if size_bytes is None else f"{size_bytes / _GIB:.1f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
