@@ -1,6 +1,6 @@
 """Estimated against measured memory of a training, for models of keras.applications.
 
-    python benchmarks/memory_estimates.py [MODEL:SIZE:BATCH ...]
+    python benchmarks/memory_estimates.py [MODEL:SIZE:BATCH ...] > benchmarks/MEMORY.md
 
 Each model trains three steps in a fresh process. Measured is the largest resident size that it had,
 less that of a started TensorFlow.
@@ -61,12 +61,15 @@ def measure(what: str) -> tuple[int, dict[str, int]]:
 
 
 def main() -> None:
-    """Print a line for each model."""
+    """Print a table in MiB, a row for each model."""
+    parts = ("weights", "slots", "activations", "program")
+    print(f"| model | measured | estimated | off by | {' | '.join(parts)} |")
+    print("|---" * (4 + len(parts)) + "|", flush=True)
     for what in sys.argv[1:] or SIX:
         measured, estimate = measure(what)
-        parts = ", ".join(f"{name} {size >> 20}" for name, size in estimate.items())
-        error = estimate["peak"] / measured - 1
-        print(f"{what}: measured {measured >> 20} MiB, off by {error:+.1%}: {parts}", flush=True)
+        cells = [what, measured >> 20, estimate["peak"] >> 20]
+        cells += [f"{estimate['peak'] / measured - 1:+.1%}", *(estimate[p] >> 20 for p in parts)]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,34 +20,12 @@ from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, require, require_int
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import Limits, Trial, try_out
-from tfdist.outputs.plot import require_figure
+from tfdist.outputs.plot import empty_panels
 from tfdist.serving.bench import main as load
 
-_LOG = logging.getLogger(__name__)
-_COLORS = ("#1f5fa8", "#d1661a", "#3a8a4d", "#8a4d9e", "#777777")
 _USE = 0.9
-_COLUMNS = ("model", "parameters", "batch size", "examples/s", "busy cores", "peak MiB")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """What one batch size of one subject gave."""
-
-    subject: str
-    trial: Trial
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        trial = self.trial
-        if not trial.fits:
-            return (self.subject, "", str(trial.batch_size), trial.cause)
-        values = (f"{trial.parameters:,}", trial.batch_size, f"{trial.examples_per_second:,.0f}")
-        return (self.subject, *map(str, values), f"{trial.cores:.2f}", f"{self.memory_mib:,.0f}")
-
-    @property
-    def memory_mib(self) -> float:
-        """Peak of the GPU where there is one, else of the process, TensorFlow's own part too."""
-        return (self.trial.gpu_peak_bytes or self.trial.peak_bytes or 0) / (1 << 20)
+_HEADER = f"{'model':>24} {'parameters':>12} {'batch size':>10}"
+_HEADER += f" {'examples/s':>12} {'busy cores':>10} {'peak MiB':>10}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,26 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     try:
         options = parse(words)
-        points = measure(options)
+        measured = measure(options)
+        if options.plot:
+            draw(measured, options.plot)
     except TfdistError as error:
         print(f"tfdist.bench: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    widths = [max(map(len, column)) for column in zip(*_filled(points), strict=True)]
-    for row in _filled(points):
-        print("  ".join(map(str.rjust, row, widths)).rstrip())
-    if options.json:
-        lines = [json.dumps(dataclasses.asdict(point)) for point in points]
-        options.json.write_text("".join(f"{line}\n" for line in lines))
-    if options.plot:
-        draw(points, options.plot)
     return EXIT_OK
 
 
 def parse(argv: Sequence[str]) -> Any:
     """Return the options, `subjects` as lists of words among them; raise UsageError."""
-    config, ours = of_config(argv)
+    config, words = of_config(argv)
     parser = Parser(prog="tfdist.bench", description=__doc__.partition("\n\n")[0])
     parser.add_argument("what", choices=("batch", "serve"), help="what to measure")
     parser.add_argument("names", nargs="*", metavar="FILE.py:FUNCTION", help="returns model, x, y")
@@ -87,7 +59,7 @@ def parse(argv: Sequence[str]) -> Any:
     parser.add_argument("--timeout_s", type=float, default=600.0, help="of each size")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of it")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl", help="a line for each size")
-    options = parser.parse_args(ours)
+    options = parser.parse_args(words)
     sizes = options.sizes.split(",")
     require(
         all(size.isdecimal() and int(size) for size in sizes),
@@ -99,59 +71,65 @@ def parse(argv: Sequence[str]) -> Any:
     )
     require_int("--steps", options.steps, least=1)
     if options.plot:
-        require_figure("tfdist.bench --plot")
+        empty_panels("tfdist.bench --plot")  # before minutes of measuring
     options.sizes = sorted({int(size) for size in sizes})
     options.subjects = [*([name] for name in options.names), *([config] if config else [])] or [[]]
     return options
 
 
-def measure(options: Any) -> list[Point]:
-    """Train every subject with every size, up to one that does not fit."""
-    limits, points = Limits.of_this_machine(_USE), list[Point]()
+def measure(options: Any) -> dict[str, list[Trial]]:
+    """Train every subject with every size up to one that does not fit, and print each."""
+    limits, measured = Limits.of_this_machine(_USE), dict[str, list[Trial]]()
     common = {"steps": options.steps, "least_s": options.least_s}
+    print(_HEADER)
     for words in options.subjects:
-        name = " ".join(words).rpartition(":")[2] or "cnn"
+        name = Path(" ".join(words) or "cnn").name
+        trials = measured.setdefault(name, [])
         for size in options.sizes:
             request = {**common, "subject": words, "batch_size": size}
             trial = try_out(request, limits, timeout_s=options.timeout_s)
-            points.append(Point(subject=name, trial=trial))
-            _LOG.info("%s", ", ".join(points[-1].row))
+            trials += [trial] if trial.fits else []
+            print(_line(name, trial), flush=True)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps({"subject": name, **dataclasses.asdict(trial)}) + "\n")
             if not trial.fits:
                 break
-    return points
+    return measured
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
+def draw(measured: dict[str, list[Trial]], path: Path) -> None:
     """Draw speed, busy cores and memory over batch size, a line for each subject, as PNG or PDF."""
-    figure = require_figure("tfdist.bench --plot", figsize=(12.0, 3.8))
-    panels = figure.subplots(1, 3)
+    figure, panels = empty_panels("tfdist.bench --plot", columns=3, width=4.2)
+    for name, trials in measured.items():
+        if not trials:
+            continue
+        sizes = [trial.batch_size for trial in trials]
+        label = f"{name}, {trials[0].parameters:,} parameters"
+        speeds, cores = zip(*((t.examples_per_second, t.cores) for t in trials), strict=True)
+        for axes, values in zip(panels, (speeds, cores, map(_mib, trials)), strict=True):
+            axes.plot(sizes, list(values), marker="o", ms=3.5, label=label)
     titles = ("Examples a second", "Busy cores", "Peak memory in MiB")
-    fitting = [point for point in points if point.trial.fits]
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("batch size")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    for number, name in enumerate(dict.fromkeys(point.subject for point in fitting)):
-        mine = [point for point in fitting if point.subject == name]
-        sizes = [point.trial.batch_size for point in mine]
-        label = f"{name}, {mine[0].trial.parameters:,} parameters"
-        color = _COLORS[number % len(_COLORS)]
-        speeds = [point.trial.examples_per_second for point in mine]
-        cores = [point.trial.cores for point in mine]
-        for axes, values in zip(panels, (speeds, cores, [p.memory_mib for p in mine]), strict=True):
-            axes.plot(sizes, values, color=color, marker="o", ms=3.5, label=label)
-    for axes in panels:
         axes.set_ylim(bottom=0)
-    panels[0].legend(frameon=False, fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path)
 
 
-def _filled(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    rows = [_COLUMNS, *(point.row for point in points)]
-    return [(*row, *("",) * (len(_COLUMNS) - len(row))) for row in rows]
+def _line(name: str, trial: Trial) -> str:
+    if not trial.fits:
+        return f"{name:>24} {'':>12} {trial.batch_size:>10} {trial.cause}"
+    line = f"{name:>24} {trial.parameters:>12,} {trial.batch_size:>10}"
+    return f"{line} {trial.examples_per_second:>12,.0f} {trial.cores:>10.2f} {_mib(trial):>10,.0f}"
+
+
+def _mib(trial: Trial) -> float:
+    """Return the peak of the GPU where there is one, else of the process, all of TensorFlow too."""
+    return (trial.gpu_peak_bytes or trial.peak_bytes or 0) / (1 << 20)
 
 
 if __name__ == "__main__":

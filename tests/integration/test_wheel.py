@@ -56,12 +56,10 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    files = (ROOT / "tfdist").rglob("*")
-    expected = {
-        str(p.relative_to(ROOT)) for p in files if p.suffix == ".py" or p.name == "py.typed"
-    }
+    files = [path for path in (ROOT / "tfdist").rglob("*") if path.is_file()]
+    expected = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
     assert names == expected
 
 

@@ -30,14 +30,14 @@ def test_each_subject_is_measured_until_a_size_does_not_fit(
     assert bench.main(["batch", "a.py:small", "a.py:large", "--sizes", "32,8,16", *files]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert table == [
-        ["small", "1,234", "8", "800", "1.50", "8"],
-        ["small", "1,234", "16", "1,600", "1.50", "16"],
-        ["small", "1,234", "32", "3,200", "1.50", "32"],
-        ["large", "1,234", "8", "800", "1.50", "8"],
-        ["large", "16", "full"],
+        ["a.py:small", "1,234", "8", "800", "1.50", "8"],
+        ["a.py:small", "1,234", "16", "1,600", "1.50", "16"],
+        ["a.py:small", "1,234", "32", "3,200", "1.50", "32"],
+        ["a.py:large", "1,234", "8", "800", "1.50", "8"],
+        ["a.py:large", "16", "full"],
     ]
     lines = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
-    assert [line["trial"]["fits"] for line in lines] == [True] * 4 + [False]
+    assert [line["fits"] for line in lines] == [True] * 4 + [False]
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 

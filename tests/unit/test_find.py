@@ -259,7 +259,7 @@ def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
 def test_the_program_refuses_two_subjects(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["lr", "a.py:f", "--config.model=cnn"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("tfdist.find: tfdist.find: received a.py:f with --config.model=cnn")
+    assert line.startswith("tfdist.find: FILE.py:FUNCTION: received it with --config;")
     assert line.count("\n") == 1
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError, UsageError
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError, mutually_exclusive
 from tfdist.find.batch_size import Limits, Search
 
 
@@ -53,14 +53,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the options, and the words that name the subject; raise UsageError."""
     config, ours = of_config(argv)
     options = _parser().parse_args(ours)
-    if options.subject and config:
-        raise UsageError(
-            "tfdist.find",
-            received=f"{options.subject} with {config[0]}",
-            expected="one of them",
-            fix="leave out one",
-            code="exclusive",
-        )
+    mutually_exclusive({"FILE.py:FUNCTION": options.subject, "--config": " ".join(config)})
     return options, [options.subject] if options.subject else config
 
 
@@ -99,7 +92,7 @@ def _lr(words: Sequence[str], options: Any) -> object:
         subject.model,
         subject.x,
         subject.y,
-        options.batch_size or subject.batch_size,
+        options.batch_size or subject.batch_size or 32,
         lowest=options.lowest,
         highest=options.highest,
         steps=options.steps or 100,

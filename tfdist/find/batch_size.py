@@ -201,17 +201,12 @@ def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float
     """Wait for the child's end; end it where it takes too much, and return that."""
     process, deadline_s = psutil.Process(child.pid), time.monotonic() + timeout_s
     while True:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_LOOK_EVERY_S)
             return ""
-        except subprocess.TimeoutExpired:
-            pass
-        try:
-            taken = process.memory_info().rss
-        except psutil.Error:
-            continue
-        if taken > limit_bytes:
-            return f"took more than {limit_bytes >> 20} MiB"
+        with contextlib.suppress(psutil.Error):
+            if process.memory_info().rss > limit_bytes:
+                return f"took more than {limit_bytes >> 20} MiB"
         if time.monotonic() > deadline_s:
             raise TfdistError(
                 f"find_batch_size: a trial took more than {timeout_s:g} s. "

@@ -23,7 +23,6 @@ from tfdist.training.program import program_of
 from tfdist.training.stop_requests import StopRequests
 
 _LOG = logging.getLogger(__name__)
-_DEFAULT_BATCH_SIZE = 32
 
 
 @naming_a_lost_server()
@@ -31,7 +30,7 @@ def find_learning_rate(
     model: keras.Model,
     x: Any = None,
     y: Any = None,
-    batch_size: int | None = None,
+    batch_size: int = 32,
     *,
     sample_weight: Any = None,
     lowest: float = 1e-7,
@@ -48,8 +47,7 @@ def find_learning_rate(
     collective: every training task calls it alike (under ps only the chief gets this far).
 
     Args:
-      x, y, batch_size, sample_weight: as in `tfdist.fit`; `batch_size` is the global batch,
-        32 if not given.
+      x, y, batch_size, sample_weight: as in `tfdist.fit`; `batch_size` is the global batch.
       lowest, highest: first and last rate.
       steps: how many to try, of one batch each.
       smoothing: of the loss, how much of the mean before a step keeps; from 0 to below 1.
@@ -66,8 +64,7 @@ def find_learning_rate(
     _check(lowest, highest, steps=steps, smoothing=smoothing, diverges_at=diverges_at)
     _require_one_rate(model)
     seed = require_int("seed", seed)
-    size = _DEFAULT_BATCH_SIZE if batch_size is None else batch_size
-    length = Length(batch_size=size, steps_per_epoch=steps)
+    length = Length(batch_size=batch_size, steps_per_epoch=steps)
     data = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
     building.build(model, job, data.batch_spec, first_batch=data.first_batch)
     building.require_known_variables(model)
@@ -83,9 +80,8 @@ def find_learning_rate(
     ):
         program = program_of(model, job, "train_step", data.feed, seed=seed)
         blocks = BlockRunner(model, job, engine, program, phase="step")
-        losses = _losses(
-            blocks, rates, requests=requests, smoothing=smoothing, diverges_at=diverges_at
-        )
+        limits = {"smoothing": smoothing, "diverges_at": diverges_at}
+        losses = _losses(blocks, rates, requests=requests, **limits)
     found = read(rates, losses, smoothing=smoothing)
     if job.is_chief:
         _LOG.info("%s", found)

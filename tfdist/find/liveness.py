@@ -8,6 +8,8 @@ that changes nothing (`VIEWS`) gives its input's memory on, and one that works e
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 _VIEWS = "Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient"
@@ -56,68 +58,39 @@ class Peak:
     by_operation: dict[str, int]
 
 
-class _Memory:
-    """Buffers that are held while the operations run."""
-
-    def __init__(self, operations: Iterable[Operation], kept: Iterable[int]) -> None:
-        self._reads: dict[int, int] = {}
-        for operation in operations:
-            for key in operation.inputs:
-                self._reads[key] = self._reads.get(key, 0) + 1
-        for key in kept:
-            self._reads[key] = self._reads.get(key, 0) + 1
-        self._buffer_of: dict[int, int] = {}
-        self._left: dict[int, int] = {}
-        self.held: dict[int, tuple[str, int]] = {}
-        self.size_bytes = 0
-
-    def make(self, operation: Operation) -> list[int]:
-        """Return the buffers of what an operation makes; new ones are held from now on."""
-        buffers = []
-        for key, size in operation.outputs:
-            buffer = self._given_on(operation, size)
-            if buffer is None:
-                if operation.kind in HELD or operation.kind in VIEWS:
-                    continue
-                buffer = key
-                self.held[buffer] = (operation.name, size)
-                self._left[buffer] = 0
-                self.size_bytes += size
-            self._buffer_of[key] = buffer
-            self._left[buffer] += self._reads.get(key, 0)
-            buffers.append(buffer)
-        return buffers
-
-    def done(self, operation: Operation, made: Iterable[int]) -> None:
-        """Take note that an operation has read its inputs; free what nobody reads any more."""
-        read = [self._buffer_of[key] for key in operation.inputs if key in self._buffer_of]
-        for buffer in read:
-            self._left[buffer] -= 1
-        for buffer in {*read, *made}:
-            if not self._left[buffer] and buffer in self.held:
-                self.size_bytes -= self.held.pop(buffer)[1]
-
-    def _given_on(self, operation: Operation, size: int) -> int | None:
-        """Return the buffer of an input that an output takes over, None for a new one."""
-        found = [self._buffer_of[key] for key in operation.inputs if key in self._buffer_of]
-        if operation.kind in VIEWS:
-            return found[0] if found else None
-        if operation.kind not in IN_PLACE:
-            return None
-        fitting = (b for b in found if self._left[b] == 1 and self.held[b][1] == size)
-        return next(fitting, None)
-
-
 def peak_of(operations: Sequence[Operation], *, kept: Iterable[int] = ()) -> Peak:
     """Return the peak of a graph; tensors that are `kept` are held to the end."""
-    memory = _Memory(operations, kept)
-    most, at, held = 0, "", dict[int, tuple[str, int]]()
+    reads = Counter(itertools.chain(kept, *(operation.inputs for operation in operations)))
+    buffer_of, unread = dict[int, int](), Counter[int]()
+    held = dict[int, tuple[str, int]]()
+    now = most = 0
+    at, at_peak = "", dict(held)
     for operation in operations:
-        made = memory.make(operation)
-        if memory.size_bytes > most:
-            most, at, held = memory.size_bytes, operation.name, dict(memory.held)
-        memory.done(operation, made)
-    by_operation: dict[str, int] = {}
-    for name, size in held.values():
-        by_operation[name] = by_operation.get(name, 0) + size
-    return Peak(size_bytes=most, at=at, by_operation=by_operation)
+        inputs = [buffer_of[key] for key in operation.inputs if key in buffer_of]
+        for key, size in operation.outputs:
+            fitting = [b for b in inputs if unread[b] == 1 and held[b][1] == size]
+            reused = _reused(operation.kind, inputs, fitting)
+            if reused is None and operation.kind in HELD | VIEWS:
+                continue
+            buffer_of[key] = key if reused is None else reused
+            if reused is None:
+                held[key] = (operation.name, size)
+                now += size
+            unread[buffer_of[key]] += reads[key]
+        if now > most:
+            most, at, at_peak = now, operation.name, dict(held)
+        unread.subtract(inputs)
+        outputs = (buffer_of[key] for key, _ in operation.outputs if key in buffer_of)
+        for buffer in {*inputs, *outputs}:
+            if not unread[buffer] and buffer in held:
+                now -= held.pop(buffer)[1]
+    by_operation = Counter[str]()
+    for name, size in at_peak.values():
+        by_operation[name] += size
+    return Peak(size_bytes=most, at=at, by_operation=dict(by_operation))
+
+
+def _reused(kind: str, inputs: Sequence[int], fitting: Sequence[int]) -> int | None:
+    """Return the buffer of an input that an output takes over, None for a new one."""
+    choices = inputs if kind in VIEWS else fitting if kind in IN_PLACE else ()
+    return next(iter(choices), None)

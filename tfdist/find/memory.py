@@ -94,14 +94,12 @@ def estimate_memory(model: keras.Model, batch_size: int, optimizer: Any = None) 
 
 def _input_specs(model: Any, batch_size: int) -> Any:
     """Return the inputs of a batch as a nest of `tf.TensorSpec`."""
-    is_model = isinstance(model, keras.Model)
-    inputs = getattr(model, "_inputs_struct", None) if is_model else None
-    if inputs is None and is_model and isinstance(model, keras.Sequential) and model.built:
-        inputs = (getattr(model, "inputs", None) or [None])[0]
+    inputs = getattr(model, "_inputs_struct", None)
+    if inputs is None:  # of a Sequential
+        inputs = next(iter(getattr(model, "inputs", None) or []), None)
     shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
-    known = bool(shapes) and all(None not in shape for shape in shapes)
     require(
-        known,
+        shapes and all(None not in shape for shape in shapes),
         "estimate_memory",
         received=f"a {type(model).__name__} whose inputs have {shapes or 'no'} shapes",
         expected="a built keras.Model with inputs of known shape",

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.outputs.plot import require_figure
+from tfdist.outputs.plot import empty_panels
 
 DIVISOR = 10.0
 """What the rate of the lowest loss is divided by: there the loss is about to rise again."""
@@ -81,7 +81,19 @@ class LearningRates:
 
         Raises UsageError where matplotlib is not installed.
         """
-        return _drawn(self, Path(path))
+        figure, (axes,) = empty_panels("LearningRates.plot")
+        many = len(self.smoothed)
+        axes.plot(self.rates[:many], self.losses[:many], color="#9bb8d8", lw=0.8, label="step")
+        axes.plot(self.rates[:many], self.smoothed, color="#1f5fa8", label="smoothed")
+        if self.suggestion is not None:
+            label = f"suggestion {self.suggestion:.3g}"
+            axes.axvline(self.suggestion, color="#d1661a", ls="--", label=label)
+        axes.set_xscale("log")
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel("loss")
+        axes.legend(frameon=False, fontsize=9)
+        figure.savefig(path)
+        return Path(path)
 
     def __str__(self) -> str:
         tried = f"{len(self.rates)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"
@@ -117,21 +129,3 @@ def _steepest(curve: Sequence[float], *, last: int) -> int | None:
     slopes = {i: curve[i + 1] - curve[i - 1] for i in range(first, min(last, len(curve) - 2) + 1)}
     steepest = min(slopes, key=slopes.__getitem__, default=None)
     return steepest if steepest is not None and slopes[steepest] < 0 else None
-
-
-def _drawn(found: LearningRates, path: Path) -> Path:
-    figure = require_figure("LearningRates.plot")
-    axes, many = figure.subplots(), len(found.smoothed)
-    axes.plot(found.rates[:many], found.losses[:many], color="#9bb8d8", lw=0.8, label="step")
-    axes.plot(found.rates[:many], found.smoothed, color="#1f5fa8", label="smoothed")
-    if found.suggestion is not None:
-        label = f"suggestion {found.suggestion:.3g}"
-        axes.axvline(found.suggestion, color="#d1661a", ls="--", label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path)
-    return path

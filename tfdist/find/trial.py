@@ -116,13 +116,11 @@ def _train(model: Any, data: Any, request: dict[str, Any]) -> tuple[float, float
 
 
 def _zeros(spec: Any, batch_size: int) -> Any:
-    import numpy as np
+    """Return arrays of zeros, or of empty strings."""
     import tensorflow as tf
 
     def zeros(part: Any) -> Any:
-        if part is None:
-            return None
-        return np.zeros((batch_size, *part.shape[1:]), part.dtype.as_numpy_dtype)
+        return part if part is None else tf.zeros((batch_size, *part.shape[1:]), part.dtype).numpy()
 
     return tf.nest.map_structure(zeros, spec)
 

@@ -29,19 +29,22 @@ def draw(
         return None
     names = panels(lines)
     try:
-        figure = require_figure("plot", figsize=(5.2 * len(names), 4.0))
+        figure, axes_of_panels = empty_panels("plot", columns=len(names), width=5.2)
     except UsageError as error:
         logger.info("no plot: %s; %s", error.received, error.fix)
         return None
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    for axes, name in zip(axes_of_panels, names, strict=True):
         _draw_panel(axes, lines, name)
     figure.suptitle(title, fontsize=12)
     figure.savefig(path)
     return Path(path)
 
 
-def require_figure(where: str, *, figsize: tuple[float, float] = (6.4, 4.0)) -> Any:
-    """Return an empty figure, without pyplot or a display; raise UsageError without matplotlib."""
+def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[Any, list[Any]]:
+    """Return a figure and its panels, without pyplot or a display.
+
+    Raises UsageError where matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -53,9 +56,13 @@ def require_figure(where: str, *, figsize: tuple[float, float] = (6.4, 4.0)) -> 
             fix="pip install 'tfdist[plots]'",
             code="no-matplotlib",
         ) from None
-    figure = Figure(figsize=figsize, dpi=150, layout="constrained")
+    figure = Figure(figsize=(width * columns, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    axes_of_panels = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in axes_of_panels:
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes_of_panels
 
 
 def panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -89,8 +96,6 @@ def _draw_panel(axes: Any, lines: Sequence[Mapping[str, Any]], name: str) -> Non
         axes.set_ylim(top=1.005)
     elif all((line.get(key) or 0) >= 0 for line in lines for key in (name, f"val_{name}")):
         axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
         axes.legend(frameon=False, fontsize=9)
