@@ -238,12 +238,14 @@ def faults(args: argparse.Namespace) -> list[str]:
     """Failed requests while replicas are killed and hang, versions change, the front is killed."""
     with scratch() as folder:
         served = export(folder)
-        with service(served, "--hang_s", "2", replicas=2) as running:
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                disturbed = pool.submit(_disturb, running, folder, args)
-                options = {"connections": 8, "seconds": 3600.0, "warm_up_s": 0.0, "tries": 3}
-                found = running.load(stop=disturbed.done, **options)
-                disturbed.result()
+        with (
+            service(served, "--hang_s", "2", replicas=2) as running,
+            concurrent.futures.ThreadPoolExecutor(1) as pool,
+        ):
+            disturbed = pool.submit(_disturb, running, folder, args)
+            options = {"connections": 8, "seconds": 3600.0, "warm_up_s": 0.0, "tries": 3}
+            found = running.load(stop=disturbed.done, **options)
+            disturbed.result()
     return [
         f"{args.kills} kills of replicas, {args.hangs} hangs, {args.versions} version changes, "
         f"{args.fronts} kills of the front: {sum(found['failed'].values())} of "
