@@ -110,7 +110,8 @@ bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
 soak: setup  ## record the memory of a job of each strategy for two hours, and write benchmarks/SOAK.md
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
-stress: setup  ## peek at and train on cached streams while the machine is busy: none may be cut
+stress: setup  ## cached streams while the machine is busy: none may be cut; faults of a service: no request lost
+	$(CPU_ONLY) $(PY) -m tests.stress.service
 	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted

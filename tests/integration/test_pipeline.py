@@ -346,6 +346,17 @@ def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies
     np.testing.assert_allclose(found[3], expected[3], rtol=1e-4)
 
 
+def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(one_stage):
+    with one_stage().scope():
+        model = model_with()
+    tfdist.fit(model, X, Y, batch_size=8, epochs=1, seed=3, verbose=0)
+    model.layers[0].trainable = False
+    before = model.get_weights()
+    tfdist.fit(model, X, Y, batch_size=8, epochs=1, seed=3, verbose=0)
+    same = [np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)]
+    assert same == [True, True] + [False] * (len(same) - 2)
+
+
 class OwnStep(keras.Sequential):
     def train_step(self, data):
         return super().train_step(data)

@@ -42,9 +42,9 @@ def test_one_worker_has_nothing_to_divide():
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "ps", "multiworker"])
+@pytest.mark.parametrize("kind", ["mirrored", "ps", "pipeline", "multiworker"])
 def test_a_job_without_a_ring_is_refused(kind):
-    replicas = 1 if kind == "ps" else 2
+    replicas = 1 if kind in ("ps", "pipeline") else 2
     assert f"strategy {kind}" in refusal_of(job=job_of(kind, num_replicas=replicas))
 
 

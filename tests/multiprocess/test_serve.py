@@ -471,13 +471,43 @@ def load_by_grpc(address: str) -> Iterator[Counter[str]]:
 
 
 def front_of(supervisor: int) -> int:
+    (front,) = children_of(supervisor, b"tfdist.serving.front")
+    return front
+
+
+def children_of(supervisor: int, word: bytes) -> set[int]:
+    """The pids of a supervisor's processes that have a word in their command line."""
+    found = set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (path / "cmdline").read_bytes().split(b"\0")
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == supervisor and b"tfdist.serving.front" in words:
-                return int(path.name)
-    raise AssertionError("no front")
+            if parent == supervisor and word in words:
+                found.add(int(path.name))
+    return found
+
+
+def spare_of(running: Service) -> int:
+    """The process that waits to be a replica, once there is one."""
+    end_s = time.monotonic() + DEADLINE_S
+    program = b"tests.multiprocess.programs.fake_replica"
+    while not (spares := children_of(running.process.pid, program) - {*running.replicas()}):
+        assert time.monotonic() < end_s, running.said()
+    return min(spares)
+
+
+def test_a_spare_process_takes_the_place_of_a_replica(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, replicas=1) as running:
+        spare = spare_of(running)
+        os.kill(running.replicas()[0], signal.SIGKILL)
+        running.wait_for(r"replica \d+ is ready", 2)
+        assert running.replicas()[-1] == spare
+        os.kill(spare_of(running), signal.SIGKILL)  # a spare that is gone is no loss
+        os.kill(spare, signal.SIGKILL)
+        running.wait_for(r"replica \d+ is ready", 3)
+        wait_until_healthy(running)
+        assert running.predict([1])[0] == 200
 
 
 def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 
@@ -60,6 +61,17 @@ def test_results_errors_and_restarts_come_back(start, method):
 def test_a_job_trains_from_a_process_that_has_used_tensorflow(start):
     job = start("train", light="")
     assert job.end() == 0, job.text
+
+
+def test_the_host_of_the_chief_gets_the_result(start):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    jobs = [start("host", rank, port) for rank in "10"]
+    assert [job.end() for job in jobs] == [0, 0]
+    assert [re.findall("^found .*", job.text, re.MULTILINE) for job in jobs] == [
+        ["found None"],
+        ["found (7, 'worker-0')"],
+    ]
 
 
 def test_an_interrupt_stops_the_job_and_is_raised_when_it_has_stopped(start):

@@ -123,6 +123,7 @@ def test_parts_of_all_workers_make_up_the_whole(size):
     for elements in (0, 1, 4, 1001):
         bounds = sorted(ring.part(elements) for ring in rings)
         assert bounds[0][0] == 0
+        assert all(first % 32 == 0 for first, _ in bounds)  # no element leaves its vector
         assert [end for _, end in bounds] == [*[first for first, _ in bounds[1:]], elements]
 
 

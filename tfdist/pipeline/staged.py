@@ -270,9 +270,10 @@ def staged_model(model: keras.Model, job: Job, *, batch: int) -> StagedModel:
 
 
 def _parts_of(model: keras.Model) -> list[Any]:
-    """Return what a model is compiled of and built of."""
+    """Return what a model is compiled of and built of, and which of its weights are trainable."""
     compiled = [getattr(model, name, None) for name in ("optimizer", "_compile_loss")]
-    return [*compiled, *state.variables_of(model).values()]
+    trainable = [weight.trainable for weight in model.weights]
+    return [*compiled, *trainable, *state.variables_of(model).values()]
 
 
 def _require_stages_compute_it(model: keras.Model) -> None:

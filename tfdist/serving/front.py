@@ -384,6 +384,9 @@ class Front:
                     body = await self._rest(wanted, what, payload)
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
+        except Exception as error:  # of ours; the client is told in the protocol's form
+            _LOG.exception("%s %s", scope["method"], scope["path"])
+            status, body = 500, protocol.error_body(RequestError(Code.INTERNAL, repr(error)))
         sent = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         if payload is None and scope["method"] == "POST":
             sent.append((b"connection", b"close"))  # the rest of the request is not read

@@ -130,6 +130,8 @@ def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> 
         if not data:
             return frames
         frames += buffer.feed(data)
+        if len(data) < _PIECE and (frames or not wait):
+            return frames  # that was all there is
 
 
 def _answers(model: ServedModel, frames: list[Frame]) -> Iterable[bytes]:

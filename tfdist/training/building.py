@@ -18,6 +18,7 @@ from tfdist.training import keras_compat
 from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
+_A_RING = "multiworker on CPUs, whose workers make a ring"
 Slots = Literal["whole", "parts", "none"]
 _FEW_ROWS = 8
 """A first axis of no more may be that of a stack, as of an anchor and a positive example."""
@@ -294,12 +295,12 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
     Raises:
       UsageError: the strategy, the optimizer or a callback needs the state whole.
     """
-    if job.num_replicas == 1 and job.kind != "ps":
+    if job.kind in ("ps", "pipeline"):
+        raise _not_sharded(f"strategy {job.kind}, which divides it already", _A_RING)
+    if job.num_replicas == 1:
         return False
     if job.ring is None:
-        why = "ps, whose servers divide it" if job.kind == "ps" else job.kind
-        why += ", without a ring of workers" if job.kind == "multiworker" else ""
-        raise _not_sharded(f"strategy {why}", "multiworker on CPUs, whose workers make a ring")
+        raise _not_sharded(f"strategy {job.kind} without a ring", _A_RING)
     if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in keras.tree.flatten(callbacks)):
         raise _not_sharded("SwapEMAWeights", "no callback that needs the averages whole")
     sharding.require_by_element(optimizer, variables)

@@ -115,7 +115,7 @@ class Evaluation:
         prepared = prepare(*data, job=job, length=length, shuffle=False, seed=0)
         spec = prepared.batch_spec
         # A later fit may have workers divide them.
-        slots: building.Slots = "whole" if job.ring is None else "none"
+        slots: building.Slots = "none" if job.kind == "multiworker" and job.ring else "whole"
         building.build(model, job, spec, first_batch=prepared.first_batch, slots=slots)
         building.require_examples_first(model, job, "test_step", spec, rows=prepared.rows)
         program = program_of(model, job, "test_step", prepared.feed, seed=0)

@@ -165,7 +165,8 @@ def terms(
         if name not in _OWN_FLAGS and value is not None
     }
     program = options.program
-    args = without_secrets(program.args, key=group.token)
+    # Of a function the arguments are descriptors, whose numbers are each host's own.
+    args = () if options.keep_fds else without_secrets(program.args, key=group.token)
     return {
         **agreement.versions(),
         "hosts": ",".join(f"{h}:{n}" for h, n in zip(group.hosts, group.slots, strict=True)),

@@ -251,10 +251,15 @@ def _check_finite(optimizer: Any, grads: Any) -> Any:
 
 def _save_nothing(optimizer: Any, store: Any) -> None:
     """Leave the slots out of a `.keras` file: one task, which alone writes it, has a part."""
+    _warn_of_file(type(optimizer).__name__)
+
+
+@functools.cache
+def _warn_of_file(name: str) -> None:
     _LOG.warning(
-        "the state of %s is sharded: the model's file is without it; checkpoints of "
+        "the state of %s is sharded: files of the model are without it; checkpoints of "
         "BackupAndRestore have it",
-        type(optimizer).__name__,
+        name,
     )
 
 
