@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -33,10 +34,12 @@ def directory(tmp_path: Path) -> RunDirectory:
 PLAN = EpochPlan.from_boundaries([0, 100, 200, 300], global_batch_size=10)
 
 
-def reporter_of(directory: RunDirectory, clock: Clock) -> RunReporter:
+def reporter_of(
+    directory: RunDirectory, clock: Clock, *, worker_steps: Callable[[], dict[str, int]] = dict
+) -> RunReporter:
     console = Console(file=io.StringIO(), force_terminal=False, soft_wrap=True)
     display = ProgressDisplay(total_steps=PLAN.total_steps, console=console, clock=clock)
-    return RunReporter(directory, PLAN, display=display, clock=clock)
+    return RunReporter(directory, PLAN, display=display, clock=clock, worker_steps=worker_steps)
 
 
 def run_range(
@@ -68,6 +71,13 @@ def test_a_line_for_each_virtual_epoch(directory: RunDirectory) -> None:
     assert reporter.examples_per_second == 100
     assert reporter.first_step == 0
     assert list(directory.tensorboard.glob("events.*"))
+
+
+def test_a_line_of_a_ps_job_has_the_steps_of_each_worker(directory: RunDirectory) -> None:
+    clock, steps = Clock(), {"worker-0": 7, "worker-1": 3}
+    run_epoch(reporter_of(directory, clock, worker_steps=lambda: steps), clock, 0)
+    (line,) = directory.read_metrics()
+    assert line["worker_steps"] == steps
 
 
 def test_a_resumed_run_takes_back_what_it_does_again(directory: RunDirectory) -> None:

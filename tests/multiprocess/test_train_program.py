@@ -52,6 +52,8 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: 
     assert (summary["steps"], summary["examples"]) == (225, 14400)
     if kind == "ps":
         assert sum(summary["worker_steps"].values()) == 225
+        lines = RunDirectory(run_dir).read_metrics()
+        assert [sum(line["worker_steps"].values()) for line in lines] == [45, 90, 135, 180, 225]
         assert summary["ps_bytes"]["ps-0"] > 0
         steps = [costs["steps"] for costs in summary["ps_profile"]["workers"].values()]
         assert 0 < sum(steps) < 225

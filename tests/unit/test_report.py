@@ -100,6 +100,20 @@ def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
     assert any(re.fullmatch(r"worker-1: .* examples/s on average", tip) for tip in page.tips)
 
 
+def test_rates_of_ps_workers_are_their_parts_of_each_epoch_of_an_attempt(tmp_path):
+    run_dir = Path(shutil.copytree(RUNS / "ps", tmp_path / "run"))
+    counts = [(30, 10), (50, 30), (10, 5), (25, 10)]  # it was resumed before the third
+    lines = [
+        {"step": 40 * (i + 1), "examples_per_second": 100.0, "worker_steps": {"w-0": a, "w-1": b}}
+        for i, (a, b) in enumerate(counts)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of(run_dir)
+    assert "Examples per second, by worker" in page.text
+    tips = [tip for tip in page.tips if "w-0: " in tip and tip.startswith("step")]
+    assert tips == ["step 80\nw-0: 50\nw-1: 50", "step 160\nw-0: 75\nw-1: 25"]
+
+
 def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
     html = render([read_run(RUNS / "multiworker"), read_run(RUNS / "ps")])
     page = Page(html)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -21,7 +21,8 @@ class RunReporter(keras.callbacks.ProgbarLogger):
     """Writes `metrics.jsonl` and TensorBoard scalars, and moves the progress display.
 
     A `ProgbarLogger`, and so: run on the chief alone, called once a range of steps rather than at
-    every batch, and in place of Keras' own bar.
+    every batch, and in place of Keras' own bar. `worker_steps` returns the steps that each worker
+    of a ps job has done since this process started.
     """
 
     once_a_range = True
@@ -33,6 +34,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
         *,
         display: ProgressDisplay,
         profiler: StepProfiler | None = None,
+        worker_steps: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
@@ -40,6 +42,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
         self._plan = plan
         self._display = display
         self._profiler = profiler
+        self._worker_steps = worker_steps
         self._clock = clock
         self.log_dir = str(directory.tensorboard)
         self._scalars = ScalarWriter(directory.tensorboard)
@@ -102,7 +105,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
         self.logs = dict(logs or {})
         if not self._ranges:  # only its validation was left to do, and may have been done before
             self._directory.drop_metrics_after(self.step - 1)
-        rate = _rate(self._epoch_ranges)
+        rate, workers = _rate(self._epoch_ranges), dict(self._worker_steps())
         self._directory.append_metrics(
             {
                 "step": self.step,
@@ -110,6 +113,7 @@ class RunReporter(keras.callbacks.ProgbarLogger):
                 "virtual_epoch": epoch + 1,
                 **self.logs,
                 "examples_per_second": rate,
+                **({"worker_steps": workers} if workers else {}),
             }
         )
         scalars = {n: v for n, v in self.logs.items() if isinstance(v, (int, float))}

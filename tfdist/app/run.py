@@ -119,7 +119,13 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     job = current_job()
     in_place = bool(job and job.config and job.config.options.terminal)
     display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
-    reporter = RunReporter(directory, plan, display=display, profiler=_profiler(config, directory))
+    reporter = RunReporter(
+        directory,
+        plan,
+        display=display,
+        profiler=_profiler(config, directory),
+        worker_steps=_worker_steps,
+    )
     try:
         datasets = recipe.load_datasets(config)
         with strategy.scope():
@@ -278,6 +284,17 @@ def _summary(
     }
 
 
+def _worker_steps() -> dict[str, int]:
+    """Return the steps of each worker of a ps job since this process started; {} of others."""
+    job = current_job()
+    if job is None or job.kind != "ps":
+        return {}
+    from tfdist.ps.workers import worker_pool_of
+
+    shares = worker_pool_of(job.strategy, patience_s=0).shares
+    return {f"worker-{index}": share.steps for index, share in shares.items()}
+
+
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     """Return what became of the steps since this process started, and the bytes on each ps."""
     from tfdist.ps.profile import profile_of
@@ -286,7 +303,7 @@ def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     pool = worker_pool_of(job.strategy, patience_s=0)
     profiled = job.config is not None and job.config.options.profile_ps
     return {
-        "worker_steps": {f"worker-{i}": share.steps for i, share in pool.shares.items()},
+        "worker_steps": _worker_steps(),
         **pool.account.summary(),
         "ps_bytes": bytes_on_servers(model, job),
         **({"ps_profile": profile_of(job.strategy).summary()} if profiled else {}),

@@ -20,7 +20,7 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.files import move_aside, one_line_errors, write_text
 
 DONE = "done"
-COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second"})
+COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"})
 """What a line of `metrics.jsonl` says beside the metrics."""
 _LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def _curves(run: Run) -> str:
         [
             *(_metric_chart(run, name, marks) for name in run.metric_names[:_MAX_CHARTS]),
             chart("Examples per second", whole, x_label="step", marks=marks),
+            chart("Examples per second, by worker", _worker_rates(run), x_label="step"),
             _chart_by_task(run, f"{unit} per second, by task", rates),
             _chart_by_task(run, "Memory in MiB, by task", memory),
         ]
@@ -152,6 +154,24 @@ def _chart_by_task(
         for i, (task, points) in enumerate(moving[:NUM_COLOURS])
     ]
     return chart(title, lines, x_label="seconds from the first start")
+
+
+def _worker_rates(run: Run) -> list[Series]:
+    """Return each worker's part of the job's rate; the first epoch of an attempt is left out."""
+    lines = [line for line in run.metrics if line.get("worker_steps")]
+    points: dict[str, list[tuple[float, float]]] = {}
+    for before, line in itertools.pairwise(lines):
+        rate = line["examples_per_second"] or 0.0
+        done = {w: n - before["worker_steps"].get(w, 0) for w, n in line["worker_steps"].items()}
+        if min(done.values()) >= 0 and any(done.values()):  # else of two attempts
+            for worker, steps in done.items():
+                share = steps / sum(done.values())
+                points.setdefault(worker, []).append((line["step"], rate * share))
+    moving = sorted(points.items())[:NUM_COLOURS]
+    return [
+        Series(name=worker, points=found, colour=i, is_dashed=bool(i % 2))
+        for i, (worker, found) in enumerate(moving)
+    ]
 
 
 def _examples_of_a_step(run: Run) -> tuple[float, str]:
