@@ -19,7 +19,7 @@ from typing import Any
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, require, require_int
 from tfdist.find.__main__ import of_config
-from tfdist.find.batch_size import Limits, Trial, try_out
+from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
 from tfdist.outputs.plot import empty_panels
 from tfdist.serving.bench import main as load
 
@@ -77,9 +77,9 @@ def parse(argv: Sequence[str]) -> Any:
     return options
 
 
-def measure(options: Any) -> dict[str, list[Trial]]:
+def measure(options: Any) -> dict[str, list[BatchTrial]]:
     """Train every subject with every size up to one that does not fit, and print each."""
-    limits, measured = Limits.of_this_machine(_USE), dict[str, list[Trial]]()
+    limits, measured = MemoryLimits.of_this_machine(_USE), dict[str, list[BatchTrial]]()
     common = {"steps": options.steps, "least_s": options.least_s}
     print(_HEADER)
     for words in options.subjects:
@@ -98,7 +98,7 @@ def measure(options: Any) -> dict[str, list[Trial]]:
     return measured
 
 
-def draw(measured: dict[str, list[Trial]], path: Path) -> None:
+def draw(measured: dict[str, list[BatchTrial]], path: Path) -> None:
     """Draw speed, busy cores and memory over batch size, a line for each subject, as PNG or PDF."""
     figure, panels = empty_panels("tfdist.bench --plot", columns=3, width=4.2)
     for name, trials in measured.items():
@@ -120,14 +120,14 @@ def draw(measured: dict[str, list[Trial]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _line(name: str, trial: Trial) -> str:
+def _line(name: str, trial: BatchTrial) -> str:
     if not trial.fits:
         return f"{name:>24} {'':>12} {trial.batch_size:>10} {trial.cause}"
     line = f"{name:>24} {trial.parameters:>12,} {trial.batch_size:>10}"
     return f"{line} {trial.examples_per_second:>12,.0f} {trial.cores:>10.2f} {_mib(trial):>10,.0f}"
 
 
-def _mib(trial: Trial) -> float:
+def _mib(trial: BatchTrial) -> float:
     """Return the peak of the GPU where there is one, else of the process, all of TensorFlow too."""
     return (trial.gpu_peak_bytes or trial.peak_bytes or 0) / (1 << 20)
 

@@ -114,17 +114,17 @@ def _check_files(options: Any) -> None:
 
 
 async def _run(options: Any) -> None:
-    from tfdist.serving.dispatch import Limits
-    from tfdist.serving.supervisor import ServeOptions, Supervisor
+    from tfdist.serving.dispatch import QueueLimits
+    from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
 
-    limits = Limits(
+    limits = QueueLimits(
         requests=options.max_queue,
         size_bytes=options.max_queue_mib << 20,
         window=2 * options.max_batch,
         hang_s=options.hang_s,
     )
     sizes = [1 << n for n in range(options.max_batch.bit_length()) if 1 << n < options.max_batch]
-    supervisor = Supervisor(
+    supervisor = ServiceSupervisor(
         ServeOptions(
             directory=options.directory,
             name=options.name,

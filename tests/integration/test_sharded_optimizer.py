@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfdist
 from tests.multiprocess.programs import zoo
 from tfdist.errors import UsageError
-from tfdist.strategy.parts import Part
+from tfdist.strategy.parts import VariablePart
 from tfdist.training import building
 from tfdist.training.keras_compat import sharding
 
@@ -79,6 +79,6 @@ def test_parts_of_a_gradient_by_rows_are_those_of_the_dense_one(shape, workers):
     dense = tf.convert_to_tensor(slices).numpy().reshape(-1)
     for rank in range(workers):
         first, end = (dense.size * chunk // workers for chunk in (rank, rank + 1))
-        part = Part(shape=shape, first=first, end=end)
+        part = VariablePart(shape=shape, first=first, end=end)
         mine = tf.convert_to_tensor(sharding._own_elements(slices, part))
         np.testing.assert_array_equal(mine, dense[first:end])

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from tfdist import bench
-from tfdist.find.batch_size import Limits, Trial
+from tfdist.find.batch_size import BatchTrial, MemoryLimits
 
 
-def tried(request: Any, limits: Limits, *, timeout_s: float) -> Trial:
+def tried(request: Any, limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
     """As fast as the model is small; of the large one a batch of 16 does not fit."""
     size, words = request["batch_size"], request["subject"]
     if words == ["a.py:large"] and size > 8:
-        return Trial(batch_size=size, fits=False, cause="full")
+        return BatchTrial(batch_size=size, fits=False, cause="full")
     measured = {"peak_bytes": size << 20, "examples_per_second": 100.0 * size, "cores": 1.5}
-    return Trial(batch_size=size, fits=True, parameters=1234, **measured)
+    return BatchTrial(batch_size=size, fits=True, parameters=1234, **measured)
 
 
 def test_each_subject_is_measured_until_a_size_does_not_fit(

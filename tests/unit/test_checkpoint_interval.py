@@ -14,7 +14,7 @@ from tfdist.checkpoint.interval import (
     FIRST_S,
     MOST_COST,
     AutoInterval,
-    History,
+    SaveHistory,
     choose,
     daly,
     history_of,
@@ -110,19 +110,21 @@ def test_the_report_of_the_launcher_tells_the_mean_time_between_failures(tmp_pat
     ]
     (tmp_path / "report.json").write_text(json.dumps({"exit_code": None, "attempts": attempts}))
     history = history_of(tmp_path)
-    assert history == History(failures=2, ran_s=1200.5)
+    assert history == SaveHistory(failures=2, ran_s=1200.5)
     assert history.mtbf_s(99.5) == 650.0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": [1]}', '{"attempts": [{}]}'])
 def test_a_report_that_cannot_be_read_says_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "report.json").write_text(text)
-    assert history_of(tmp_path) == history_of(tmp_path / "none") == history_of(None) == History()
+    assert (
+        history_of(tmp_path) == history_of(tmp_path / "none") == history_of(None) == SaveHistory()
+    )
 
 
 def test_a_run_without_a_failure_is_taken_for_a_day() -> None:
-    assert History().mtbf_s(5.0) == DEFAULT_MTBF_S
-    assert History().mtbf_s(2 * DEFAULT_MTBF_S) == 2 * DEFAULT_MTBF_S
+    assert SaveHistory().mtbf_s(5.0) == DEFAULT_MTBF_S
+    assert SaveHistory().mtbf_s(2 * DEFAULT_MTBF_S) == 2 * DEFAULT_MTBF_S
 
 
 def test_the_interval_follows_what_saves_cost() -> None:

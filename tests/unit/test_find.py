@@ -14,7 +14,7 @@ import pytest
 from tfdist.errors import TfdistError, UsageError
 from tfdist.find import __main__ as program
 from tfdist.find import batch_size
-from tfdist.find.batch_size import BatchSizes, Limits, Search, Trial, largest
+from tfdist.find.batch_size import BatchSearch, BatchSizes, BatchTrial, MemoryLimits, largest
 from tfdist.find.capacity import available_bytes
 from tfdist.find.liveness import Operation, peak_of
 from tfdist.find.range_test import exponential_rates, has_diverged, read, smoothed
@@ -136,12 +136,12 @@ def test_no_size_above_the_largest_is_tried() -> None:
 
 
 def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def try_out(request: Any, limits: Limits, *, timeout_s: float) -> Trial:
-        return Trial(batch_size=request["batch_size"], fits=False, cause="took too much")
+    def try_out(request: Any, limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
+        return BatchTrial(batch_size=request["batch_size"], fits=False, cause="took too much")
 
     monkeypatch.setattr(batch_size, "try_out", try_out)
     with pytest.raises(TfdistError, match=r"a batch of 1 does not fit into 1 MiB \(took too much"):
-        Search(first=4, most=8).run({}, Limits(process=1 << 20, gpu=None))
+        BatchSearch(first=4, most=8).run({}, MemoryLimits(process=1 << 20, gpu=None))
 
 
 @pytest.mark.parametrize(("gpus", "process", "gpu"), [((), 300, None), ((800, 400), 900, 360)])
@@ -150,7 +150,7 @@ def test_replicas_share_the_machine_and_have_a_gpu_each(
 ) -> None:
     monkeypatch.setattr(batch_size, "available_bytes", lambda: 1000)
     monkeypatch.setattr(batch_size, "gpu_bytes", lambda: gpus)
-    assert Limits.of_this_machine(0.9, replicas=3) == Limits(process=process, gpu=gpu)
+    assert MemoryLimits.of_this_machine(0.9, replicas=3) == MemoryLimits(process=process, gpu=gpu)
 
 
 def test_the_line_of_a_result_has_the_limits() -> None:
@@ -161,7 +161,7 @@ def test_the_line_of_a_result_has_the_limits() -> None:
     assert str(found) == expected
 
 
-def run_child(monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Trial:
+def run_child(monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> BatchTrial:
     """Run `code` in the place of the child's program."""
     real = batch_size.subprocess.Popen
 
@@ -169,7 +169,7 @@ def run_child(monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Tri
         return real([command[0], "-c", code], **given)
 
     monkeypatch.setattr(batch_size.subprocess, "Popen", popen)
-    limits = Limits(process=options.get("limit_bytes", 1 << 30), gpu=None)
+    limits = MemoryLimits(process=options.get("limit_bytes", 1 << 30), gpu=None)
     return batch_size.try_out({"batch_size": 4}, limits, timeout_s=30.0)
 
 
@@ -179,7 +179,7 @@ ANSWER = "import json, os, sys; r = json.load(sys.stdin); f = os.fdopen(r['answe
 def test_what_a_child_answers_is_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"peak_bytes": 5, "gpu_peak_bytes": None, "examples_per_second": 2.0, "cores": 1.5}
     trial = run_child(monkeypatch, f"{ANSWER} json.dump({answer}, f)")
-    assert trial == Trial(batch_size=4, fits=True, **answer)  # type: ignore[arg-type]
+    assert trial == BatchTrial(batch_size=4, fits=True, **answer)  # type: ignore[arg-type]
 
 
 def test_a_child_that_takes_too_much_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,5 +282,5 @@ def test_the_program_refuses_what_cannot_be(flag: str, capsys: pytest.CaptureFix
 
 
 def test_json_takes_an_estimate() -> None:
-    trial = Trial(batch_size=1, fits=True)
+    trial = BatchTrial(batch_size=1, fits=True)
     assert json.loads(json.dumps(dataclasses.asdict(trial)))["fits"]

@@ -15,7 +15,13 @@ from tfdist import top
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.launch.events import Awakening, Beat, Ended, Started
-from tfdist.launch.live import MAX_BINS, History, LiveStatus, description_of_job, memory_bytes
+from tfdist.launch.live import (
+    MAX_BINS,
+    AttemptHistory,
+    LiveStatus,
+    description_of_job,
+    memory_bytes,
+)
 from tfdist.launch.metrics_server import MetricsServer, render
 from tfdist.launch.options import parse
 from tfdist.launch.plan import ProcessSpec
@@ -143,7 +149,7 @@ def test_the_report_reads_what_the_launcher_writes(tmp_path):
 
 
 def test_a_history_of_any_length_has_the_same_size():
-    history = History(0.0)
+    history = AttemptHistory(0.0)
     for second in range(10_000):
         history.add(WORKER, "step", begin_s=second, end_s=second + 1)
         history.note(WORKER, at_s=second, step=second, memory_bytes=second)

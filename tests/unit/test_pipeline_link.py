@@ -11,13 +11,13 @@ import pytest
 
 from tfdist import phases
 from tfdist.errors import PeerLost
-from tfdist.pipeline.link import Link
+from tfdist.pipeline.link import StageLink
 
 
 @pytest.fixture
 def ends():
     before, after = socket.socketpair()
-    pair = Link(after, name="stage 1"), Link(before, name="stage 0")
+    pair = StageLink(after, name="stage 1"), StageLink(before, name="stage 0")
     yield pair
     for link in pair:
         link.close()
@@ -72,7 +72,7 @@ def test_a_neighbour_that_has_ended_is_named(ends):
 
 def test_a_neighbour_that_dies_is_named():
     near, far = socket.socketpair()
-    link = Link(near, name="worker-1")
+    link = StageLink(near, name="worker-1")
     far.close()
     with pytest.raises(PeerLost, match="worker-1 has gone: it has closed its connection"):
         link.receive("F0")
@@ -87,7 +87,7 @@ def test_stages_at_different_messages_are_told(ends):
 
 def test_what_is_no_message_is_refused():
     near, far = socket.socketpair()
-    link = Link(near, name="worker-1")
+    link = StageLink(near, name="worker-1")
     far.sendall(struct.pack("<I", 2**31))
     with pytest.raises(PeerLost, match="no message of a stage"):
         link.receive("F0")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tfdist.serving.dispatch import Dispatcher, Limits, Outcome, Ticket
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError
 
 
@@ -28,7 +28,7 @@ class Bench:
 
     def __init__(self, *replicas: int, **limits: float) -> None:
         self.now = 0.0
-        self.dispatcher = Dispatcher(Limits(**limits), lambda: self.now)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(QueueLimits(**limits), lambda: self.now)  # type: ignore[arg-type]
         self.replicas = dict[int, FakeReplica]()
         self.outcomes = dict[bytes, Outcome]()
         for id in replicas:

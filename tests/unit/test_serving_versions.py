@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tfdist.serving.versions import Drain, Model, Replica, Start, find_models, find_versions
+from tfdist.serving.versions import Drain, Model, Replica, StartReplica, find_models, find_versions
 
 
 def started(model: Model, version: int, *, first_id: int) -> Model:
@@ -27,7 +27,7 @@ def served(version: int, replicas: int = 2) -> Model:
 
 def test_the_newest_version_is_started_and_served_when_all_replicas_are_ready() -> None:
     model = Model(replicas_wanted=2).scanned({1: "a", 10: "a", 9: "a"})
-    assert model.actions() == [Start(10, 0, 0.0), Start(10, 1, 0.0)]
+    assert model.actions() == [StartReplica(10, 0, 0.0), StartReplica(10, 1, 0.0)]
     model = started(model, 10, first_id=1).loaded(1)
     assert model.serving is None
     assert model.loaded(2).serving == 10
@@ -35,7 +35,7 @@ def test_the_newest_version_is_started_and_served_when_all_replicas_are_ready() 
 
 def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over() -> None:
     model = served(1).scanned({1: "a", 2: "a"})
-    assert model.actions() == [Start(2, 0, 0.0), Start(2, 1, 0.0)]
+    assert model.actions() == [StartReplica(2, 0, 0.0), StartReplica(2, 1, 0.0)]
     model = started(model, 2, first_id=3).loaded(3)
     assert (model.serving, model.actions()) == (1, [])
     model = model.loaded(4)
@@ -55,7 +55,10 @@ def test_a_version_that_does_not_load_is_refused_with_its_reason() -> None:
 def test_a_refused_version_is_tried_again_when_its_files_are_others() -> None:
     model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
     model = model.failed(3, "no variables").draining(3).draining(4)
-    assert model.scanned({1: "a", 2: "b"}).actions() == [Start(2, 0, 0.0), Start(2, 1, 0.0)]
+    assert model.scanned({1: "a", 2: "b"}).actions() == [
+        StartReplica(2, 0, 0.0),
+        StartReplica(2, 1, 0.0),
+    ]
 
 
 def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused() -> None:
@@ -71,7 +74,7 @@ def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused() -> Non
 def test_removing_the_newest_rolls_back() -> None:
     model = served(2).scanned({1: "a"})
     assert (model.serving, model.target) == (2, 1)
-    assert model.actions() == [Start(1, 0, 0.0), Start(1, 1, 0.0)]
+    assert model.actions() == [StartReplica(1, 0, 0.0), StartReplica(1, 1, 0.0)]
     model = started(model, 1, first_id=3).loaded(3).loaded(4)
     assert (model.serving, model.actions()) == (1, [Drain(1), Drain(2)])
 
@@ -86,14 +89,14 @@ def test_a_dead_replica_is_replaced_and_waits_longer_each_time() -> None:
     waits = list[float]()
     for id in range(3, 12):
         (start,) = model.actions()
-        assert isinstance(start, Start)
+        assert isinstance(start, StartReplica)
         waits.append(start.wait_s)
         model = model.started(Replica(id=id, version=1, index=1)).ended(id, "was killed")
     assert waits == sorted(waits)
     assert (waits[0], waits[-1]) == (0.05, 30.0)
     assert (model.serving, dict(model.refused)) == (1, {})
     (start,) = model.started(Replica(id=20, version=1, index=1)).loaded(20).ended(20, "x").actions()
-    assert start == Start(1, 1, 0.05)
+    assert start == StartReplica(1, 1, 0.05)
 
 
 def make_version(directory: Path, version: str) -> None:

@@ -89,7 +89,7 @@ def choose(save_s: float, mtbf_s: float) -> Interval:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class History:
+class SaveHistory:
     """What the attempts of a run before this one say of failures."""
 
     failures: int = 0
@@ -105,19 +105,19 @@ class History:
         return max(whole_s / self.failures, 1e-3) if self.failures else max(whole_s, DEFAULT_MTBF_S)
 
 
-def history_of(run_dir: str | Path | None) -> History:
+def history_of(run_dir: str | Path | None) -> SaveHistory:
     """Return what the launcher's report in `run_dir` says; nothing where it cannot be read.
 
     An attempt that was stopped by a signal counts by its time, and not as a failure: it saved.
     """
     if run_dir is None:
-        return History()
+        return SaveHistory()
     try:
         attempts = json.loads((Path(run_dir) / "report.json").read_text())["attempts"]
         read = [(_has_failed(attempt), _ran_s(attempt)) for attempt in attempts]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return History()
-    return History(failures=sum(f for f, _ in read), ran_s=sum(s for _, s in read))
+        return SaveHistory()
+    return SaveHistory(failures=sum(f for f, _ in read), ran_s=sum(s for _, s in read))
 
 
 class AutoInterval:
@@ -130,7 +130,7 @@ class AutoInterval:
     def __init__(self, *, mtbf_s: float | None = None) -> None:
         self.interval_s = FIRST_S
         self._given_mtbf_s = mtbf_s
-        self._history = History()
+        self._history = SaveHistory()
         self._began_s = 0.0
         self._save_s: float | None = None
 

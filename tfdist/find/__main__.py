@@ -14,7 +14,7 @@ from typing import Any
 
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError, mutually_exclusive
-from tfdist.find.batch_size import Limits, Search
+from tfdist.find.batch_size import BatchSearch, MemoryLimits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,14 +104,14 @@ def _lr(words: Sequence[str], options: Any) -> object:
 
 
 def _batch(words: Sequence[str], options: Any) -> object:
-    search = Search(
+    search = BatchSearch(
         first=options.first,
         most=options.most,
         steps=options.steps or 3,
         use=options.use,
         timeout_s=options.timeout_s,
     )
-    return search.run({"subject": words}, Limits.of_this_machine(options.use))
+    return search.run({"subject": words}, MemoryLimits.of_this_machine(options.use))
 
 
 def _memory(words: Sequence[str], options: Any) -> object:

@@ -31,7 +31,7 @@ _CLUSTER = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JOB_COM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class BatchTrial:
     """One batch size that was tried.
 
     Attributes:
@@ -71,7 +71,7 @@ class BatchSizes:
     global_batch_size: int
     limit_bytes: int
     gpu_limit_bytes: int | None
-    trials: tuple[Trial, ...]
+    trials: tuple[BatchTrial, ...]
 
     def __str__(self) -> str:
         of = f" ({self.per_replica} a replica)" if self.global_batch_size > self.per_replica else ""
@@ -83,14 +83,14 @@ class BatchSizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class MemoryLimits:
     """Bytes that one replica may take: its process, and on its GPU, None without one."""
 
     process: int
     gpu: int | None
 
     @classmethod
-    def of_this_machine(cls, use: float, *, replicas: int = 1) -> Limits:
+    def of_this_machine(cls, use: float, *, replicas: int = 1) -> MemoryLimits:
         """Return `use` of what is left; replicas without GPUs share the machine's memory."""
         gpus = gpu_bytes()
         share = 1 if gpus else replicas
@@ -120,7 +120,7 @@ def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Search:
+class BatchSearch:
     """How to search: the arguments of `find_batch_size`, which see; raises UsageError."""
 
     first: int = 8
@@ -135,9 +135,11 @@ class Search:
         require_number("use", self.use, above=0)
         require_number("timeout_s", self.timeout_s, above=0, unit="seconds")
 
-    def run(self, request: Mapping[str, Any], limits: Limits, *, replicas: int = 1) -> BatchSizes:
+    def run(
+        self, request: Mapping[str, Any], limits: MemoryLimits, *, replicas: int = 1
+    ) -> BatchSizes:
         """Return what fits, for a job of so many replicas; raise TfdistError where 1 does not."""
-        trials: list[Trial] = []
+        trials: list[BatchTrial] = []
 
         def fits(size: int) -> bool:
             options = {"batch_size": size, "steps": self.steps, "least_s": 0.0}
@@ -162,7 +164,7 @@ class Search:
         )
 
 
-def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> Trial:
+def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
     """Run one trial in a child; raise TfdistError where it fails for something else than memory.
 
     Args:
@@ -214,20 +216,20 @@ def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float
             )
 
 
-def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Trial:
+def _trial(size: int, status: int, cause: str, answer: str, output: str) -> BatchTrial:
     """Return what became of a child."""
     if cause:
-        return Trial(batch_size=size, fits=False, cause=cause)
+        return BatchTrial(batch_size=size, fits=False, cause=cause)
     found = json.loads(answer) if answer else {}
     if "peak_bytes" in found:
-        return Trial(batch_size=size, fits=True, **found)
+        return BatchTrial(batch_size=size, fits=True, **found)
     if "out_of_memory" in found:
-        return Trial(batch_size=size, fits=False, cause=found["out_of_memory"])
+        return BatchTrial(batch_size=size, fits=False, cause=found["out_of_memory"])
     if "refused" in found:
         raise UsageError(**found["refused"])
     killed = status in (-9, -6) and not found
     if killed and (status == -9 or "bad_alloc" in output):
-        return Trial(batch_size=size, fits=False, cause="ended by the kernel or the allocator")
+        return BatchTrial(batch_size=size, fits=False, cause="ended by the kernel or the allocator")
     last = found.get("error") or next(iter(reversed(output.strip().splitlines())), "")
     raise TfdistError(
         f"find_batch_size: the trial with {size} examples failed: {last or f'status {status}'}. "
@@ -281,10 +283,10 @@ def find_batch_size(
     job = building.job_for(model, doing="find_batch_size")
     building.require_compiled(model, doing="find_batch_size")
     _require_built(model)
-    search = Search(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
+    search = BatchSearch(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
     answer, failure = dict[str, Any](), None
     if job.is_chief:
-        limits = Limits.of_this_machine(use, replicas=replicas_here(job))
+        limits = MemoryLimits.of_this_machine(use, replicas=replicas_here(job))
         replicas = 1 if job.kind == "ps" else job.num_replicas
         try:
             with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
@@ -296,7 +298,7 @@ def find_batch_size(
     result = broadcast(answer if job.is_chief else None)
     if "error" in result:
         raise failure or TfdistError(result["error"])
-    trials = tuple(Trial(**trial) for trial in result["trials"])
+    trials = tuple(BatchTrial(**trial) for trial in result["trials"])
     return BatchSizes(**{**result, "trials": trials})
 
 

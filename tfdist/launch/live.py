@@ -75,7 +75,7 @@ class _Bin:
         self.memory_bytes = max(self.memory_bytes or 0, later.memory_bytes or 0) or None
 
 
-class History:
+class AttemptHistory:
     """Phases, steps and memory of the tasks over time, in at most `MAX_BINS` equal stretches.
 
     When they are used up, each two become one, so that a history of any length has the same size.
@@ -183,13 +183,13 @@ class LiveStatus:
         self._hosts = hosts
         self._is_here = is_here
         self._seen: dict[Task, _Seen] = {}
-        self._history: History | None = None
+        self._history: AttemptHistory | None = None
         self._written_s = self._history_written_s = -math.inf
 
     def see(self, state: JobState, awakening: Awakening) -> None:
         """Take what has happened, and write where a second has passed since the last time."""
         if self._history is None:
-            self._history = History(state.started_s)
+            self._history = AttemptHistory(state.started_s)
         for event in awakening.events:
             match event:
                 case Started(task=task):
@@ -202,7 +202,7 @@ class LiveStatus:
             self._written_s = now_s
             self._write(state, self._history)
 
-    def _see_beat(self, seen: _Seen, beat: Beat, history: History) -> None:
+    def _see_beat(self, seen: _Seen, beat: Beat, history: AttemptHistory) -> None:
         before = seen.beat
         if before is not None and beat.at_s > before.at_s:
             changed_s = before.at_s
@@ -222,7 +222,7 @@ class LiveStatus:
             while seen.past[0][0] < beat.at_s - _RATE_OVER_S:
                 seen.past.popleft()
 
-    def _write(self, state: JobState, history: History) -> None:
+    def _write(self, state: JobState, history: AttemptHistory) -> None:
         with contextlib.suppress(OSError):  # of no use to the job itself
             write_json(self._path, self._status(state), durable=False)
             if self._written_s - self._history_written_s >= _HISTORY_EVERY_S or state.is_over:

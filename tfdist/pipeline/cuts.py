@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part:
+class ModelPart:
     """One stage of a model.
 
     Attributes:
@@ -177,7 +177,7 @@ class LayerGraph:
         made = self._made_by
         return [t for k, t in needed.items() if k in made and assignment[made[k]] <= stage]
 
-    def cut(self, assignment: Assignment, *, num_stages: int) -> list[Part]:
+    def cut(self, assignment: Assignment, *, num_stages: int) -> list[ModelPart]:
         """Return the stages.
 
         Raises:
@@ -187,7 +187,7 @@ class LayerGraph:
         self._require_possible(assignment, num_stages=num_stages)
         return self.divided(assignment, num_stages=num_stages)
 
-    def divided(self, assignment: Assignment, *, num_stages: int) -> list[Part]:
+    def divided(self, assignment: Assignment, *, num_stages: int) -> list[ModelPart]:
         """Return the parts as `cut` does, without a look at their weights."""
         crossing = [self.crossing(assignment, stage=k) for k in range(num_stages - 1)]
         received, sent = [[], *crossing], [*crossing, self.outputs]
@@ -198,7 +198,7 @@ class LayerGraph:
 
     def _part(
         self, assignment: Assignment, k: int, stages: int, *, received: list[Any], sent: list[Any]
-    ) -> Part:
+    ) -> ModelPart:
         mine = [node for i, node in enumerate(self.nodes) if assignment[i] == k]
         used = {id(t) for t in [t for node in mine for t in node.input_tensors] + sent}
         inputs = tuple(i for i, t in enumerate(self.inputs) if id(t) in used)
@@ -206,7 +206,7 @@ class LayerGraph:
         # One that only passes through has no place in a model: Keras cannot clone such a graph.
         made = {id(t): t for t in sent if not any(t is g for g in given)}
         places = {id(t): i for i, t in enumerate([*given, *made.values()])}
-        return Part(
+        return ModelPart(
             index=k,
             num_stages=stages,
             module=keras.Model(

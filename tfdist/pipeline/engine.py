@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import PeerLost, require
-from tfdist.pipeline.link import Link
+from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass, passes
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
 from tfdist.pipeline.staged import StagedModel, staged_model
@@ -275,7 +275,7 @@ class PipelineEngine:
             return stage.first()
         return stage.unpacked(_receive(self._before, step, one))
 
-    def _send(self, link: Link | None, step: int, one: Pass, tensors: Tensors) -> None:
+    def _send(self, link: StageLink | None, step: int, one: Pass, tensors: Tensors) -> None:
         if link is not None:
             link.send(_tag(step, one), [np.asarray(tensor) for tensor in tensors])
 
@@ -365,7 +365,7 @@ class PipelineEngine:
 
 
 @contextlib.contextmanager
-def _naming_lost_neighbour(*links: Link | None) -> Iterator[None]:
+def _naming_lost_neighbour(*links: StageLink | None) -> Iterator[None]:
     """Raise PeerLost where TensorFlow says that a message inside a graph has failed."""
     try:
         yield
@@ -377,14 +377,18 @@ def _naming_lost_neighbour(*links: Link | None) -> Iterator[None]:
 
 
 @functools.cache
-def links_of(place: Stages) -> tuple[Link | None, Link | None]:
+def links_of(place: Stages) -> tuple[StageLink | None, StageLink | None]:
     """Return the links to the stages before and after; the same for all engines of a process."""
-    before = None if place.before is None else Link(place.before, name=place.names[place.index - 1])
-    after = None if place.after is None else Link(place.after, name=place.names[place.index + 1])
+    before = (
+        None if place.before is None else StageLink(place.before, name=place.names[place.index - 1])
+    )
+    after = (
+        None if place.after is None else StageLink(place.after, name=place.names[place.index + 1])
+    )
     return before, after
 
 
-def _receive(link: Link, step: int, one: Pass) -> Tensors:
+def _receive(link: StageLink, step: int, one: Pass) -> Tensors:
     return [tf.constant(array) for array in link.receive(_tag(step, one))]
 
 

@@ -29,7 +29,7 @@ _CLOSE_S = 10.0
 _MAX_HEADER_BYTES = 2**24
 
 
-class Link:
+class StageLink:
     """One end of a link.
 
     Args:

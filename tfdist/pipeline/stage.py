@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import require_one_of
-from tfdist.pipeline.cuts import Part, has_mask, one_or_list
+from tfdist.pipeline.cuts import ModelPart, has_mask, one_or_list
 from tfdist.pipeline.schedule import Pass
 from tfdist.training import keras_compat
 
@@ -48,7 +48,7 @@ class Received(NamedTuple):
     """What a stage receives for a forward pass.
 
     Attributes:
-      tensors: activations, in the order of `Part.received`.
+      tensors: activations, in the order of `ModelPart.received`.
       masks: Keras masks of those that have one.
       added: scalar float32, the losses that layers of the stages before have added.
     """
@@ -58,7 +58,7 @@ class Received(NamedTuple):
     added: tf.Tensor
 
 
-class Exchange(Protocol):
+class StageExchange(Protocol):
     """Messages to and from the neighbouring stages, in the graph of a step."""
 
     def received(self, one: Pass) -> Received:
@@ -94,7 +94,7 @@ class Stage:
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         *,
         keep: str = "tape",
         loss_of: LossOf | None = None,
@@ -155,7 +155,7 @@ class Stage:
         return back
 
     def traced_passes(
-        self, order: Sequence[Pass], batches: Sequence[MicroBatch], exchange: Exchange
+        self, order: Sequence[Pass], batches: Sequence[MicroBatch], exchange: StageExchange
     ) -> list[tf.Tensor | None]:
         """Return the sums of the gradients of a step, whose passes come in their order; in graph.
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import state
 from tfdist.errors import require
-from tfdist.pipeline.cuts import LayerGraph, Part
+from tfdist.pipeline.cuts import LayerGraph, ModelPart
 from tfdist.pipeline.schedule import micro_sizes, most_kept, passes
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
 from tfdist.pipeline.timing import chosen_places, possible_places
@@ -182,7 +182,7 @@ class StagedModel:
     def _inner_optimizer(self) -> Any:
         return getattr(self._optimizer, "inner_optimizer", self._optimizer)
 
-    def _parts(self, sizes: list[int]) -> list[Part]:
+    def _parts(self, sizes: list[int]) -> list[ModelPart]:
         count, cut = self._place.count, self._place.options.cut
         graph = self.graph
         if count == 1:
@@ -244,7 +244,7 @@ class StagedModel:
         finally:
             vars(inner).update(before)
 
-    def _log(self, part: Part, *, batch: int) -> None:
+    def _log(self, part: ModelPart, *, batch: int) -> None:
         place, micros = self._place, -(-len(self.sizes_of(batch)) // self._place.pipelines)
         order = passes(place.options.schedule, stage=place.index, stages=place.count, micros=micros)
         kept = most_kept(order) if self.stage.keep != "recompute" else 1

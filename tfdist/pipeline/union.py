@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.pipeline.cuts import Part
+from tfdist.pipeline.cuts import ModelPart
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_bytes
 
@@ -29,7 +29,7 @@ Numbers of an optimizer, such as its count of updates, are the same in all stage
 """
 
 
-def owners_of(model: keras.Model, parts: Sequence[Part]) -> dict[int, int]:
+def owners_of(model: keras.Model, parts: Sequence[ModelPart]) -> dict[int, int]:
     """Return the stage of each variable: weights, slots of the optimizer, metrics.
 
     Raises:

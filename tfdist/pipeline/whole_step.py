@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.link import Link
+from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
 from tfdist.training import keras_compat
@@ -30,7 +30,9 @@ class WholeStep:
       tag: of a step's pass, by which messages are told apart.
     """
 
-    def __init__(self, stage: Stage, *, before: Link | None, after: Link | None, tag: Tag) -> None:
+    def __init__(
+        self, stage: Stage, *, before: StageLink | None, after: StageLink | None, tag: Tag
+    ) -> None:
         self._stage, self._before, self._after, self._tag = stage, before, after, tag
         self._compiled: dict[tuple[Pass, ...], Any] = {}
 
@@ -88,7 +90,7 @@ class _Messages:
 
         return tf.numpy_function(send, [self._step, *tensors], tf.int32)
 
-    def _from(self, link: Link, one: Pass, dtypes: list[Any]) -> Tensors:
+    def _from(self, link: StageLink, one: Pass, dtypes: list[Any]) -> Tensors:
         def receive(step: Any) -> list[np.ndarray]:
             return link.receive(self._whole._tag(int(step), one))
 

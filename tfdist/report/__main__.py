@@ -17,7 +17,7 @@ from tfdist.report.charts import NUM_COLOURS
 from tfdist.report.page import render
 from tfdist.report.run import Run, read_run, reading
 from tfdist.report.run_section import Verdict
-from tfdist.report.sweep import Sweep, is_sweep, read_sweep, runs_of_best
+from tfdist.report.sweep import SweepRecord, is_sweep, read_sweep, runs_of_best
 
 _LEDGER_TIMEOUT_S = 120.0
 _FILE = "report.html"
@@ -74,10 +74,10 @@ def _serve(paths: Sequence[Path], *, port: int) -> int:
     return EXIT_OK
 
 
-def _read(paths: Sequence[Path]) -> tuple[list[Run], list[Sweep]]:
+def _read(paths: Sequence[Path]) -> tuple[list[Run], list[SweepRecord]]:
     found = [read_sweep(path) if is_sweep(path) else read_run(path) for path in paths]
     runs = [one for one in found if isinstance(one, Run)]
-    return runs, [one for one in found if isinstance(one, Sweep)]
+    return runs, [one for one in found if isinstance(one, SweepRecord)]
 
 
 def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:

@@ -13,7 +13,7 @@ from tfdist.report.pieces import MAX_ROWS, badge, card, cards, chart, code, sect
 from tfdist.report.run import Run
 from tfdist.report.run_section import Verdict, run_section
 from tfdist.report.style import FOLLOW, STYLE, TIPS
-from tfdist.report.sweep import Sweep
+from tfdist.report.sweep import SweepRecord
 from tfdist.report.sweep_section import sweep_section
 from tfdist.report.text import duration, number
 
@@ -22,7 +22,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def render(
     runs: Sequence[Run],
-    sweeps: Sequence[Sweep] = (),
+    sweeps: Sequence[SweepRecord] = (),
     *,
     verdicts: Mapping[Path, Verdict] | None = None,
     is_followed: bool = False,
@@ -51,7 +51,7 @@ def render(
     )
 
 
-def _contents(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> str:
+def _contents(runs: Sequence[Run], sweeps: Sequence[SweepRecord]) -> str:
     counts = [
         f"{len(some)} {name}{'s' * (len(some) > 1)}"
         for some, name in ((sweeps, "sweep"), (runs, "run"))

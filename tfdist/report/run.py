@@ -72,7 +72,7 @@ class TaskHistory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class AttemptRecord:
     """One start of all tasks."""
 
     number: int
@@ -87,7 +87,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A checkpoint that is on the disk."""
 
     name: str
@@ -110,8 +110,8 @@ class Run:
     summary: Mapping[str, Any]
     metrics: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
-    attempts: tuple[Attempt, ...]
-    checkpoints: tuple[Checkpoint, ...]
+    attempts: tuple[AttemptRecord, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
     live: Mapping[str, Any]
 
     @property
@@ -253,14 +253,14 @@ def moment(text: str | None) -> float | None:
     return None if text is None else datetime.fromisoformat(text).timestamp()
 
 
-def _attempt(entry: Mapping[str, Any], path: Path) -> Attempt:
+def _attempt(entry: Mapping[str, Any], path: Path) -> AttemptRecord:
     number = int(entry["attempt"])
     failures = _failures(entry)
     blamed = {failure.task for failure in failures}
     spans = tuple(_span(task, blamed) for task in entry["tasks"])
     begin, history = _history(path, number)
     begins = [at for at in (begin, *(span.begin for span in spans)) if at is not None]
-    return Attempt(
+    return AttemptRecord(
         number=number,
         exit_code=entry["exit_code"],
         begin=min(begins, default=None),
@@ -329,7 +329,7 @@ def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHisto
     }
 
 
-def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Attempt:
+def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> AttemptRecord:
     """Return the attempt that runs, or whose launcher was killed: it is in no report."""
     number, begin, end = int(live["attempt"]), float(live["began_at"]), float(live["at"])
     _, history = _history(path, number)
@@ -345,7 +345,7 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Att
         )
         for task in live["tasks"]
     )
-    return Attempt(
+    return AttemptRecord(
         number=number,
         exit_code=None,
         begin=begin,
@@ -355,7 +355,7 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Att
     )
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
+def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     found = []
     for path in sorted(folder.glob("step-*")):
         match = _CHECKPOINT.fullmatch(path.name)
@@ -363,7 +363,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
             files = [file.stat() for file in path.rglob("*") if file.is_file()]
             if match is not None and files:
                 found.append(
-                    Checkpoint(
+                    SavedCheckpoint(
                         name=path.name,
                         step=int(match[1]),
                         size_bytes=sum(file.st_size for file in files),

@@ -33,7 +33,7 @@ class TrialEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sweep:
+class SweepRecord:
     """A sweep as of the last change of its `sweep.json`."""
 
     path: Path
@@ -75,7 +75,7 @@ def is_sweep(path: Path) -> bool:
     return (path / SWEEP_FILE).is_file() or (path / JOURNAL_FILE).is_file()
 
 
-def read_sweep(path: Path) -> Sweep:
+def read_sweep(path: Path) -> SweepRecord:
     """Return what is in a sweep's directory; UsageError where it is damaged or has begun only."""
     content = read_json(path / SWEEP_FILE)
     require(
@@ -90,7 +90,7 @@ def read_sweep(path: Path) -> Sweep:
         return _sweep(path, content or {})
 
 
-def runs_of_best(sweep: Sweep, *, most: int) -> list[Run]:
+def runs_of_best(sweep: SweepRecord, *, most: int) -> list[Run]:
     """Return the runs of the best trials, without those that are not there, or not whole."""
     runs = []
     for trial in sweep.ranked[:most]:
@@ -100,11 +100,11 @@ def runs_of_best(sweep: Sweep, *, most: int) -> list[Run]:
     return runs
 
 
-def _sweep(path: Path, content: Mapping[str, Any]) -> Sweep:
+def _sweep(path: Path, content: Mapping[str, Any]) -> SweepRecord:
     status = str(content["status"])
     if status == "running" and not is_held(path / LOCK_FILE):
         status = "unfinished: its chief was stopped or killed"
-    return Sweep(
+    return SweepRecord(
         path=path,
         name=path.resolve().name,
         status=status,

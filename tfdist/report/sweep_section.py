@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tfdist.report.charts import Crossing, Series, axis_of, parallel_coordinates
 from tfdist.report.pieces import badge, card, cards, chart, figures, section, table, text, words
-from tfdist.report.sweep import Sweep, TrialEntry
+from tfdist.report.sweep import SweepRecord, TrialEntry
 from tfdist.report.text import duration, number
 
 _MAX_TRIALS = 500
 _MAX_AXES = 10
 
 
-def sweep_section(sweep: Sweep, index: int, link_of: Mapping[Path, str]) -> str:
+def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -> str:
     """Return a sweep; trials whose runs are on the page are linked by their directories."""
     best = next((t for t in sweep.trials if t.trial == sweep.best), None)
     known = [
@@ -36,7 +36,7 @@ def sweep_section(sweep: Sweep, index: int, link_of: Mapping[Path, str]) -> str:
     )
 
 
-def _parallel(sweep: Sweep) -> str:
+def _parallel(sweep: SweepRecord) -> str:
     trials = [trial for trial in sweep.ranked if trial.score is not None]
     names = sweep.varied[:_MAX_AXES]
     if not trials or not names:
@@ -72,7 +72,7 @@ def _tip(trial: TrialEntry, objective: str) -> str:
     return "\n".join([f"trial {trial.trial}: {objective} {number(trial.score)}", *values])
 
 
-def _scores(sweep: Sweep) -> str:
+def _scores(sweep: SweepRecord) -> str:
     scores = [trial.score for trial in sweep.completed if trial.score is not None]
     pick = max if sweep.is_max else min
     best = list(itertools.accumulate(scores, pick))
@@ -83,7 +83,7 @@ def _scores(sweep: Sweep) -> str:
     return chart(words(sweep.objective), series, x_label="completed trials", from_zero=False)
 
 
-def _trials(sweep: Sweep, link_of: Mapping[Path, str]) -> str:
+def _trials(sweep: SweepRecord, link_of: Mapping[Path, str]) -> str:
     names = sweep.varied[:_MAX_AXES]
     rows = [
         [

@@ -7,7 +7,7 @@ from html import escape
 
 from tfdist.report.charts import ticks
 from tfdist.report.pieces import MAX_ROWS, card
-from tfdist.report.run import Attempt, Run, TaskSpan
+from tfdist.report.run import AttemptRecord, Run, TaskSpan
 from tfdist.report.text import clock, duration
 
 PARTS = {
@@ -77,7 +77,7 @@ def _scale(seconds: float) -> str:
     return f'<span></span><div class="scale">{labels}</div>'
 
 
-def _head(attempt: Attempt) -> str:
+def _head(attempt: AttemptRecord) -> str:
     facts = []
     if attempt.first_step_s is not None:
         facts.append(f"first step after {duration(attempt.first_step_s)}")
@@ -87,7 +87,7 @@ def _head(attempt: Attempt) -> str:
     return f'<div class="head">Attempt {attempt.number} <span>{", ".join(facts)}</span></div>'
 
 
-def _row(attempt: Attempt, span: TaskSpan, shown: _Range) -> str:
+def _row(attempt: AttemptRecord, span: TaskSpan, shown: _Range) -> str:
     if span.begin is None:
         return ""
     until = span.end or attempt.end or shown.end
@@ -106,7 +106,7 @@ def _row(attempt: Attempt, span: TaskSpan, shown: _Range) -> str:
 
 
 def _stretches(
-    attempt: Attempt, task: str, since: float, until: float
+    attempt: AttemptRecord, task: str, since: float, until: float
 ) -> list[tuple[str, float, float]]:
     """Return the longest part of each stretch of time, equal neighbours as one."""
     history = attempt.history.get(task)

@@ -19,7 +19,7 @@ Outcome = bytes | RequestError
 MAX_DEATHS = 2  # replicas that end with a request
 
 
-class Connection(Protocol):
+class FrameConnection(Protocol):
     """Where the frames of a replica go."""
 
     def send(self, frame: Frame) -> None:
@@ -46,12 +46,12 @@ class Ticket:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Link:
+class ReplicaLink:
     """A replica as the front sees it; `since` is when it last answered, or had nothing to do."""
 
     id: int
     version: int
-    connection: Connection
+    connection: FrameConnection
     serving: bool = True
     outstanding: dict[int, Ticket] = dataclasses.field(default_factory=dict)
     alone: bool = False
@@ -59,7 +59,7 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class QueueLimits:
     """Bounds of a queue.
 
     Attributes:
@@ -78,7 +78,7 @@ class Limits:
 class Dispatcher:
     """The queue of a model and its links."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
         self.counts: Counter[str] = Counter()
         self.batches: Counter[int] = Counter()  # answers by the size of the batch they came in
         self._limits = limits
@@ -86,7 +86,7 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._waiting: deque[Ticket] = deque()
         self._suspects: deque[Ticket] = deque()
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, ReplicaLink] = {}
         self._size_bytes = 0
 
     @property
@@ -115,9 +115,9 @@ class Dispatcher:
         self._waiting.append(ticket)
         self.pump()
 
-    def connected(self, id: int, connection: Connection, *, version: int) -> None:
+    def connected(self, id: int, connection: FrameConnection, *, version: int) -> None:
         """Take a replica that has loaded a version."""
-        self._links[id] = Link(id=id, version=version, connection=connection)
+        self._links[id] = ReplicaLink(id=id, version=version, connection=connection)
         self.pump()
 
     def route(self, ids: Iterable[int]) -> list[int]:
@@ -192,7 +192,7 @@ class Dispatcher:
         while self._waiting and (free := self._least_busy()):
             self._send(self._waiting.popleft(), free)
 
-    def _quarantine(self) -> Link | None:
+    def _quarantine(self) -> ReplicaLink | None:
         """Return the replica that gets nothing but requests which another one ended with."""
         serving = [link for link in self._links.values() if link.serving]
         alone = next((link for link in serving if link.alone), None)
@@ -200,7 +200,7 @@ class Dispatcher:
             return alone
         return min(serving, key=lambda one: len(one.outstanding), default=None)
 
-    def _least_busy(self) -> Link | None:
+    def _least_busy(self) -> ReplicaLink | None:
         kept_free, window = self._quarantine(), self._limits.window
         room = [
             link
@@ -209,7 +209,7 @@ class Dispatcher:
         ]
         return min(room, key=lambda one: len(one.outstanding), default=None)
 
-    def _send(self, ticket: Ticket, link: Link) -> bool:
+    def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
         """Send a request, unless nobody waits for it any more; return whether it was."""
         if ticket.abandoned:
             self._size_bytes -= len(ticket.payload)

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tfdist.launch.guardian import die_with
 from tfdist.serving import protocol
-from tfdist.serving.dispatch import Dispatcher, Limits, Outcome, Ticket
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
 from tfdist.serving.metrics import Metrics
 from tfdist.serving.protocol import (
     HTTP_STATUS,
@@ -84,7 +84,7 @@ class FrontOptions:
     control: int
     supervisor: int
     grpc: str
-    limits: Limits
+    limits: QueueLimits
     timeout_s: float = 30.0
     body_bytes: int = 64 << 20
     silence_s: float = 30.0
@@ -575,7 +575,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a front; return its exit code."""
     (text,) = sys.argv[1:] if argv is None else argv
     told = json.loads(text)
-    options = FrontOptions(**{**told, "limits": Limits(**told["limits"])})
+    options = FrontOptions(**{**told, "limits": QueueLimits(**told["limits"])})
     die_with(options.supervisor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor sends SIGTERM
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

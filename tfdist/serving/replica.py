@@ -51,7 +51,7 @@ class ReplicaOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class ReplicaOrder:
     """What a replica is to serve, told when it is needed.
 
     Attributes:
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         line = sys.stdin.readline()
         if not line:
             return 0  # no order has come, and none will
-        order = Order(**json.loads(line))
+        order = ReplicaOrder(**json.loads(line))
         if order.cores:
             os.sched_setaffinity(0, order.cores)  # before the threads of a Session are made
         directory = Path(order.directory)

@@ -26,11 +26,11 @@ from typing import Any
 
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import one_line_errors
-from tfdist.serving.dispatch import Limits
+from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import FrontOptions
-from tfdist.serving.replica import Order, ReplicaOptions
-from tfdist.serving.versions import Drain, Model, Replica, Start, find_models, find_versions
+from tfdist.serving.replica import ReplicaOptions, ReplicaOrder
+from tfdist.serving.versions import Drain, Model, Replica, StartReplica, find_models, find_versions
 
 _LOG = logging.getLogger("tfdist.serve")
 _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
@@ -63,7 +63,7 @@ class ServeOptions:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     pin: bool = True
     load_timeout_s: float = 600.0
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     timeout_s: float = 30.0
     drain_s: float = 30.0
     body_bytes: int = 64 << 20
@@ -101,7 +101,7 @@ class _Spare:
     status: int
 
 
-class Supervisor:
+class ServiceSupervisor:
     """Sockets, processes, and the models' state."""
 
     def __init__(self, options: ServeOptions, *, modules: Mapping[str, str] = _MODULES) -> None:
@@ -282,7 +282,7 @@ class Supervisor:
             return f", {time.time() - manifest['saved_at']:.1f} s after its checkpoint was whole"
         return ""
 
-    def _start_later(self, name: str, start: Start) -> None:
+    def _start_later(self, name: str, start: StartReplica) -> None:
         key = (name, start.version, start.index)
         if key in self._starting:
             return
@@ -291,7 +291,7 @@ class Supervisor:
         def begin() -> None:
             self._starting.discard(key)
             wanted = self._models[name].actions()
-            if any((a.version, a.index) == key[1:] for a in wanted if isinstance(a, Start)):
+            if any((a.version, a.index) == key[1:] for a in wanted if isinstance(a, StartReplica)):
                 try:
                     self._start(name, start)
                 except (OSError, TfdistError) as error:  # the next scan tries again
@@ -302,13 +302,13 @@ class Supervisor:
         else:
             begin()
 
-    def _start(self, name: str, start: Start) -> None:
+    def _start(self, name: str, start: StartReplica) -> None:
         """Have a process load a version: a spare one, where there is one."""
         self._ids += 1
         id, path = self._ids, f"{self._private}/{self._ids}"
         cores = sorted(os.sched_getaffinity(0))
         chosen = cores_of(start.index, replicas=self._options.replicas, cores=cores)
-        order = Order(
+        order = ReplicaOrder(
             directory=str(self._paths[name] / str(start.version)),
             name=name,
             path=path,
@@ -328,7 +328,7 @@ class Supervisor:
         self._watch(process, functools.partial(self._ended, id))
         _LOG.info("%s: replica %d loads version %d (pid %d)", name, id, start.version, process.pid)
 
-    def _ordered(self, order: Order) -> _Spare:
+    def _ordered(self, order: ReplicaOrder) -> _Spare:
         """Return a process that has been told what to serve; raise OSError."""
         living = [spare for spare in self._spares if spare.process.poll() is None]
         for ended in set(self._spares) - set(living):

@@ -30,7 +30,7 @@ class Replica:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Start:
+class StartReplica:
     """Start a replica of a version in a place, no sooner than `wait_s` after the last one's end."""
 
     version: int
@@ -118,12 +118,12 @@ class Model:
         left = tuple(one for one in self.replicas if one.id != id)
         return dataclasses.replace(self, replicas=left)
 
-    def actions(self) -> list[Start | Drain]:
+    def actions(self) -> list[StartReplica | Drain]:
         """Return what is to be done now."""
         kept = {version for version in (self.target, self.serving) if version is not None}
         drains = [Drain(one.id) for one in self.replicas if one.version not in kept]
         starts = [
-            Start(version, index, self._wait_s(version, index))
+            StartReplica(version, index, self._wait_s(version, index))
             for version in sorted(kept & self.found.keys())
             for index in range(self.replicas_wanted)
             if not any((one.version, one.index) == (version, index) for one in self.replicas)

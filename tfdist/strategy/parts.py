@@ -19,7 +19,7 @@ _MARK = "_tfdist_part"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class VariablePart:
     """Elements ``[first, end)`` of a variable of this shape, laid out flat.
 
     Attributes:
@@ -38,19 +38,19 @@ class Part:
         return math.prod(self.shape)
 
 
-def own_part(job: Job, shape: tuple[int, ...]) -> Part:
+def own_part(job: Job, shape: tuple[int, ...]) -> VariablePart:
     """Return this worker's part of a variable of this shape."""
     assert job.ring is not None
     first, end = job.ring.part(math.prod(shape))
-    return Part(shape=shape, first=first, end=end)
+    return VariablePart(shape=shape, first=first, end=end)
 
 
-def mark(variable: Any, part: Part) -> None:
+def mark(variable: Any, part: VariablePart) -> None:
     """Note that a variable holds this part of a larger one."""
     setattr(variable, _MARK, part)
 
 
-def part_of(variable: Any) -> Part | None:
+def part_of(variable: Any) -> VariablePart | None:
     """Return the part that a variable holds, None for one that is whole."""
     return getattr(variable, _MARK, None)
 

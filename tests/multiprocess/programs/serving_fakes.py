@@ -8,8 +8,8 @@ import logging
 import sys
 from pathlib import Path
 
-from tfdist.serving.dispatch import Limits
-from tfdist.serving.supervisor import ServeOptions, Supervisor
+from tfdist.serving.dispatch import QueueLimits
+from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
 
 MODULES = {
     "front": "tfdist.serving.front",
@@ -18,11 +18,11 @@ MODULES = {
 
 
 async def main(directory: str, told: dict[str, object]) -> None:
-    limits = Limits(**told.pop("limits", {}))  # type: ignore[arg-type]
+    limits = QueueLimits(**told.pop("limits", {}))  # type: ignore[arg-type]
     options = ServeOptions(
         directory=Path(directory), rest_port=0, grpc_port=0, limits=limits, **told
     )  # type: ignore[arg-type]
-    supervisor = Supervisor(options, modules=MODULES)
+    supervisor = ServiceSupervisor(options, modules=MODULES)
     print(supervisor.rest_address, supervisor.grpc_address, flush=True)
     await supervisor.run()
 

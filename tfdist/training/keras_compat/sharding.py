@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.strategy.job import Job
-from tfdist.strategy.parts import Part, mark, own_initial_values, own_part, part_of, whole
+from tfdist.strategy.parts import VariablePart, mark, own_initial_values, own_part, part_of, whole
 from tfdist.training.keras_compat.reduction import (
     gather_over_workers,
     own_copy,
@@ -180,19 +180,19 @@ def _innermost(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _part_for(optimizer: Any, variable: Any) -> Part:
+def _part_for(optimizer: Any, variable: Any) -> VariablePart:
     index = optimizer._get_variable_index(variable)
     return _place_of(optimizer._trainable_variables[index])
 
 
-def _own(gradient: Any, part: Part) -> Any:
+def _own(gradient: Any, part: VariablePart) -> Any:
     """Return this part, flat, of a gradient that is whole."""
     if isinstance(gradient, tf.IndexedSlices):
         return _own_elements(summed_rows(gradient), part)
     return None if gradient is None else _cut(gradient, part)
 
 
-def _own_elements(slices: tf.IndexedSlices, part: Part) -> tf.IndexedSlices:
+def _own_elements(slices: tf.IndexedSlices, part: VariablePart) -> tf.IndexedSlices:
     """Return this part of a gradient by rows as one by elements: Keras' sparse updates differ."""
     width = math.prod(part.shape[1:])
     first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
@@ -289,11 +289,11 @@ def _refresh(optimizer: Any, variable: Any, part: Any) -> None:
     optimizer._exclude_from_weight_decay_cache[optimizer._var_key(part)] = decays
 
 
-def _cut(value: tf.Tensor, place: Part) -> tf.Tensor:
+def _cut(value: tf.Tensor, place: VariablePart) -> tf.Tensor:
     return tf.reshape(value, [-1])[place.first : place.end]
 
 
-def _place_of(part: Any) -> Part:
+def _place_of(part: Any) -> VariablePart:
     place = part_of(part)
     assert place is not None
     return place
