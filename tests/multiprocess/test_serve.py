@@ -160,7 +160,11 @@ def load(running: Service, clients: int = 4, send: Any = None) -> Iterator[Count
             while not stop.is_set():
                 number += 1
                 asked = [client, number]
-                answer = (send or send_once)(connection, json.dumps({"instances": asked}))
+                try:
+                    answer = (send or send_once)(connection, json.dumps({"instances": asked}))
+                except (OSError, http.client.HTTPException) as error:
+                    connection.close()
+                    answer = {"error": repr(error)}
                 outcomes["ok" if answer.get("predictions") == asked else str(answer)] += 1
 
     threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
@@ -179,7 +183,7 @@ def send_again(connection: http.client.HTTPConnection, body: str) -> Any:
     """Return the answer to a request, which is sent once more if its connection breaks."""
     try:
         return send_once(connection, body)
-    except ConnectionError:
+    except (ConnectionError, http.client.HTTPException):  # before the answer, or within it
         connection.close()
         return send_once(connection, body)
 
