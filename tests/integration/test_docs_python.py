@@ -22,7 +22,8 @@ SMALLER = {
     "range(2000)": "range(20)",
     "find_batch_size(model, x, y)": "find_batch_size(model, x, y, first=8, most=8, steps=1)",
     "loop.run(100)": "loop.run(2)",
-    '"127.0.0.1:8500"': "address",
+    '"127.0.0.1:8500"': "grpc_address",
+    '"http://127.0.0.1:8501/': 'f"http://{rest}/',
 }
 """What is shorter here than in the pages, or has a port of the system's choice."""
 
@@ -113,11 +114,11 @@ server = subprocess.Popen(
     command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=ends_with_us
 )
 for line in server.stdout:
-    if found := re.search(r"gRPC (\\S+)", line):
-        address = found[1]
+    if found := re.search(r"REST http://([^/]+)/\\S+ gRPC (\\S+)", line):
+        rest, grpc_address = found.groups()
     if "is served" in line:
         break
-grpc.channel_ready_future(grpc.insecure_channel(address)).result(60)
+grpc.channel_ready_future(grpc.insecure_channel(grpc_address)).result(60)
 """
 BEFORE = {
     "docs/checkpoints.md": f'{FLAT}{DATA}{MODEL}\nmodel.save("pretrained.keras")',

@@ -545,7 +545,7 @@ def test_stock_warns_of_functions_traced_on_purpose(caplog):
         return how(traced_again_and_again)
 
     tf.get_logger().propagate = True
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="tensorflow"):
         for _ in range(12):
             made(keras_compat.compiled)(tf.zeros([]))
         assert "retracing" not in caplog.text

@@ -425,7 +425,9 @@ class Listing(keras.callbacks.Callback):
 def worker(*, is_chief):
     """One of two workers, whose sums the test makes."""
     strategy = types.SimpleNamespace(num_replicas_in_sync=2)
-    return types.SimpleNamespace(kind="multiworker", is_chief=is_chief, strategy=strategy)
+    return types.SimpleNamespace(
+        kind="multiworker", is_chief=is_chief, strategy=strategy, has_peers=True
+    )
 
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
