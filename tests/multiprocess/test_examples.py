@@ -10,7 +10,7 @@ import keras
 from tests import forked_python
 from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.test_training import launch
-from tests.multiprocess.warm import QUIET
+from tests.multiprocess.warm import QUIET, as_it_comes
 from tests.unit.test_docs import _FENCE
 from tfdist.checkpoint import CheckpointStore
 
@@ -30,7 +30,7 @@ def test_every_command_of_the_first_tutorial_does_what_it_says(tmp_path, monkeyp
     assert len(commands) == 5
     for number, words in enumerate(commands):
         if words[1:3] == ["-m", "tfdist.launch"]:
-            launch(tmp_path / f"job-{number}", *words[3:], timeout_s=DEADLINE_S)
+            launch(tmp_path / f"job-{number}", *words[3:], timeout_s=DEADLINE_S, start=as_it_comes)
         else:
             done = forked_python.run(*words[1:], timeout=DEADLINE_S, env={**os.environ, **QUIET})
             assert done.returncode == 0, done.stdout + done.stderr

@@ -104,9 +104,10 @@ def test_host_0_shows_the_tasks_of_all_hosts(host):
     jobs = [host(1, PHASES), host(0, PHASES, f"--metrics_port={metrics_port}")]
     for job in jobs:
         job.ready(1)
-    text = metrics_with(metrics_port, f'tfdist_step{{task="worker-1",host="{HOSTS[1]}"}} 8')
-    assert f'tfdist_task_phase{{task="worker-0",host="{HOSTS[0]}",phase="step"}} 1' in text
-    assert f'tfdist_memory_bytes{{task="worker-0",host="{HOSTS[0]}"}}' in text
+    metrics_with(metrics_port, f'tfdist_step{{task="worker-1",host="{HOSTS[1]}"}} 8')
+    here = f'task="worker-0",host="{HOSTS[0]}"'
+    text = metrics_with(metrics_port, f'tfdist_task_phase{{{here},phase="step"}} 1')
+    assert f"tfdist_memory_bytes{{{here}}}" in text
     assert f'tfdist_memory_bytes{{task="worker-1",host="{HOSTS[1]}"}}' not in text
     jobs[0].signal(signal.SIGTERM)
     assert codes(jobs) == [143, 143]
