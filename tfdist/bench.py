@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, require, require_int
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, require, require_int
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
 from tfdist.outputs.plot import empty_panels
@@ -34,16 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["serve"]:
         return load(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
-    try:
-        options = parse(words)
-        measured = measure(options)
-        if options.plot:
-            draw(measured, options.plot)
-    except TfdistError as error:
-        print(f"tfdist.bench: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return run_program("tfdist.bench", lambda: _batch(words))
+
+
+def _batch(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    measured = measure(options)
+    if options.plot:
+        draw(measured, options.plot)
     return EXIT_OK
 
 

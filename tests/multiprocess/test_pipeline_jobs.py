@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.multiprocess.jobs import report
-from tests.multiprocess.test_training import PROGRAMS
+from tests.multiprocess.test_training import PROGRAMS, ended
 from tests.multiprocess.trainings import TrainingJob, summary_of
-from tests.multiprocess.warm import forked
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 from tfdist.outputs.run_directory import Evaluations
@@ -25,25 +22,16 @@ DEADLINE_S = 250
 
 def run(out, does, *, stages, workers=None, flags=()):
     """Run a job to its end; return its exit code, what it said, and what each task saw."""
-    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(out / f"{does}-{stages}")]
-    with forked() as (fork_flags, fds):
-        job = subprocess.run(
-            [
-                *(*command, "--strategy=pipeline", f"--stages={stages}"),
-                *(f"--workers={workers or stages}", *flags, *fork_flags),
-                *(str(PROGRAM), str(out), does),
-            ],
-            env={**os.environ, "STAGES": str(stages)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=fds,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+    words = ("--strategy=pipeline", f"--stages={stages}", f"--workers={workers or stages}", *flags)
+    code, said = ended(
+        out / f"{does}-{stages}",
+        *(*words, str(PROGRAM), str(out), does),
+        env={**os.environ, "STAGES": str(stages)},
+        timeout_s=DEADLINE_S,
+    )
     files = [out / f"{does}-{stages}-worker-{i}.json" for i in range(workers or stages)]
     seen = [json.loads(file.read_text()) for file in files if file.exists()]
-    return job.returncode, job.stdout, seen
+    return code, said, seen
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +57,7 @@ def undisturbed(tmp_path_factory):
 
 def assert_same(seen, expected):
     assert seen["history"].keys() == expected["history"].keys()
-    for what in ("history", "evaluated", "predicted", "weights", "slots"):
+    for what in ("history", "looked", "evaluated", "predicted", "weights", "slots"):
         found, wanted = seen[what], expected[what]
         if isinstance(found, dict):
             found, wanted = list(found.values()), [wanted[key] for key in found]
@@ -86,6 +74,7 @@ def assert_same(seen, expected):
         ("again", 2, 2),
         ("compiled", 2, 2),
         ("auto", 2, 2),
+        ("looks", 2, 2),
         ("scales", 2, 2),
         ("fits", 3, 3),
         ("plain", 2, 4),

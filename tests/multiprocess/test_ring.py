@@ -6,12 +6,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 
 from tests import forked_python
-from tests.multiprocess.test_training import PROGRAMS, launch
-from tests.multiprocess.warm import forked
+from tests.multiprocess.test_training import PROGRAMS, ended, launch
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
@@ -35,28 +32,17 @@ def test_two_workers_get_the_bits_that_tensorflows_ring_gives_them(tmp_path):
 
 
 def test_workers_that_take_different_branches_end_with_what_each_of_them_sums(tmp_path):
-    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(tmp_path / "run")]
-    with forked() as (flags, fds):
-        job = subprocess.run(
-            [
-                *(*command, "--strategy=multiworker", "--workers=2", "--max_restarts=3", *flags),
-                *(str(PROGRAM), str(tmp_path), "differs"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=fds,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-    assert job.returncode == EXIT_USAGE, job.stdout
+    flags = ("--strategy=multiworker", "--workers=2", "--max_restarts=3")
+    words = (*flags, str(PROGRAM), str(tmp_path), "differs")
+    code, said = ended(tmp_path / "run", *words, timeout_s=DEADLINE_S)
+    assert code == EXIT_USAGE, said
     place = r"sum (\d+) of the run, place (\d) of a step \[\('float32', \(3,\)\)\]"
     told = rf"sums over the workers: received {place}, of worker-\d .*; expected {place}, as of w"
-    found = re.search(told, job.stdout)
-    assert found, job.stdout
+    found = re.search(told, said)
+    assert found, said
     assert found[1] == found[3]
     assert sorted((found[2], found[4])) == ["1", "2"]
-    assert "not started again: exit code 2 is a mistake" in job.stdout
+    assert "not started again: exit code 2 is a mistake" in said
 
 
 def test_a_worker_that_dies_is_named_by_its_neighbour_without_a_launcher_too(tmp_path):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.multiprocess.test_training import PROGRAMS, launch
-from tests.multiprocess.warm import forked
 
 PROGRAM, RESIZED = PROGRAMS / "sharded.py", PROGRAMS / "sharded_resized.py"
 DEADLINE_S = 400
@@ -72,21 +69,9 @@ def test_step_functions_refusals_and_the_file_of_a_model(tmp_path):
 def trained(out, *, workers, sharded, epochs):
     """Trains so many epochs of one run with so many workers; returns the weights."""
     kind = "multiworker" if workers > 1 else "single"
-    flags = ["--strategy", kind, f"--workers={workers}", f"--run_dir={out}/job-{workers}-{epochs}"]
-    with forked() as (more, fds):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "tfdist.launch", *flags, *more),
-                *(str(RESIZED), str(out), str(int(sharded)), str(epochs)),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=fds,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout
+    words = ("--strategy", kind, f"--workers={workers}", str(RESIZED), str(out))
+    run_dir = out / f"job-{workers}-{epochs}"
+    launch(run_dir, *words, str(int(sharded)), str(epochs), timeout_s=DEADLINE_S)
     return np.load(out / "weights.npy")
 
 

@@ -19,8 +19,8 @@ from tests.multiprocess.warm import forked
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
 
-def launch(run_dir, *arguments, timeout_s, start=forked):
-    """Runs a job to its end; on failure or past its deadline, shows every task's log."""
+def ended(run_dir, *arguments, timeout_s, start=forked, env=None):
+    """Runs a job to its end; returns its exit code and what it said, of all tasks."""
     command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir)]
     with start() as (flags, fds):
         process = subprocess.Popen(
@@ -29,6 +29,7 @@ def launch(run_dir, *arguments, timeout_s, start=forked):
             stderr=subprocess.STDOUT,
             text=True,
             pass_fds=fds,
+            env=env,
         )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -36,7 +37,13 @@ def launch(run_dir, *arguments, timeout_s, start=forked):
         process.terminate()
         output, _ = process.communicate(timeout=60)
         pytest.fail(f"{' '.join(arguments)}: not done in {timeout_s} s\n{output[-20000:]}")
-    assert process.returncode == 0, output[-20000:]
+    return process.returncode, output
+
+
+def launch(run_dir, *arguments, **options):
+    """Runs a job to its end; on failure or past its deadline, shows every task's log."""
+    code, output = ended(run_dir, *arguments, **options)
+    assert code == 0, output[-20000:]
     return output
 
 

@@ -155,25 +155,6 @@ assert not loaded, loaded
 """
 
 
-def test_the_search_for_a_batch_size_loads_no_tensorflow() -> None:
-    program = (
-        "import sys, tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.range_test;"
-        "import tfdist.find.liveness, tfdist.find.trial;"
-        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_ledger_is_read_without_tensorflow() -> None:
-    program = (
-        "import sys, tfdist.ledger, tfdist.audit.proof;"
-        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
     done = subprocess.run(
         [sys.executable, "-c", OF_ANOTHER_JOB], capture_output=True, text=True, timeout=120
@@ -181,17 +162,26 @@ def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_front_and_its_supervisor_load_neither_tensorflow_nor_numpy() -> None:
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        (
+            "tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.range_test, "
+            "tfdist.find.liveness, tfdist.find.trial",
+            {"tensorflow", "keras", "numpy"},
+        ),
+        ("tfdist.ledger, tfdist.audit.proof", {"tensorflow", "keras"}),
+        (
+            "tfdist.serve, tfdist.serving.front, tfdist.serving.supervisor, tfdist.serving.replica",
+            {"tensorflow", "keras", "numpy"},
+        ),
+        ("tfdist.launch.job", {"importlib.metadata"}),  # of jobs on several hosts
+    ],
+    ids=["find", "ledger", "serve", "launch"],
+)
+def test_a_program_begins_without(modules: str, unwanted: set[str]) -> None:
     program = (
-        "import sys, tfdist.serve, tfdist.serving.front, tfdist.serving.supervisor;"
-        "import tfdist.serving.replica;"
-        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules)"
+        f"import sys, {modules}; loaded = {unwanted} & set(sys.modules); assert not loaded, loaded"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_launcher_loads_nothing_that_only_jobs_on_several_hosts_need() -> None:
-    program = "import sys, tfdist.launch.job; assert 'importlib.metadata' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

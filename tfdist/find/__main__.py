@@ -12,22 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError, mutually_exclusive
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.find.batch_size import BatchSearch, MemoryLimits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    try:
-        return _find(sys.argv[1:] if argv is None else argv)
-    except TfdistError as error:
-        print(f"tfdist.find: {error}", file=sys.stderr)
-        return error.exit_code
-    except Stopped as stopped:
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    words = sys.argv[1:] if argv is None else argv
+    return run_program("tfdist.find", lambda: _find(words))
 
 
 def _parser() -> Parser:

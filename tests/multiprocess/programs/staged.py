@@ -6,6 +6,7 @@ Arguments: where to write, and what it does:
 batches;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
+``looks`` evaluates in the middle of each epoch;
 ``dies`` loses task 1 for good; ``wrong`` cuts behind a layer that is not there,
 and in ``differs`` each task has targets of its own.
 """
@@ -87,13 +88,21 @@ class Dies(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Looks(keras.callbacks.Callback):
+    """Evaluates between two steps of an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if DOES == "looks" and batch == 1:
+            looked.append(tfdist.evaluate(self.model, X[:7], Y[:7], batch_size=8, verbose=0))
+
+
 def rate(epoch, before):
     return before * 0.8
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    held = {}
+    held, looked = {}, []
     options = PipelineOptions(
         split_size="auto" if DOES == "tries" else 4,
         cut={"auto": None, "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
@@ -105,7 +114,7 @@ if __name__ == "__main__":
         model = staged_model()
     if DOES == "differs":
         Y = (Y + int(current_job().name[-1])) % 3
-    callbacks = [keras.callbacks.LearningRateScheduler(rate), Dies()]
+    callbacks = [keras.callbacks.LearningRateScheduler(rate), Dies(), Looks()]
     if DOES.partition("-")[0] in ("saves", "kills", "tries"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
@@ -120,6 +129,7 @@ if __name__ == "__main__":
         if tfdist.is_chief()
         else [],
         "held": held,
+        "looked": looked,
         "chosen": current_job().stages.chosen,
         "evaluated": tfdist.evaluate(model, X, Y, batch_size=8, verbose=0),
         "predicted": tfdist.predict(model, X, batch_size=8, verbose=0).tolist(),
