@@ -85,7 +85,8 @@ def main() -> int:
     parser.add_argument("--fits", type=int, default=300)
     arguments = parser.parse_args()
     tfdist.make_strategy("single")
-    hogs = [subprocess.Popen([sys.executable, "-c", "while 1: pass"]) for _ in range(4)]
+    busy = f"from tfdist.launch.guardian import die_with; die_with({os.getpid()})\nwhile 1: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(4)]
     wrong = 0
     try:
         with tempfile.TemporaryDirectory() as folder:
