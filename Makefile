@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 RAY_VENV := .venv-ray
-RAY := ray[default,train]==2.60.0
+RAY := ray[default,serve,train]==2.60.0
 
 WITH := keras-3.14.1 keras-3.15.1
 OF_VERSIONS := tests/integration/test_equivalence.py tests/integration/test_resume.py tests/field

@@ -30,7 +30,15 @@ from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import FrontOptions
 from tfdist.serving.replica import ReplicaOptions, ReplicaOrder
-from tfdist.serving.versions import Drain, Model, Replica, StartReplica, find_models, find_versions
+from tfdist.serving.versions import (
+    Drain,
+    Model,
+    Policy,
+    Replica,
+    StartReplica,
+    find_models,
+    find_versions,
+)
 
 _LOG = logging.getLogger("tfdist.serve")
 _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
@@ -46,7 +54,8 @@ class ServeOptions:
     Attributes:
       directory: of versions, or of models that have versions.
       name: of the model, where the directory has versions; else the one model to serve.
-      replicas: processes for each model.
+      replicas: processes for each version that is served.
+      policy: which versions those are.
       rest_port, grpc_port: 0 for any that is free.
       spares: processes that have loaded TensorFlow and wait for the version they are to serve.
       pin: give each replica cores of its own.
@@ -56,6 +65,7 @@ class ServeOptions:
     directory: Path
     name: str | None = None
     replicas: int = 1
+    policy: Policy = dataclasses.field(default_factory=Policy)
     spares: int = 1
     host: str = "127.0.0.1"
     rest_port: int = 8501
@@ -109,7 +119,8 @@ class ServiceSupervisor:
         self._options = options
         self._modules = modules
         self._paths = _models(options)
-        self._models = {n: Model(replicas_wanted=options.replicas) for n in self._paths}
+        model = Model(replicas_wanted=options.replicas, policy=options.policy)
+        self._models = dict.fromkeys(self._paths, model)
         self._rest = _listen(options.host, options.rest_port)
         self._grpc = _reserve(options.host, options.grpc_port)
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
@@ -123,7 +134,7 @@ class ServiceSupervisor:
         self._told = b""
         self._stop = asyncio.Event()
         self._door = Door(self._grpc)
-        self._announced: dict[str, int | None] = {}
+        self._announced: dict[str, frozenset[int]] = {}
 
     @property
     def rest_address(self) -> str:
@@ -219,6 +230,9 @@ class ServiceSupervisor:
     def _hear(self, message: Mapping[str, Any]) -> None:
         if "listening" in message:
             self._door.is_front_there.set()
+        for name, told in message.get("policies", {}).items():
+            _LOG.info("%s: versions %s", name, told)
+            self._set(name, self._models[name].governed(Policy(**told)))
         if (id := message.get("drained")) in self._replicas:
             self._replicas[id].process.kill()  # it has no request left
         if (id := message.get("hung")) in self._replicas:
@@ -236,11 +250,13 @@ class ServiceSupervisor:
 
     def _table(self, name: str) -> dict[str, Any]:
         model = self._models[name]
-        ready = [r for r in model.replicas if r.ready and r.version == model.serving]
+        ready = [r for r in model.replicas if r.ready and r.version in model.served]
         return {
             "serving": model.serving,
+            "served": sorted(model.served),
+            "labels": dict(model.policy.labels),
             "states": [dataclasses.asdict(state) for state in model.states()],
-            "replicas": [[r.id, self._replicas[r.id].path] for r in ready],
+            "replicas": [[r.id, self._replicas[r.id].path, r.version] for r in ready],
             "draining": [id for id, of in self._draining.items() if of == name],
         }
 
@@ -269,13 +285,14 @@ class ServiceSupervisor:
                 self._draining[action.id] = name
             else:
                 self._start_later(name, action)
-        if self._announced.get(name) != model.serving:
-            age = self._age(name, model.serving) if name in self._announced else ""
-            self._announced[name] = model.serving
-            _LOG.info("%s: version %s is served%s", name, model.serving, age)
+        before = self._announced.get(name, frozenset())
+        for version in sorted(model.served - before):
+            age = self._age(name, version) if before else ""
+            _LOG.info("%s: version %s is served%s", name, version, age)
+        self._announced[name] = model.served
         self._tell_front()
 
-    def _age(self, name: str, version: int | None) -> str:
+    def _age(self, name: str, version: int) -> str:
         """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((self._paths[name] / f"{version}" / "manifest.json").read_text())

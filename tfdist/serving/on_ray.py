@@ -1,0 +1,205 @@
+"""``tfdist.serve DIR --on ray``: the exported models as a deployment of Ray Serve.
+
+Each replica has all models of the directory, which its node must be able to read, and takes new
+versions over by itself. REST alone, of the addresses and texts of the front. Needs ``ray[serve]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tfdist.errors import TfdistError
+from tfdist.serving import protocol
+from tfdist.serving.protocol import HTTP_STATUS, Kind, RequestError, VersionState
+from tfdist.serving.versions import Drain, Model, Policy, Replica, find_models, find_versions
+
+if TYPE_CHECKING:
+    from tfdist.serving.model import ServedModel
+
+_LOG = logging.getLogger("tfdist.serve")
+_APPLICATION = "tfdist"
+_SCAN_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RayOptions:
+    """What a deployment is asked for.
+
+    Attributes:
+      directory: of versions, or of models that have versions, at the same path on each node.
+      name: of the model, where the directory has versions; else the one model to serve.
+      replicas: over all nodes.
+      host, port: at which the proxy of each node listens.
+      queued: requests that wait in each proxy; more are answered with 503.
+    """
+
+    directory: Path
+    name: str | None
+    policy: Policy
+    replicas: int
+    host: str
+    port: int
+    batch_sizes: tuple[int, ...]
+    queued: int
+    timeout_s: float
+    drain_s: float
+
+
+class LoadedModel:
+    """The versions of a model in this process."""
+
+    def __init__(self, name: str, directory: Path, options: RayOptions) -> None:
+        self.sessions: dict[int, ServedModel] = {}
+        self._name = name
+        self._directory = directory
+        self._sizes = options.batch_sizes
+        self._model = Model(replicas_wanted=1, policy=options.policy)
+
+    @property
+    def serving(self) -> int | None:
+        """The version for requests that name none."""
+        return self._model.serving
+
+    @property
+    def served(self) -> frozenset[int]:
+        """All versions that get requests."""
+        return self._model.served
+
+    @property
+    def labels(self) -> Mapping[str, int]:
+        """Names of versions."""
+        return self._model.policy.labels
+
+    @property
+    def states(self) -> Sequence[VersionState]:
+        """How the versions are."""
+        return self._model.states()
+
+    def look(self) -> None:
+        """Load the versions that are to be served, then forget those that no longer are."""
+        self._model = self._model.scanned(find_versions(self._directory))
+        for action in self._model.actions():
+            if isinstance(action, Drain):
+                self._model = self._model.draining(action.id)
+                self.sessions.pop(action.id, None)
+            else:
+                self._model = self._model.started(
+                    Replica(id=action.version, version=action.version, index=0)
+                )
+                self._load(action.version)
+
+    def _load(self, version: int) -> None:
+        from tfdist.serving.model import ServedModel
+
+        directory = self._directory / str(version)
+        try:
+            session = ServedModel(directory, self._name, batch_sizes=self._sizes)
+            session.warm_up(directory)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+            _LOG.error("%s: version %d is refused: %s", self._name, version, reason)
+            self._model = self._model.failed(version, reason)
+            return
+        self.sessions[version] = session
+        self._model = self._model.loaded(version)
+        _LOG.info("%s: version %d is served", self._name, version)
+
+
+class RayReplica:
+    """A process with all models."""
+
+    def __init__(self, options: RayOptions) -> None:
+        if not options.directory.is_dir():
+            node = ray.util.get_node_ip_address()
+            raise TfdistError(f"{options.directory} is not on node {node}; each node must have it")
+        paths = find_models(options.directory, options.name)
+        self._models = {name: LoadedModel(name, path, options) for name, path in paths.items()}
+        self._answers.set_max_batch_size(max(options.batch_sizes))
+        for model in self._models.values():
+            model.look()
+        threading.Thread(target=self._keep_looking, daemon=True).start()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer an HTTP request."""
+        try:
+            status, body = 200, await self._answer(request)
+        except RequestError as error:
+            status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
+        return Response(body, status, media_type="application/json")
+
+    async def _answer(self, request: Request) -> bytes:
+        target, kind = protocol.parse_path(request.method, request.scope["path"])
+        target = protocol.unlabelled(target, self._models)
+        if kind is None:
+            states = protocol.states_of(target, self._models)
+            return json.dumps(protocol.status_json(states), indent=1).encode()
+        version = protocol.version_of(target, self._models)
+        model = self._models[target.name].sessions[version]
+        answer = await self._answers((model, kind, await request.body()))
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
+
+    @serve.batch(batch_wait_timeout_s=0.0)
+    async def _answers(
+        self, asked: list[tuple[ServedModel, Kind, bytes]]
+    ) -> list[bytes | RequestError]:
+        """Answer what has come while the batch before was computed."""
+        return await asyncio.to_thread(_computed, asked)
+
+    def _keep_looking(self) -> None:
+        """Look for versions; one that cannot be loaded is refused."""
+        pause = threading.Event()
+        while not pause.wait(_SCAN_S):
+            for name, model in self._models.items():
+                try:
+                    model.look()
+                except OSError as error:
+                    _LOG.warning("%s: cannot look for versions: %s", name, error.strerror)
+
+
+def _computed(asked: list[tuple[ServedModel, Kind, bytes]]) -> list[bytes | RequestError]:
+    answers: list[bytes | RequestError] = [b""] * len(asked)
+    for model in {id(one): one for one, _, _ in asked}.values():
+        places = [at for at, (one, _, _) in enumerate(asked) if one is model]
+        for at, answer in zip(places, model.answer([asked[at][1:] for at in places]), strict=True):
+            answers[at] = answer
+    return answers
+
+
+def run(options: RayOptions) -> None:
+    """Deploy on the cluster of RAY_ADDRESS, or a new one; delete it at SIGTERM or Ctrl-C."""
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    http = {"host": options.host, "port": options.port, "request_timeout_s": options.timeout_s}
+    serve.start(proxy_location="EveryNode", http_options=http)
+    deploy = serve.deployment(
+        num_replicas=options.replicas,
+        max_ongoing_requests=2 * max(options.batch_sizes),
+        max_queued_requests=options.queued,
+        graceful_shutdown_timeout_s=options.drain_s,
+        ray_actor_options={"num_cpus": 1},
+    )
+    try:
+        serve.run(deploy(RayReplica).bind(options), name=_APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        raise TfdistError(f"serve: Ray has not deployed {options.directory}: {error}") from error
+    address = f"http://{options.host}:{options.port}/v1/models"
+    print(f"serving {options.directory} on ray: REST {address}", flush=True)
+    stop.wait()
+    serve.delete(_APPLICATION)
