@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from tfdist import serve
 from tfdist.errors import UsageError
 from tfdist.serving.versions import (
     Drain,
@@ -193,4 +195,34 @@ def test_a_label_that_is_moved_keeps_its_version() -> None:
     model = started(model, 2, first_id=2).loaded(2)
     assert (model.serving, model.served, model.actions()) == (2, {1, 2}, [])
     moved = model.governed(Policy(labels={"stable": 2}))
-    assert (moved.served, moved.actions()) == ({2}, [Drain(1)])
+    assert (moved.served, moved.labels, moved.actions()) == ({2}, {"stable": 2}, [Drain(1)])
+
+
+def test_a_label_names_its_old_version_until_the_new_one_is_served() -> None:
+    model = served(3, replicas=1).scanned({1: "a", 2: "a", 3: "a"})
+    model = model.governed(Policy(labels={"stable": 1}))
+    model = started(model, 1, first_id=2).loaded(2).governed(Policy(labels={"stable": 2}))
+    assert (model.served, model.labels) == ({1, 3}, {"stable": 1})
+    model = started(model, 2, first_id=3).loaded(3)
+    assert (model.served, model.labels, model.actions()) == ({2, 3}, {"stable": 2}, [Drain(2)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--on", "ray"], "Fix: pip install 'ray[serve]' 'tfdist[serving]'"),
+        (["--on", "ray", "--token", __file__], "--token: received it with --on ray"),
+        (["--versions", "two"], "--versions: received 'two'"),
+    ],
+)
+def test_a_service_that_cannot_be_is_one_line(
+    tmp_path: Path,
+    flags: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert serve.main([str(tmp_path), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line

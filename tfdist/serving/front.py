@@ -133,14 +133,19 @@ class ModelRoute:
             )
 
     def route(self) -> set[int]:
-        """Give requests to the replicas alone; return the connected others that have none left."""
-        idle = {id for one in self.dispatchers.values() for id in one.route(self.replicas)}
-        for version in self.dispatchers.keys() - self.served:
-            old = self.dispatchers[version]
-            if self.serving is not None:
-                old.move_to(self.dispatchers[self.serving])
-            if old.is_left:
+        """Give requests to the replicas alone; return the connected others that have none left.
+
+        What waits for a version that is served no more is answered by it, while it has replicas.
+        """
+        idle: set[int] = set()
+        for version, one in list(self.dispatchers.items()):
+            if version in self.served:
+                idle.update(one.route(self.replicas))
+            elif one.is_left and self.serving is not None:
+                one.move_to(self.dispatchers[self.serving])
                 del self.dispatchers[version]
+            elif not one.waiting:
+                idle.update(one.route(()))
         return idle
 
     def is_connected(self, id: int) -> bool:

@@ -81,7 +81,7 @@ class LoadedModel:
     @property
     def labels(self) -> Mapping[str, int]:
         """Names of versions."""
-        return self._model.policy.labels
+        return self._model.labels
 
     @property
     def states(self) -> Sequence[VersionState]:
@@ -182,9 +182,6 @@ def _computed(asked: list[tuple[ServedModel, Kind, bytes]]) -> list[bytes | Requ
 
 def run(options: RayOptions) -> None:
     """Deploy on the cluster of RAY_ADDRESS, or a new one; delete it at SIGTERM or Ctrl-C."""
-    stop = threading.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: stop.set())
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
     http = {"host": options.host, "port": options.port, "request_timeout_s": options.timeout_s}
     serve.start(proxy_location="EveryNode", http_options=http)
@@ -199,6 +196,9 @@ def run(options: RayOptions) -> None:
         serve.run(deploy(RayReplica).bind(options), name=_APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise TfdistError(f"serve: Ray has not deployed {options.directory}: {error}") from error
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())  # only now: Ray sets its own
     address = f"http://{options.host}:{options.port}/v1/models"
     print(f"serving {options.directory} on ray: REST {address}", flush=True)
     stop.wait()

@@ -254,7 +254,7 @@ class ServiceSupervisor:
         return {
             "serving": model.serving,
             "served": sorted(model.served),
-            "labels": dict(model.policy.labels),
+            "labels": dict(model.labels),
             "states": [dataclasses.asdict(state) for state in model.states()],
             "replicas": [[r.id, self._replicas[r.id].path, r.version] for r in ready],
             "draining": [id for id, of in self._draining.items() if of == name],

@@ -128,6 +128,7 @@ class Model:
       found: the versions on the disk, each with what tells one from another of the same number.
       refused: versions that do not load, with the reason.
       served: the versions that get requests.
+      labels: the policy's; one that was moved names its old version until the new one is served.
       replicas: the living ones that are not draining.
       deaths: ends in a row of replicas by version and index.
     """
@@ -137,6 +138,7 @@ class Model:
     found: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
     served: frozenset[int] = frozenset()
+    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     replicas: tuple[Replica, ...] = ()
     deaths: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
@@ -234,7 +236,13 @@ class Model:
         """Serve a target once all of its replicas are ready, and the others until all are."""
         ready = Counter(one.version for one in self.replicas if one.ready)
         now = self.served | {v for v in self.targets if ready[v] >= self.replicas_wanted}
-        return dataclasses.replace(self, served=self.targets if self.targets <= now else now)
+        served = self.targets if self.targets <= now else now
+        old = {name: version for name, version in self.labels.items() if version in served}
+        labels = {
+            name: version if version in served else old.get(name, version)
+            for name, version in self.policy.labels.items()
+        }
+        return dataclasses.replace(self, served=served, labels=labels)
 
     def _wait_s(self, version: int, index: int) -> float:
         deaths = self.deaths.get((version, index), 0)
