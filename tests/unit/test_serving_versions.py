@@ -61,7 +61,7 @@ def test_a_version_that_does_not_load_is_refused_with_its_reason() -> None:
     model = model.failed(3, "no variables")
     assert (model.serving, max(model.targets)) == (1, 1)
     assert model.actions() == [Drain(3), Drain(4)]
-    states = {state.version: (state.state, state.message) for state in model.states()}
+    states = {state.version: (state.state, state.message) for state in model.states}
     assert states == {1: ("AVAILABLE", ""), 2: ("END", "no variables")}
     assert max(model.scanned({1: "a", 2: "a"}).targets) == 1
 

@@ -61,7 +61,7 @@ class Publisher:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tfdist.export", *words],
             stdin=subprocess.PIPE,
-            stdout=sys.stderr,
+            stdout=2,
             env=_environ(os.environ),
         )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)

@@ -12,7 +12,6 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,16 @@ from starlette.responses import Response
 
 from tfdist.errors import TfdistError
 from tfdist.serving import protocol
-from tfdist.serving.protocol import HTTP_STATUS, Kind, RequestError, VersionState
-from tfdist.serving.versions import Drain, Model, Policy, Replica, find_models, find_versions
+from tfdist.serving.protocol import HTTP_STATUS, Kind, RequestError
+from tfdist.serving.versions import (
+    Drain,
+    Model,
+    Policy,
+    Replica,
+    find_models,
+    find_versions,
+    require_models,
+)
 
 if TYPE_CHECKING:
     from tfdist.serving.model import ServedModel
@@ -66,37 +73,18 @@ class LoadedModel:
         self._name = name
         self._directory = directory
         self._sizes = options.batch_sizes
-        self._model = Model(replicas_wanted=1, policy=options.policy)
-
-    @property
-    def serving(self) -> int | None:
-        """The version for requests that name none."""
-        return self._model.serving
-
-    @property
-    def served(self) -> frozenset[int]:
-        """All versions that get requests."""
-        return self._model.served
-
-    @property
-    def labels(self) -> Mapping[str, int]:
-        """Names of versions."""
-        return self._model.labels
-
-    @property
-    def states(self) -> Sequence[VersionState]:
-        """How the versions are."""
-        return self._model.states()
+        self.versions = Model(replicas_wanted=1, policy=options.policy)
 
     def look(self) -> None:
-        """Load the versions that are to be served, then forget those that no longer are."""
-        self._model = self._model.scanned(find_versions(self._directory))
-        for action in self._model.actions():
+        """Load the versions that are to be served; forget those that the look before let go."""
+        for version in self.sessions.keys() - {one.version for one in self.versions.replicas}:
+            del self.sessions[version]
+        self.versions = self.versions.scanned(find_versions(self._directory))
+        for action in self.versions.actions():
             if isinstance(action, Drain):
-                self._model = self._model.draining(action.id)
-                self.sessions.pop(action.id, None)
+                self.versions = self.versions.draining(action.id)
             else:
-                self._model = self._model.started(
+                self.versions = self.versions.started(
                     Replica(id=action.version, version=action.version, index=0)
                 )
                 self._load(action.version)
@@ -111,10 +99,10 @@ class LoadedModel:
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
             _LOG.error("%s: version %d is refused: %s", self._name, version, reason)
-            self._model = self._model.failed(version, reason)
+            self.versions = self.versions.failed(version, reason)
             return
         self.sessions[version] = session
-        self._model = self._model.loaded(version)
+        self.versions = self.versions.loaded(version)
         _LOG.info("%s: version %d is served", self._name, version)
 
 
@@ -141,12 +129,13 @@ class RayReplica:
         return Response(body, status, media_type="application/json")
 
     async def _answer(self, request: Request) -> bytes:
+        known = {name: model.versions for name, model in self._models.items()}
         target, kind = protocol.parse_path(request.method, request.scope["path"])
-        target = protocol.unlabelled(target, self._models)
+        target = protocol.unlabelled(target, known)
         if kind is None:
-            states = protocol.states_of(target, self._models)
+            states = protocol.states_of(target, known)
             return json.dumps(protocol.status_json(states), indent=1).encode()
-        version = protocol.version_of(target, self._models)
+        version = protocol.version_of(target, known)
         model = self._models[target.name].sessions[version]
         answer = await self._answers((model, kind, await request.body()))
         if isinstance(answer, RequestError):
@@ -181,7 +170,11 @@ def _computed(asked: list[tuple[ServedModel, Kind, bytes]]) -> list[bytes | Requ
 
 
 def run(options: RayOptions) -> None:
-    """Deploy on the cluster of RAY_ADDRESS, or a new one; delete it at SIGTERM or Ctrl-C."""
+    """Deploy on the cluster of RAY_ADDRESS, or a new one; delete it at SIGTERM or Ctrl-C.
+
+    Raises UsageError where there is no model, TfdistError where Ray cannot deploy them.
+    """
+    require_models(options.directory, options.name)
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
     http = {"host": options.host, "port": options.port, "request_timeout_s": options.timeout_s}
     serve.start(proxy_location="EveryNode", http_options=http)
@@ -195,7 +188,8 @@ def run(options: RayOptions) -> None:
     try:
         serve.run(deploy(RayReplica).bind(options), name=_APPLICATION, route_prefix="/")
     except RuntimeError as error:
-        raise TfdistError(f"serve: Ray has not deployed {options.directory}: {error}") from error
+        reason = (str(error).strip().splitlines() or ["no reason"])[-1]
+        raise TfdistError(f"serve: Ray has not deployed {options.directory}: {reason}") from error
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())  # only now: Ray sets its own

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError, UsageError, require
-from tfdist.files import one_line_errors
+from tfdist.errors import TfdistError, UsageError
 from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import FrontOptions
@@ -36,8 +35,8 @@ from tfdist.serving.versions import (
     Policy,
     Replica,
     StartReplica,
-    find_models,
     find_versions,
+    require_models,
 )
 
 _LOG = logging.getLogger("tfdist.serve")
@@ -118,7 +117,7 @@ class ServiceSupervisor:
         """Bind the sockets; `modules` are what front and replica run, for tests."""
         self._options = options
         self._modules = modules
-        self._paths = _models(options)
+        self._paths = require_models(options.directory, options.name)
         model = Model(replicas_wanted=options.replicas, policy=options.policy)
         self._models = dict.fromkeys(self._paths, model)
         self._rest = _listen(options.host, options.rest_port)
@@ -255,7 +254,7 @@ class ServiceSupervisor:
             "serving": model.serving,
             "served": sorted(model.served),
             "labels": dict(model.labels),
-            "states": [dataclasses.asdict(state) for state in model.states()],
+            "states": [dataclasses.asdict(state) for state in model.states],
             "replicas": [[r.id, self._replicas[r.id].path, r.version] for r in ready],
             "draining": [id for id, of in self._draining.items() if of == name],
         }
@@ -436,21 +435,6 @@ class ServiceSupervisor:
         self._rest.close()
         self._grpc.close()
         shutil.rmtree(self._private, ignore_errors=True)
-
-
-def _models(options: ServeOptions) -> dict[str, Path]:
-    """Return the models to serve; raise UsageError where there is none."""
-    with one_line_errors(f"serve: cannot read {options.directory}"):
-        models = find_models(options.directory, options.name)
-    require(
-        models,
-        "DIR",
-        received=f"{options.directory}, in which there is no version to serve",
-        expected="DIR/NAME/VERSION or DIR/VERSION with a saved_model.pb",
-        fix="write one with tfdist.export_model or python -m tfdist.export",
-        code="no-version",
-    )
-    return models
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
+from tfdist.files import one_line_errors
 from tfdist.serving.protocol import INT64_MAX, VersionState
 
 MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
@@ -216,8 +217,9 @@ class Model:
         ]
         return [*drains, *starts]
 
+    @property
     def states(self) -> list[VersionState]:
-        """Return how each version is, but for those on the disk that are not chosen."""
+        """How each version is, but for those on the disk that are not chosen."""
         states = [
             VersionState(version=version, state="END", message=why)
             for version, why in self.refused.items()
@@ -282,3 +284,18 @@ def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
     below = sorted(path for path in directory.iterdir() if path.is_dir())
     models = {path.name: path for path in below if not path.name.startswith(".")}
     return {n: path for n, path in models.items() if name in (None, n) and find_versions(path)}
+
+
+def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
+    """Return the models to serve; raise UsageError where there is none."""
+    with one_line_errors(f"serve: cannot read {directory}"):
+        models = find_models(directory, name)
+    require(
+        models,
+        "DIR",
+        received=f"{directory}, in which there is no version to serve",
+        expected="DIR/NAME/VERSION or DIR/VERSION with a saved_model.pb",
+        fix="write one with tfdist.export_model or python -m tfdist.export",
+        code="no-version",
+    )
+    return models
