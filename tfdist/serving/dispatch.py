@@ -143,9 +143,9 @@ class Dispatcher:
         return id in self._links
 
     @property
-    def is_left(self) -> bool:
-        """Whether no replica is connected."""
-        return not self._links
+    def has_links(self) -> bool:
+        """Whether a replica is connected."""
+        return bool(self._links)
 
     def move_to(self, other: Dispatcher) -> None:
         """Have another version answer what waits here; what replicas have stays with them."""

@@ -141,7 +141,7 @@ class ModelRoute:
         for version, one in list(self.dispatchers.items()):
             if version in self.served:
                 idle.update(one.route(self.replicas))
-            elif one.is_left and self.serving is not None:
+            elif not one.has_links and self.serving is not None:
                 one.move_to(self.dispatchers[self.serving])
                 del self.dispatchers[version]
             elif not one.waiting:
