@@ -22,7 +22,6 @@ from tfdist.files import one_line_errors
 _LOG = logging.getLogger(__name__)
 _MODEL = "model.json"
 _END_S = 120.0  # for the last export
-_NICENESS = 10
 
 
 class Publisher:
@@ -64,7 +63,6 @@ class Publisher:
             stdout=2,
             env=_environ(os.environ),
         )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 
     def close(self) -> None:
         """Have the last checkpoint published too, and wait for it."""
