@@ -62,7 +62,7 @@ test-networks: setup  ## jobs of two hosts, in namespaces, over networks that fa
 	tests/networks/install.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/networks $(ARGS)
 
-test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train, which is installed beside .venv
+test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train and a service on Ray Serve, which is installed beside .venv
 	$(CPU_ONLY) $(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
 
 # What .venv has, and Ray: tfdist is tested as it is without.
