@@ -21,8 +21,8 @@ from pathlib import Path
 import harness
 import row
 
+from tfdist.launch.multihost.agreement import TOKEN_VARIABLE
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.launch.multihost.token import VARIABLE
 from tfdist.tuning import config_sweep, messages
 from tfdist.tuning.address import sweep_address_of
 from tfdist.tuning.options import SweepOptions, parse
@@ -90,7 +90,7 @@ def measure(side: str, args: argparse.Namespace) -> None:
             *("--serve", f"127.0.0.1:{address[1]}", "--sweep_dir", scratch),
         ]
         path = f"{harness.ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-        environ = {**os.environ, VARIABLE: secrets.token_hex(16), "PYTHONPATH": path}
+        environ = {**os.environ, TOKEN_VARIABLE: secrets.token_hex(16), "PYTHONPATH": path}
         with open(Path(scratch).with_suffix(".log"), "w") as log:
             chief = subprocess.Popen(
                 [harness.PROJECT_PYTHON, "-m", "tfdist.tune", *flags],

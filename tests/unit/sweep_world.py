@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.launch.multihost.hub import MessageReceived, PeerJoined
+from tfdist.launch.multihost.rendezvous import MessageReceived, PeerJoined
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
-from tfdist.launch.multihost.member import Member
+from tfdist.launch.multihost.rendezvous import Member
 from tfdist.ops.doctor import port_listener
 from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
 from tfdist.ops.doctor.facts import Host

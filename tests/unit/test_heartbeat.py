@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
-START = "import os, sys, time; from tfdist.launch import heartbeat; fd = int(sys.argv[1]);"
-FAST = START + "heartbeat.start(fd, task='worker-0', every_s=0.02)\n"
+START = "import os, sys, time; from tfdist.launch import task; fd = int(sys.argv[1]);"
+FAST = START + "task.start_heartbeat(fd, task='worker-0', every_s=0.02)\n"
 
 
 class Pipe:
@@ -159,13 +159,13 @@ def test_a_phase_of_any_name_is_one_note(pipe, run):
 
 
 def test_tasks_of_a_machine_beat_at_the_same_moments(pipe, run):
-    run(START + "heartbeat.start(fd, task='worker-0', every_s=0.5); sys.stdin.read()")
+    run(START + "task.start_heartbeat(fd, task='worker-0', every_s=0.5); sys.stdin.read()")
     # A busy machine may be late for some of them.
     assert any(pipe.beats(1)[0]["at"] % 0.5 < 0.1 for _ in range(20))
 
 
 def test_the_first_beat_comes_after_the_interval_so_that_a_short_task_has_none(pipe, run):
-    process = run(START + "heartbeat.start(fd, task='worker-0', every_s=600.0)")
+    process = run(START + "task.start_heartbeat(fd, task='worker-0', every_s=600.0)")
     assert process.wait(DEADLINE_S) == 0
     os.set_blocking(pipe.read_fd, False)
     with pytest.raises(BlockingIOError):
@@ -246,14 +246,14 @@ def test_the_programs_main_thread_stays_the_main_one(pipe, run):
 
 
 def test_a_closed_pipe_at_the_start_is_no_error(run):
-    process = run(START + "os.close(fd); heartbeat.start(fd, task='worker-0')")
+    process = run(START + "os.close(fd); task.start_heartbeat(fd, task='worker-0')")
     assert process.communicate(timeout=DEADLINE_S)[0] == ""
     assert process.returncode == 0
 
 
 def test_stacks_are_printed_while_no_python_code_can_run(run):
     source = """
-    heartbeat.print_stacks_on_request()
+    task.print_stacks_on_request()
     import ctypes
     def holds_the_lock_of_the_interpreter():
         print("on", flush=True)
@@ -271,7 +271,7 @@ def test_stacks_are_printed_while_no_python_code_can_run(run):
 
 def test_a_programs_own_handler_of_the_signal_wins(run):
     source = """
-    heartbeat.print_stacks_on_request()
+    task.print_stacks_on_request()
     import signal
     signal.signal(signal.SIGQUIT, lambda *_: print("mine", flush=True))
     print("on", flush=True)

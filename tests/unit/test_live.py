@@ -25,8 +25,7 @@ from tfdist.launch.live import (
 from tfdist.launch.metrics_server import MetricsServer, render
 from tfdist.launch.options import parse
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.launch.state import JobRules, JobState
+from tfdist.launch.state import JobRules, JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
 from tfdist.report.live import view
 from tfdist.report.run import read_run

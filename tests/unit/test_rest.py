@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tfdist.launch.heartbeat import Rest
+from tfdist.launch.task import Rest
 
 DEADLINE_S = 30.0
 HEAD = "import os, subprocess, sys, threading, time\ndef ready(): print('ready', flush=True)\n"
@@ -186,9 +186,9 @@ class Threads:
 
 @pytest.fixture
 def threads(tmp_path, monkeypatch):
-    monkeypatch.setattr("tfdist.launch.heartbeat._FUTEX", b"202")
-    monkeypatch.setattr("tfdist.launch.heartbeat._SLEEP", b"230")
-    monkeypatch.setattr("tfdist.launch.heartbeat._EPOLL", (b"232",))
+    monkeypatch.setattr("tfdist.launch.task._FUTEX", b"202")
+    monkeypatch.setattr("tfdist.launch.task._SLEEP", b"230")
+    monkeypatch.setattr("tfdist.launch.task._EPOLL", (b"232",))
     return Threads(tmp_path)
 
 

@@ -25,7 +25,7 @@ import pytest
 from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, flags_of, refused
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.launch.multihost.hub import MessageReceived, PeerJoined, listen
+from tfdist.launch.multihost.rendezvous import MessageReceived, PeerJoined, listen
 from tfdist.tuning import directory, guard, messages
 from tfdist.tuning.address import SweepAddress, listener_of, placed, sweep_address_of
 from tfdist.tuning.chief import Chief, SweepPlan

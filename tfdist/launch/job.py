@@ -17,9 +17,8 @@ from pathlib import Path
 from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
-from tfdist.launch.console import show
+from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.live import LIVE_FILE, LiveStatus, description_of_job, versions_of_job
-from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.hosts import (
     Group,
     decided_group,
@@ -27,10 +26,9 @@ from tfdist.launch.multihost.hosts import (
     own_address,
     terms,
 )
-from tfdist.launch.multihost.hub import Hub, listen
 from tfdist.launch.multihost.leader import Team, TeamProcesses, TeamScreen
-from tfdist.launch.multihost.member import Joining
 from tfdist.launch.multihost.node import Node, NodeSettings
+from tfdist.launch.multihost.rendezvous import Hub, Joining, listen
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import (
     JobDescription,
@@ -39,23 +37,25 @@ from tfdist.launch.plan import (
     render,
     start_method,
     tasks_with_address,
+    this_machine,
 )
 from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
     AttemptReport,
+    RunDir,
     attempt_entry,
+    chosen_run_dir,
     earlier_attempts,
+    next_attempt,
+    not_writable,
     reserve_room,
     restart_seconds,
     signal_name,
     write_report,
 )
-from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt, not_writable
-from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.state import JobRules, JobState
+from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
+from tfdist.launch.state import JobRules, JobState, RestartPolicy
 from tfdist.launch.supervisor import Screen, Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog

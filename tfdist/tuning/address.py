@@ -13,10 +13,9 @@ from tfdist.cluster import tf_config
 from tfdist.cluster.address import split_address
 from tfdist.errors import UsageError
 from tfdist.launch.multihost import agreement
-from tfdist.launch.multihost import token as tokens
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
-from tfdist.launch.multihost.hub import listen
+from tfdist.launch.multihost.rendezvous import listen
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 
@@ -46,7 +45,7 @@ def sweep_address_of(
     address = options.serve or options.join
     if address is None:
         return None
-    token = tokens.read_token(environ, path=options.rendezvous_token_file, hosts=[""])
+    token = agreement.read_token(environ, path=options.rendezvous_token_file, hosts=[""])
     alike_flags = ("strategy", "workers", "ps", "devices_per_worker", "trial_timeout_s")
     shown = without_secrets(program.args, key=token)
     terms = {
@@ -83,7 +82,7 @@ def listener_of(address: str) -> socket.socket:
 
 def _require_reachable(address: str, host: str, number: str) -> None:
     found = ipaddress.ip_address(number)
-    if found.is_unspecified or (found.is_loopback and not tokens.is_loopback(host)):
+    if found.is_unspecified or (found.is_loopback and not agreement.is_loopback(host)):
         raise UsageError(
             "--serve",
             received=f"{address}, which is {number} on this machine",

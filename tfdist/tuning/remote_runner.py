@@ -19,9 +19,9 @@ from typing import Any
 
 from tfdist.cluster.address import split_address
 from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
+from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.multihost.connection import Violation, WrongToken
-from tfdist.launch.multihost.member import Joining, Member
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.tuning import directory, guard, messages
 from tfdist.tuning.address import SweepAddress
 from tfdist.tuning.directory import TRIALS

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, PeerJoined
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, PeerJoined
 from tfdist.tuning import messages
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.journal import HERE, Slot

@@ -17,10 +17,10 @@ from typing import Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
 from tfdist.files import one_line_errors
+from tfdist.launch.events import STOP_SIGNALS
 from tfdist.launch.fork_server import ForkTemplate
-from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
-from tfdist.launch.signals import STOP_SIGNALS
+from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import directory
 from tfdist.tuning.address import listener_of, sweep_address_of

@@ -14,17 +14,24 @@ from pathlib import Path
 
 from tfdist.cluster import ClusterSpec, HeldPort, Task, placement
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
-from tfdist.launch.events import Ended, Event, Started, StopRequest, task_of
+from tfdist.launch.events import (
+    STOP_SIGNALS,
+    Ended,
+    Event,
+    SignalPipe,
+    Started,
+    StopRequest,
+    task_of,
+)
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived
 from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode_event, encode
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8

@@ -21,16 +21,25 @@ from pathlib import Path
 from tfdist.cluster import HeldPort, Task, hold_ports
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
-from tfdist.launch.events import Beat, Ended, Event, Started, StopRequest, task_of
+from tfdist.launch.events import (
+    STOP_SIGNALS,
+    Beat,
+    Ended,
+    Event,
+    SignalPipe,
+    Started,
+    StopRequest,
+    exit_code_for,
+    task_of,
+)
 from tfdist.launch.multihost.connection import Message
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.member import Joining, Member
 from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode, encode_event
+from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import signal_name
 from tfdist.launch.screen import JobScreen
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.state import RESTART_GRACE_S
 
 LOOK_EVERY_S = 0.5

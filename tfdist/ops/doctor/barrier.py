@@ -13,8 +13,15 @@ from typing import Any, NamedTuple
 
 from tfdist.errors import EXIT_FAILED, UsageError
 from tfdist.launch.multihost.connection import Message, Violation, WrongToken
-from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, PeerJoined
-from tfdist.launch.multihost.member import Joining, Member
+from tfdist.launch.multihost.rendezvous import (
+    Differs,
+    Hub,
+    Joining,
+    Lost,
+    Member,
+    MessageReceived,
+    PeerJoined,
+)
 from tfdist.ops.doctor import port_listener
 from tfdist.ops.doctor.facts import Absence, reason_of
 from tfdist.ops.doctor.port_listener import PortListener, host_of, spare_ports

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tfdist.launch.machine import this_machine
+from tfdist.launch.plan import this_machine
 from tfdist.ops.doctor.facts import MachineProbe, NameFacts, Proxy, ReverseFacts
 
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -14,8 +14,8 @@ from tfdist.cluster.hostlist import parse_hosts
 from tfdist.cluster.hosts import node_plan
 from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import require
+from tfdist.launch.multihost.agreement import read_token
 from tfdist.launch.multihost.hosts import rank_of
-from tfdist.launch.multihost.token import read_token
 from tfdist.ops.doctor.facts import Host
 
 _ALONE = Task("worker", 0)
