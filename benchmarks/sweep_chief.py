@@ -23,9 +23,9 @@ import row
 
 from tfdist.launch.multihost.agreement import TOKEN_VARIABLE
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.tuning import config_sweep, messages
-from tfdist.tuning.address import sweep_address_of
+from tfdist.tuning import config_sweep, protocol
 from tfdist.tuning.options import SweepOptions, parse
+from tfdist.tuning.protocol import sweep_address_of
 from tfdist.tuning.trial_job import Completed
 
 NAME = "sweep_chief"
@@ -43,7 +43,7 @@ class Runner:
         self.has_come = self.is_in = self.is_done = False
         self.asked_s = self.served_s = 0.0
         self.trial = ""
-        self._ended: messages.Message = {}
+        self._ended: protocol.Message = {}
 
     def read(self, terms: dict[str, str]) -> None:
         """Takes in what the chief says, and keeps the moment at which it gives a trial."""
@@ -64,7 +64,7 @@ class Runner:
                 self.trial = told["trial"]
                 metrics = {"virtual_epoch": 1, "val_accuracy": 0.5}
                 done = Completed(history=(metrics,), score=0.5, best_virtual_epoch=1)
-                outcome = messages.encode_outcome(done)
+                outcome = protocol.encode_outcome(done)
                 self._ended = {"lease": [told["trial"], told["lease"]], "outcome": outcome}
 
     def ask(self) -> None:

@@ -28,7 +28,7 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
 from tfdist.tuning import directory, from_python, inside, trial
-from tfdist.tuning import space as space_module
+from tfdist.tuning import oracle as space_module
 from tfdist.tuning.chief import Chief
 from tfdist.tuning.from_python import TunerSweep
 from tfdist.tuning.journal import Journal

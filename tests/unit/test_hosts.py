@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.recorded import read, recorded
 from tfdist.cluster import Task, read_environment
-from tfdist.cluster.hostlist import parse_hosts, ranks_of
-from tfdist.cluster.hosts import node_plan
+from tfdist.cluster.address import parse_hosts, ranks_of
+from tfdist.cluster.environment import node_plan
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError
 

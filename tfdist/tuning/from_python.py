@@ -19,9 +19,8 @@ from tfdist.launch.target import imports_tensorflow
 from tfdist.tuning import directory, journal, own_tuner, sweep
 from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import NONE, RECONNECT_S, SearchOptions
-from tfdist.tuning.oracle import PROJECT, Search
+from tfdist.tuning.oracle import PROJECT, Search, complete_space
 from tfdist.tuning.runner import TrialProgram
-from tfdist.tuning.space import complete_space
 from tfdist.tuning.sweep import RETRAINED, Sweep
 from tfdist.tuning.trial_job import Assignment, read_assignment
 

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, settings, slurm
-from tfdist.cluster.address import shown
-from tfdist.cluster.hostlist import parse_hosts
+from tfdist.cluster.address import parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist.ops.doctor.checks import directory, exchange, machines, network
-from tfdist.ops.doctor.facts import JobFacts
-from tfdist.ops.doctor.findings import HostFinding, Topic
+from tfdist.ops.doctor.checks import machines, network
+from tfdist.ops.doctor.facts import HostFinding, JobFacts, Topic
 from tfdist.ops.rules import Rule
 
 TOPICS: tuple[Topic, ...] = (
@@ -16,8 +15,8 @@ TOPICS: tuple[Topic, ...] = (
     machines.SOFTWARE,
     machines.MACHINES,
     network.PROXIES,
-    directory.TOPIC,
-    exchange.TOPIC,
+    machines.DIRECTORY,
+    network.EXCHANGE,
 )
 
 RULES: dict[str, Rule] = {rule.code: rule for topic in TOPICS for rule in topic.rules}
