@@ -291,6 +291,8 @@ class JobScreen:
         self._remote_lines: dict[Task, tuple[str, ...]] = {}
         self.hosts: dict[Task, str] = {}
         """Where each task is, in a job on several hosts."""
+        self.on_failure: Callable[[Task, str], None] = lambda task, cause: None
+        """Called with what failed first, which is shown."""
 
     def open(self, spec: ProcessSpec, *, is_chief: bool) -> TaskOutput:
         """Return a new place for a task's output; OSError if its log cannot be made."""
@@ -319,6 +321,7 @@ class JobScreen:
             output.muted = other != task
         failed = self._outputs.get(task)
         self.say(self._failure_block(task, failed, cause))
+        self.on_failure(task, cause)
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Return the last lines of a task's output."""
