@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
 from tfdist.ops.doctor import examine
-from tfdist.ops.doctor.checks import RULES
-from tfdist.ops.doctor.examine import PreflightOptions, PreflightResult, follow, lead
+from tfdist.ops.doctor.examine import RULES, PreflightOptions, PreflightResult, follow, lead
 from tfdist.ops.doctor.facts import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 

@@ -16,12 +16,10 @@ import pytest
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
-from tfdist.launch.multihost.messages import decode, encode
+from tfdist.launch.multihost.connection import decode, encode
 from tfdist.ops.doctor import barrier, examine, machine
 from tfdist.ops.doctor.barrier import PortListener
-from tfdist.ops.doctor.checks import RULES, TOPICS, check
-from tfdist.ops.doctor.checks.network import excepted
-from tfdist.ops.doctor.examine import PreflightResult
+from tfdist.ops.doctor.examine import RULES, TOPICS, PreflightResult, check
 from tfdist.ops.doctor.facts import (
     Absence,
     Directory,
@@ -39,6 +37,7 @@ from tfdist.ops.doctor.facts import (
     job_of,
 )
 from tfdist.ops.doctor.machine import Storage
+from tfdist.ops.doctor.network_checks import excepted
 from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.lint import RULES as LINT_RULES
 from tfdist.ops.lint import Severity

@@ -18,7 +18,13 @@ from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.live import LIVE_FILE, LiveStatus, description_of_job, versions_of_job
+from tfdist.launch.live import (
+    LIVE_FILE,
+    LiveStatus,
+    MetricsServer,
+    description_of_job,
+    versions_of_job,
+)
 from tfdist.launch.multihost.hosts import (
     Group,
     decided_group,
@@ -437,8 +443,6 @@ class JobRun:
             processes.finish()
 
     def _serve_metrics(self, port: int) -> None:
-        from tfdist.launch.metrics_server import MetricsServer  # an HTTP server, which takes time
-
         live_file = self._job.run_dir / LIVE_FILE
         self._stack.enter_context(MetricsServer(port, live_file))
         self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")

@@ -31,7 +31,7 @@ from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
 
 from tfdist.configs import check
 from tfdist.configs.fields import flat, unknown
-from tfdist.errors import TfdistError, UsageError, require
+from tfdist.errors import TfdistError, UsageError, near, require
 from tfdist.files import one_line_errors, write_text
 from tfdist.tuning.chief import RUNNING, NextTrial
 
@@ -470,3 +470,31 @@ def _plain(value: Any) -> Any:
 
 def _write(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content), durable=False)
+
+
+# The user's tuner.
+
+
+def default_dir(tuner: Any) -> Path:
+    """Return where a sweep with this tuner writes where nothing else is said."""
+    return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
+
+
+def of_epochs(tuner: Any) -> str | None:
+    """Return the objective where nothing but the epochs of a fit can report it, else None."""
+    fits = (tuner.run_trial, getattr(tuner.hypermodel, "fit", None))
+    is_plain = all(getattr(one, "__module__", "").startswith("keras_tuner.") for one in fits)
+    objective = tuner.oracle.objective
+    return str(objective.name) if is_plain and type(objective) is keras_tuner.Objective else None
+
+
+def unreported(objective: str, there: Iterable[str]) -> UsageError:
+    """Return what to raise where a trial reports only these."""
+    there = list(there)
+    return UsageError(
+        "objective",
+        received=f"{objective!r}{near(objective, there)}",
+        expected=f"what the model reports: {', '.join(there)}",
+        fix="name one of them, or add it to the metrics of model.compile",
+        code="unreported-objective",
+    )

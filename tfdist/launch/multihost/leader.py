@@ -24,9 +24,8 @@ from tfdist.launch.events import (
     task_of,
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
-from tfdist.launch.multihost.connection import Message
+from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode_event, encode
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec

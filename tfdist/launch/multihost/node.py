@@ -32,9 +32,8 @@ from tfdist.launch.events import (
     exit_code_for,
     task_of,
 )
-from tfdist.launch.multihost.connection import Message
+from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode, encode_event
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode, encode_event
 from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory

@@ -16,13 +16,15 @@ from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.multihost.agreement import TOKEN_FLAG, TOKEN_VARIABLE, differences
 from tfdist.launch.multihost.connection import (
     Channel,
+    Hello,
     Link,
     Message,
     Violation,
     WrongToken,
+    decode,
+    encode,
     resolve,
 )
-from tfdist.launch.multihost.messages import Hello, decode, encode
 
 CHECK_EVERY_S = 0.5
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
-from tfdist.launch.multihost.messages import decode, encode
-from tfdist.ops.doctor import machine
+from tfdist.launch.multihost.connection import decode, encode
+from tfdist.ops.doctor import host_checks, machine, network_checks
 from tfdist.ops.doctor.barrier import (
     BarrierFailed,
     HostBarrier,
@@ -23,7 +23,6 @@ from tfdist.ops.doctor.barrier import (
     reach,
     run_steps,
 )
-from tfdist.ops.doctor.checks import RULES, TOPICS, check
 from tfdist.ops.doctor.facts import (
     Absence,
     Directory,
@@ -37,7 +36,30 @@ from tfdist.ops.doctor.facts import (
 )
 from tfdist.ops.doctor.machine import Storage, work_s
 from tfdist.ops.doctor.servers import ServerProcesses
-from tfdist.ops.rules import Severity, count, printable, worst
+from tfdist.ops.rules import Rule, Severity, count, printable, worst
+
+# Every rule by its code; a code keeps its meaning for good, and is not given again.
+
+TOPICS: tuple[Topic, ...] = (
+    host_checks.HOSTS,
+    network_checks.NAMES,
+    network_checks.PORTS,
+    network_checks.NETWORK,
+    host_checks.CLOCKS,
+    host_checks.SOFTWARE,
+    host_checks.MACHINES,
+    network_checks.PROXIES,
+    host_checks.DIRECTORY,
+    network_checks.EXCHANGE,
+)
+
+RULES: dict[str, Rule] = {rule.code: rule for topic in TOPICS for rule in topic.rules}
+
+
+def check(facts: JobFacts) -> list[HostFinding]:
+    """Return all that is wrong, topic after topic."""
+    return [finding for topic in TOPICS for finding in topic.check(facts)]
+
 
 Part = dict[str, Any]
 """Some of the fields of `HostFacts`, as JSON has them."""
