@@ -347,7 +347,7 @@ def test_the_chiefs_own_parts_load_no_keras_tuner() -> None:
         "directory",
         "journal",
         "options",
-        "plot",
+        "exports",
         "screen",
         "sweep",
     ]
