@@ -128,7 +128,7 @@ BEFORE = {
     "docs/migrate/model_fit.md": f"{IMAGES}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",
     "docs/serve.md": f"import sys{SERVED}",
-    "docs/spawn.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
+    "docs/launch.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
     "docs/start.md": f"{FLAT}{DATA}",
     "docs/strategies.md": f"{FLAT}{DATA}",
     "docs/training.md": f"{FLAT}{DATA}{GAN}\nimport logging",

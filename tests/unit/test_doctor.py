@@ -43,7 +43,7 @@ from tfdist.ops.doctor.storage import Storage
 from tfdist.ops.lint import RULES as LINT_RULES
 from tfdist.ops.lint import Severity
 
-DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
+DOCS = Path(__file__).parents[2] / "docs" / "checks.md"
 GIB = 1 << 30
 NAMES = ("a", "b", "c")
 VERSIONS = {"python": "3.11.7", "tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6"}
