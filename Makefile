@@ -72,12 +72,13 @@ $(RAY_VENV)/.ready: $(READY) Makefile
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
 	touch $@
 
-test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with tf_keras, torch, Lightning and Ray beside .venv
+test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with the real tf_keras, Horovod, torch, Lightning and Ray
 	$(CPU_ONLY) .venv-migrations/bin/python -m pytest tests/migrations $(ARGS)
 
 .venv-migrations/.ready: $(READY) Makefile
 	$(call MAKE_BESIDE,.venv-migrations)
 	.venv-migrations/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS) -c constraints.txt
+	tests/migrations/horovod.sh $(CURDIR)/.venv-migrations/bin/python
 	touch $@
 
 test-browser: setup  ## the report of a run and the page of a service in a headless Chromium, which root installs from Debian

@@ -110,6 +110,15 @@ def test_parameter_servers_of_tf_keras(tmp_path):
     run(*LAUNCH, *PS, script, folder=tmp_path)
 
 
+def test_a_loop_of_horovod(tmp_path):
+    before = f"import os\nos.environ['TF_USE_LEGACY_KERAS'] = '1'\n{NUMPY}"
+    before += MAKE_MODEL.format(keras="from tensorflow import keras")
+    script = write(tmp_path, "docs/migrate/horovod.md", 0, before)
+    horovodrun = ("-m", "horovod.runner.launch", "-np", "2", "--gloo")
+    run(*horovodrun, sys.executable, script, folder=tmp_path)
+    assert (tmp_path / "checkpoint-5.h5").exists()
+
+
 def test_a_loop_under_torchrun_goes_on_at_its_checkpoint(tmp_path):
     page, torchrun = "docs/migrate/torch.md", ("-m", "torch.distributed.run", "--standalone")
     after = "print('epochs from', first)"
