@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster import settings
-from tfdist.cluster.hostlist import parse_hosts, ranks_of
+from tfdist.cluster.address import parse_hosts, ranks_of
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
 from tfdist.ops.lint.environment import check_size, check_variables, is_ours
