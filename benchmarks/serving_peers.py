@@ -86,7 +86,7 @@ def h2load(
         words += [*([] if address.is_grpc else ["--h1"]), address.url]
         run = subprocess.run(words, capture_output=True, text=True, timeout=60 + seconds)
         spent_s = processor_s() - before
-        lines = [line.split() for line in log.read_text().splitlines()]
+        lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     if not lines:
         raise RuntimeError(f"{address.url}: {run.stdout}{run.stderr}")
     start = min(int(began) for began, _, _ in lines) + WARM_UP_S * 1e6
