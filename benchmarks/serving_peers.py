@@ -168,14 +168,20 @@ def on_core(words: Sequence[str], environ: Mapping[str, str]) -> Iterator[subpro
             error.add_note(log.read()[-2000:])
             raise
         finally:
-            tree = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            for left in [process, *tree]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    left.kill()
-            process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    tree = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    for left in [process, *tree]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    process.wait()
 
 
 def until_answered(address: Address, process: subprocess.Popen[str]) -> list[float]:
