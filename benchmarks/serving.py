@@ -78,9 +78,9 @@ import keras
 def make():
     layers = keras.layers
     inputs = keras.Input((16,), name="x")
-    outputs = layers.UpSampling2D(8)(layers.Reshape((4, 4, 1))(inputs))
-    for _ in range(5):
-        outputs = layers.Conv2D(32, 3, padding="same", activation="relu")(outputs)
+    outputs = layers.UpSampling2D(16)(layers.Reshape((4, 4, 1))(inputs))
+    for _ in range(4):
+        outputs = layers.Conv2D(64, 3, padding="same", activation="relu")(outputs)
     outputs = layers.Dense(2, name="y")(layers.GlobalAveragePooling2D()(outputs))
     model = keras.Model(inputs, outputs, name="m")
     model.compile("sgd", "mse")
