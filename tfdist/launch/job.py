@@ -223,7 +223,7 @@ def _run_here(job: JobDescription) -> int:
 
 def _show_part(job: JobDescription, group: Group) -> int:
     """Print the tasks of this host."""
-    cluster = group.stand_in_cluster(strategy=job.strategy, ports=job.ports)
+    cluster = group.stand_in_cluster(job.ports)
     here = group.tasks(range(len(group.hosts)))[group.rank]
     specs = job.specs_here(cluster, here, attempt=next_attempt(job.run_dir))
     about = (

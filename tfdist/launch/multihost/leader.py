@@ -126,7 +126,7 @@ class Team:
             for rank in sorted(self._ports)
             if rank in self.hub.present
         }
-        cluster = self._group.cluster(at, strategy=self._strategy)
+        cluster = self._group.cluster(at)
         tasks = self._group.tasks(sorted(at))
         self.host_of = {task: rank for rank in tasks for task in tasks[rank]}
         self._screen.forget()
