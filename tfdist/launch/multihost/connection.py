@@ -189,7 +189,8 @@ class Channel:
         self._socket = sock
         self._link = link
         self._clock = clock
-        self._received_s = self._sent_s = self._looked_s = clock()
+        self.heard_s = self._sent_s = self._looked_s = clock()
+        """When something came last."""
 
     def fileno(self) -> int:
         """Return what to watch."""
@@ -210,9 +211,9 @@ class Channel:
         """Return how long nothing has come; the time in which nobody looked does not count."""
         now_s = self._clock()
         if now_s - self._looked_s > _LATE_S:
-            self._received_s = now_s
+            self.heard_s = now_s
         self._looked_s = now_s
-        return now_s - self._received_s
+        return now_s - self.heard_s
 
     def send(self, message: Message) -> None:
         """Send a message, now or when the network takes it."""
@@ -239,7 +240,7 @@ class Channel:
                 if messages:  # they come first; the end is read again
                     return _without_beats(messages)
                 raise ConnectionError("it has closed the connection")
-            self._received_s = self._clock()
+            self.heard_s = self._clock()
             messages += self._link.receive(data)
         self.flush()  # what the greeting answers
         return _without_beats(messages)
