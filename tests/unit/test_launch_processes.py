@@ -19,16 +19,13 @@ import pytest
 from tfdist.cluster import Task
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest, TaskPendingWork
 from tfdist.launch.fork_server import ForkStarter
-from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
 
 DEADLINE_S = 60.0
 W0 = Task("worker", 0)
-SPEC = ProcessSpec(
-    task=W0, program=Program(), argv=(), env={}, added=(), log_path=Path("log"), title=""
-)
+SPEC = ProcessSpec(task=W0, log_path=Path("log"))
 
 
 class Evidence:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Awakening, Beat, Begin, Ended, Raised, Started, StopRequest
-from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.state import (
     EVALUATOR,
@@ -39,15 +38,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 def spec(task, *, restart=0):
     suffix = f".restart-{restart}" if restart else ""
-    return ProcessSpec(
-        task=task,
-        program=Program(),
-        argv=(),
-        env={},
-        added=(),
-        log_path=Path(f"{task}{suffix}.log"),
-        title=str(task),
-    )
+    return ProcessSpec(task=task, log_path=Path(f"{task}{suffix}.log"))
 
 
 def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_workers=None):

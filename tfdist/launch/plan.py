@@ -105,17 +105,20 @@ _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One task's process: what it runs, in which environment, and where its output is kept."""
+    """One task's process: what it runs, in which environment, and where its output is kept.
+
+    Of a process on another host only the task and the log are known here.
+    """
 
     task: Task
-    program: Program
-    argv: tuple[str, ...]
-    """What a person would type to run this task by hand."""
-    env: Mapping[str, str]
-    added: tuple[str, ...]
-    """Names in `env` that the launcher set; the rest is the user's own environment."""
     log_path: Path
-    title: str
+    program: Program = field(default_factory=Program)
+    argv: tuple[str, ...] = ()
+    """What a person would type to run this task by hand."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
+    """Names in `env` that the launcher set; the rest is the user's own environment."""
+    title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,16 +144,7 @@ class Team:
         for rank in at.keys() - {0}:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         away = [
-            # What is known here of a process on another host.
-            ProcessSpec(
-                task=task,
-                program=self._options.program,
-                argv=(),
-                env={},
-                added=(),
-                log_path=logs / f"{task}.log",
-                title="",
-            )
+            ProcessSpec(task=task, log_path=logs / f"{task}.log")
             for task, rank in self.host_of.items()
             if rank
         ]
