@@ -26,6 +26,7 @@ from tfdist.launch.screen import Console, JobScreen
 DEADLINE_S = 60.0
 W0 = Task("worker", 0)
 SPEC = ProcessSpec(task=W0, log_path=Path("log"))
+RAISED = {"event": "raised", "task": "worker-0", "at_s": 4.5}
 
 
 class Evidence:
@@ -98,7 +99,7 @@ class World:
         if self.started:
             started, self.started = self.started, []
             return started
-        note = {"task": "worker-0", "at": 4.5, "exit_code": 1, "cause": "ValueError"}
+        note = {**RAISED, "exit_code": 1, "cause": "ValueError"}
         os.write(self.output_fd, b"last words")
         os.write(self._notes_fd, b"not a note\n" + json.dumps(note).encode() + b"\n")
         return [Ended(task=W0, status=self.status, at_s=5)]
@@ -214,20 +215,20 @@ def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
 
 
 def test_a_sign_of_life_is_an_event(processes):
-    beat = {"phase": "step", "step": 7, "since": 4.0, "first_step": None, "rest": 4.25}
-    beat["awaited"] = {"task": "worker-0", "since": 3.0, "first": False}
-    note = {"task": "worker-0", "beat": beat, "at": 4.5}
+    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
+    waits = {"awaited": {"task": "worker-0", "since_s": 3.0, "is_first": False}}
+    note = {"event": "beat", "task": "worker-0", "at_s": 4.5, **said, **waits}
     stray = {**note, "task": "worker-9"}
-    bad = {**note, "beat": {"phase": "step"}}
-    write_note(processes, *[json.dumps(one) for one in (stray, bad, note)])
+    bad = {**note, "phase": 7}
+    lie = {"event": "ended", "task": "worker-0", "status": 0, "at_s": 4.5}
+    write_note(processes, *[json.dumps(one) for one in (stray, bad, lie, note)])
     (event,) = processes.wait(1)
     awaited = TaskPendingWork(task=W0, since_s=3.0, is_first=False)
-    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 
 def test_a_program_that_failed_tells_its_step(processes):
-    note = {"task": "worker-0", "at": 4.5, "exit_code": 1, "cause": "ValueError", "step": 31}
+    note = {**RAISED, "exit_code": 1, "cause": "ValueError", "step": 31}
     write_note(processes, json.dumps(note))
     assert processes.wait(1)[0].step == 31
 

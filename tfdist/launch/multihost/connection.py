@@ -410,9 +410,13 @@ def encode_event(event: TaskEvent, *, now_s: float) -> Message:
 
 def decode_event(message: Message, *, now_s: float) -> TaskEvent:
     """Return the event of a message; raise one of `NO_SENSE` if it is none."""
-    kind = _KINDS[message["event"]]
-    parts = {name: value for name, value in message.items() if name in _hints(kind)}
-    return _ages(decode(kind, parts), now_s=now_s)
+    return _ages(event_of(message), now_s=now_s)
+
+
+def event_of(note: Message) -> TaskEvent:
+    """Return the event of a task's own note, which has moments; raise one of `NO_SENSE`."""
+    kind = _KINDS[note["event"]]
+    return decode(kind, {name: value for name, value in note.items() if name in _hints(kind)})
 
 
 def _ages(event: T, *, now_s: float) -> T:
