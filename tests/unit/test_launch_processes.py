@@ -12,12 +12,22 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest, TaskPendingWork
+from tfdist.launch.events import (
+    SAME_REQUEST_S,
+    Beat,
+    Ended,
+    Raised,
+    SignalPipe,
+    Started,
+    StopRequest,
+    TaskPendingWork,
+)
 from tfdist.launch.fork_server import ForkStarter
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
@@ -308,3 +318,44 @@ def test_a_bound_command_ends_with_the_process_that_started_it():
         assert owner.stdout.readline() == b"1\n"
         owner.kill()
         assert owner.stdout.read() == b""  # both have let go of it
+
+
+# What the launcher hears.
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_at_a_terminal() -> Iterator[None]:
+    """A test run in the background may have been started to ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again: int) -> None:
+    clock = Clock()
+    with SignalPipe(clock=clock) as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(again)
+        assert signals.read() == [signal.SIGTERM]
+        clock.now_s += 0.9 * SAME_REQUEST_S
+        signal.raise_signal(again)
+        assert signals.read() == []
+        clock.now_s += 0.2 * SAME_REQUEST_S
+        signal.raise_signal(again)
+        assert signals.read() == [again]
+
+
+def test_ends_of_processes_are_all_told() -> None:
+    with SignalPipe(clock=Clock()) as signals:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGCHLD)
+        assert signals.read() == [signal.SIGTERM, signal.SIGCHLD, signal.SIGCHLD]
