@@ -349,7 +349,7 @@ def test_a_process_by_itself_may_have_a_strategy_of_one_task() -> None:
 
 
 def test_the_page_has_every_variable() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
     assert [name for name in NAMES if name not in page] == []
     assert f"{FIRST_PORT} + {PORTS_PER_JOB} x (n mod 397)" in page
 

@@ -42,7 +42,7 @@ from tfdist.ops.doctor.servers import ServerProcesses
 from tfdist.ops.lint import RULES as LINT_RULES
 from tfdist.ops.lint import Severity
 
-DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
+DOCS = Path(__file__).parents[2] / "docs" / "checks.md"
 GIB = 1 << 30
 NAMES = ("a", "b", "c")
 VERSIONS = {"python": "3.11.7", "tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6"}
@@ -287,13 +287,9 @@ def test_every_rule_has_broken_facts_and_every_topic_a_number_of_its_own() -> No
     assert not set(RULES) & set(LINT_RULES)
 
 
-def test_every_rule_is_in_the_docs_as_it_is() -> None:
-    text = DOCS.read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| D\d{3} \|", line)]
-    assert rows == [
-        f"| {rule.code} | {rule.severity.value} | {rule.title} | {rule.reason} |"
-        for rule in RULES.values()
-    ]
+def test_every_topic_is_in_the_docs() -> None:
+    topics = re.findall(r"(?m)^\| D(\d) \|", DOCS.read_text())
+    assert topics == [str(number) for number in range(len(TOPICS))]
 
 
 # What is no finding

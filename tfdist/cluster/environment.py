@@ -4,7 +4,7 @@ Whoever starts the tasks leaves variables for them, each in its own way. A funct
 reads them. It returns None when they are not there or speak of one process, and
 raises `UsageError` when they are there and say something wrong.
 
-The rules, which docs/clusters.md has for users:
+The rules, which docs/hosts.md has for users:
 
 * A process is one of several tasks only if it was started as one: by our launcher, by ``srun``
   as a step of several tasks, by ``mpirun`` with several ranks, in a pod with TFDIST_HOSTS, or

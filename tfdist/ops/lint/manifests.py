@@ -404,7 +404,7 @@ def _names(job: Workload) -> Iterator[Finding]:
     wrong = _mismatch(job, names)
     if wrong and settings.NODE_RANK not in container.lines:  # which tells the pods their places
         code, received, expected = wrong
-        fix = "name the pods as docs/clusters.md has them, as in mnist-[0-3].train"
+        fix = "name the pods as docs/hosts.md has them, as in mnist-[0-3].train"
         yield Finding(code, container.place(settings.HOSTS), received, expected, fix)
 
 
