@@ -81,7 +81,7 @@ def h2load(
         kind = "application/grpc" if address.is_grpc else "application/json"
         words = [*("taskset", "-c", f"{LOAD_CORE}", "h2load", "-d", str(body)), f"--log-file={log}"]
         words += ["-c", f"{sockets}", "-m", f"{connections // sockets}", "-H", "te: trailers"]
-        words += ["-D", f"{WARM_UP_S + seconds:g}", "-H", f"content-type: {kind}"]
+        words += ["-D", f"{1000 * (WARM_UP_S + seconds):.0f}ms", "-H", f"content-type: {kind}"]
         before = processor_s()
         words += [*([] if address.is_grpc else ["--h1"]), address.url]
         run = subprocess.run(words, capture_output=True, text=True, timeout=60 + seconds)
