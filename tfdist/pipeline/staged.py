@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 from collections.abc import Mapping
@@ -17,7 +18,16 @@ from tfdist.pipeline.cuts import LayerGraph, ModelPart
 from tfdist.pipeline.schedule import micro_sizes, most_kept, passes
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
 from tfdist.pipeline.timing import chosen_places, possible_places
-from tfdist.pipeline.union import bytes_of, from_owners, owners_of, release, slots_of
+from tfdist.pipeline.union import (
+    bytes_of,
+    fill,
+    from_owners,
+    is_empty,
+    owners_of,
+    release,
+    slots_of,
+    trim_heap,
+)
 from tfdist.strategy import Job, broadcast
 from tfdist.training import keras_compat
 from tfdist.training.program import is_own
@@ -42,7 +52,6 @@ class StagedModel:
     Attributes:
       graph: of the model's layers.
       stage: of this task.
-      split_size: examples of a micro-batch at the most.
       statistics: variables that the stage's layers themselves change, such as those of
         BatchNormalization.
       is_divided: whether each task has the values of its own stage alone.
@@ -59,14 +68,13 @@ class StagedModel:
         _require_stages_compute_it(model)
         self.graph = LayerGraph(model)
         micros = _MICROS_A_STAGE * place.count * place.pipelines
-        self.split_size: int = place.chosen.get("split_size", max(1, -(-batch // micros)))
-        if isinstance(options.split_size, int):
-            self.split_size = options.split_size
+        self._default_size = max(1, -(-batch // micros))
         parts = self._parts(self.sizes_of(batch))
+        gc.collect()  # what was made to be timed
         part = parts[place.index]
-        # The last stage turns round at once, and keeps one micro-batch only.
+        # The last stage turns round at once.
         turns = part.is_last and options.schedule != "gpipe"
-        keep = "tape" if turns and options.keep == "recompute" else options.keep
+        keep = "nothing" if turns and options.keep != "compiled" else options.keep
         self._optimizer = getattr(model, "optimizer", None)
         self.stage = Stage(
             part,
@@ -80,7 +88,7 @@ class StagedModel:
         self._owners = owners_of(model, parts)
         self._made_of = _parts_of(model)
         self._slots = slots_of(model)
-        self.is_divided = False
+        self.is_divided = self._has_own_slots = False
         self.update = keras_compat.compiled(self._update)
         self._log(part, batch=batch)
 
@@ -89,6 +97,19 @@ class StagedModel:
         """Return whether the model is still compiled and built as it was."""
         now = _parts_of(self._model)
         return len(now) == len(self._made_of) and all(map(operator.is_, now, self._made_of))
+
+    @property
+    def has_own_values(self) -> bool:
+        """Return whether this task has weights or slots that the chief has not."""
+        return self.is_divided or self._has_own_slots
+
+    @property
+    def split_size(self) -> int:
+        """Return examples of a micro-batch at the most: as given, as found, or the default."""
+        given = self._place.options.split_size
+        if isinstance(given, int):
+            return given
+        return int(self._place.chosen.get("split_size", self._default_size))
 
     @property
     def metrics(self) -> list[Any]:
@@ -127,11 +148,13 @@ class StagedModel:
         """Take the chief's values, unless each task has its own stage's. A collective."""
         if self.is_divided or not self._job.has_peers:
             return
+        slots = set(map(id, self._slots))
         for variable in self._variables():
-            value = variable.numpy() if self._job.is_chief else None
-            value = state.from_chief(self._job, value, like=variable)
-            if not self._is_others_slot(variable):
-                variable.assign(value)
+            if id(variable) not in slots:
+                variable.assign(self._of_chief(variable))
+        if not self._has_own_slots:
+            self._take_slots()
+        self._has_own_slots = True
 
     def divide(self) -> None:
         """Give back the memory of what other stages update."""
@@ -140,18 +163,20 @@ class StagedModel:
         mine, metrics = self._place.index, set(map(id, self.metrics))
         others = [v for v in self._variables() if self._owners.get(id(v), mine) != mine]
         release([v for v in others if id(v) not in metrics])
+        trim_heap()
         self.is_divided = True
 
     def gather(self) -> None:
         """Give all tasks all weights and metrics, and the chief all slots. A collective."""
-        if not self.is_divided:
-            self.gather_metrics()
-            return
         slots = set(map(id, self._slots))
-        shared = [v for v in self._variables() if id(v) not in slots]
-        from_owners(self._job, shared, self._owners)
-        from_owners(self._job, self._slots, self._owners, chief_only=True)
-        self.is_divided = False
+        if self.is_divided:
+            shared = [v for v in self._variables() if id(v) not in slots]
+            from_owners(self._job, shared, self._owners)
+        else:
+            self.gather_metrics()
+        if self._has_own_slots:
+            from_owners(self._job, self._slots, self._owners, chief_only=True)
+        self.is_divided = self._has_own_slots = False
 
     def gather_metrics(self) -> None:
         """Give all tasks the metrics. A collective."""
@@ -174,9 +199,21 @@ class StagedModel:
         """Return all variables of the run's state: weights, optimizer and metrics."""
         return list(state.variables_of(self._model).values())
 
-    def _is_others_slot(self, variable: Any) -> bool:
-        mine = self._job.is_chief or self._owners.get(id(variable), 0) == self._place.index
-        return not mine and any(variable is slot for slot in self._slots)
+    def _of_chief(self, variable: Any) -> Any:
+        value = variable.numpy() if self._job.is_chief else None
+        return state.from_chief(self._job, value, like=variable)
+
+    def _take_slots(self) -> None:
+        """Take the chief's slots of this stage, or their initial values where it has none."""
+        unmade = broadcast([is_empty(slot) for slot in self._slots])
+        for slot, is_new in zip(self._slots, unmade, strict=True):
+            value = None if is_new else self._of_chief(slot)
+            if self._owners[id(slot)] != self._place.index:
+                continue
+            if is_new:
+                fill([slot])
+            else:
+                slot.assign(value)
 
     @property
     def _inner_optimizer(self) -> Any:
@@ -263,7 +300,7 @@ def staged_model(model: keras.Model, job: Job, *, batch: int) -> StagedModel:
     """Return the model in stages, the same one until it is compiled anew. A collective."""
     found: StagedModel | None = vars(model).get(_NAME)
     if found is None or not found.is_up_to_date:
-        if found is not None and found.is_divided:
+        if found is not None and found.has_own_values:
             found.gather()
         found = vars(model)[_NAME] = StagedModel(model, job, batch=batch)
     return found

@@ -7,6 +7,8 @@ checkpoints, all slots of the optimizer.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from tfdist.strategy import Job
 from tfdist.strategy.group import sum_bytes
 
 _MESSAGE_BYTES = 2**24
+_INITIALIZER = "_tfdist_initializer"
 
 Owners = Mapping[int, int]
 """The stage that updates a variable, by the variable's `id`; one that is not in it is the chief's.
@@ -96,13 +99,54 @@ def from_owners(
 
 
 def release(variables: Sequence[Any]) -> None:
-    """Give the memory of variables back; the next `assign` takes it again."""
+    """Give the memory of variables, of Keras or TensorFlow, back; `assign` takes it again."""
     for variable in variables:
-        value = variable.value
+        value = variable.value if isinstance(variable, keras.Variable) else variable
         value._validate_shape = False  # else `assign` compares with the shape that is there
         tf.raw_ops.AssignVariableOp(
             resource=value.handle, value=tf.zeros([0], value.dtype), validate_shape=False
         )
+
+
+def trim_heap() -> None:
+    """Have the allocator give free pages back to the system, where it can be told to."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
+
+
+@contextlib.contextmanager
+def making_empty_slots(optimizer: Any) -> Iterator[None]:
+    """Have each slot that the optimizer makes here give its memory back; see `fill`."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    make = inner.add_variable_from_reference
+
+    def made_empty(
+        reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        slot = make(reference_variable, name=name, initializer=initializer)
+        if tuple(slot.shape) and name != "average":  # one of weights is for all to see
+            setattr(slot, _INITIALIZER, keras.initializers.get(initializer))
+            release([slot])
+        return slot
+
+    object.__setattr__(inner, "add_variable_from_reference", made_empty)
+    try:
+        yield
+    finally:
+        object.__delattr__(inner, "add_variable_from_reference")
+
+
+def is_empty(variable: Any) -> bool:
+    """Return whether the variable's memory was given back."""
+    shape = tf.raw_ops.VariableShape(input=variable.value.handle)
+    return tuple(shape.numpy()) != tuple(variable.shape)
+
+
+def fill(slots: Sequence[Any]) -> None:
+    """Give slots that were made empty their initial values."""
+    for slot in slots:
+        slot.assign(getattr(slot, _INITIALIZER)(slot.shape, slot.dtype))
 
 
 def bytes_of(variables: Sequence[Any]) -> int:
