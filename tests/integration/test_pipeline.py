@@ -103,13 +103,16 @@ def stages_of(model, cut):
     return graph.cut(graph.behind_layers(cut), num_stages=len(cut) + 1)
 
 
-def trained(make, cut, *, schedule="1f1b", keep="tape"):
+def trained(make, cut, *, schedule="1f1b", keep="tape", others=None):
     """Run one step's passes; return loss, gradients by path, and the variables' values after it."""
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     model = make()
     parts = stages_of(model, cut)
-    made = [Stage(p, keep=keep, loss_of=loss_of if p.is_last else None) for p in parts]
+    made = [
+        Stage(p, keep=keep, loss_of=loss_of) if p.is_last else Stage(p, keep=others or keep)
+        for p in parts
+    ]
     data = list(batches(model))
     orders = [
         passes(schedule, stage=i, stages=len(parts), micros=MICROS) for i in range(len(parts))
@@ -183,6 +186,16 @@ def test_schedule_and_recomputation_leave_the_bits(name, cut, schedule, keep):
     assert found[0] == expected[0]
     assert_same(found[1], expected[1], bits=keep == "tape")
     assert_same(found[2], expected[2])
+
+
+@pytest.mark.parametrize(("name", "cut"), TWO_AND_THREE)
+def test_a_last_stage_that_does_both_passes_at_once_has_the_same_sums(name, cut):
+    make = MODELS[name][0]
+    expected = trained(make, cut)
+    losses, gradients, statistics = trained(make, cut, keep="nothing", others="tape")
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
+    assert_same(gradients, expected[1], bits=False)
+    assert_same(statistics, expected[2], bits=False)
 
 
 def test_the_sums_are_those_of_a_step_of_keras_with_the_same_draws(whole):

@@ -164,7 +164,7 @@ class StagedModel:
         others = [v for v in self._variables() if self._owners.get(id(v), mine) != mine]
         release([v for v in others if id(v) not in metrics])
         trim_heap()
-        self.is_divided = True
+        self.is_divided = self._has_own_slots = True
 
     def gather(self) -> None:
         """Give all tasks all weights and metrics, and the chief all slots. A collective."""
