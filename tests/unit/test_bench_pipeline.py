@@ -37,7 +37,7 @@ def job(*answers: dict[str, Any], program: str = ANSWERS) -> StepperJob:
 class Fake:
     """A job in so many stages that is as fast as its micro-batches are few."""
 
-    def __init__(self, options: Any, *, stages: int, sizes: list[int]) -> None:
+    def __init__(self, options: Any, *, stages: int, sizes: list[int], run_dir: str) -> None:
         rounds = options.steps + 1
         self._sizes = [0] * (stages > 1) + list(sizes) * rounds
         self._stages = stages

@@ -105,7 +105,7 @@ class StepperJob:
             with contextlib.suppress(TimeoutError):
                 end = self._stack.enter_context(self._listener.accept()[0])
                 end.settimeout(self._timeout_s)
-                self._lines = self._stack.enter_context(end.makefile("rw"))
+                self._lines = end.makefile("rw")
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 raise self._failed("did not begin")
 
@@ -133,6 +133,9 @@ class StepperJob:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        with contextlib.suppress(OSError):  # what a job that is gone has not read
+            if self._lines is not None:
+                self._lines.close()
         self._stack.close()
 
     def _failed(self, what: str) -> TfdistError:
@@ -221,7 +224,8 @@ def jobs_of(options: Any, stack: contextlib.ExitStack) -> tuple[dict[int, Steppe
     jobs = {}
     for stages in dict.fromkeys(cell.stages for cell in cells):
         own = [cell.size for cell in cells if cell.stages == stages]
-        jobs[stages] = stepper(options, stages=stages, sizes=own)
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
+        jobs[stages] = stepper(options, stages=stages, sizes=own, run_dir=run_dir)
         stack.callback(jobs[stages].close)
     return jobs, cells
 
@@ -270,7 +274,7 @@ def in_turn(
     return seconds
 
 
-def stepper(options: Any, *, stages: int, sizes: Sequence[int]) -> StepperJob:
+def stepper(options: Any, *, stages: int, sizes: Sequence[int], run_dir: str) -> StepperJob:
     """Return a job that trains in so many stages, with these sizes in turn."""
     request = {
         "subject": options.name,
@@ -284,7 +288,6 @@ def stepper(options: Any, *, stages: int, sizes: Sequence[int]) -> StepperJob:
     }
     launch = ("--strategy=pipeline", f"--stages={stages}", "--threads_per_task=1")
     command = [sys.executable, "-m", "tfdist.launch", *launch, "--hang_timeout_s=0"]
-    run_dir = tempfile.mkdtemp(prefix="tfdist-bench-")
     command += [f"--run_dir={run_dir}", "-m", "tfdist.find.split_trial", json.dumps(request)]
     return StepperJob(command, timeout_s=options.timeout_s)
 

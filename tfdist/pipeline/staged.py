@@ -26,7 +26,6 @@ from tfdist.pipeline.union import (
     owners_of,
     release,
     slots_of,
-    trim_heap,
 )
 from tfdist.strategy import Job, broadcast
 from tfdist.training import keras_compat
@@ -88,7 +87,7 @@ class StagedModel:
         self._owners = owners_of(model, parts)
         self._made_of = _parts_of(model)
         self._slots = slots_of(model)
-        self.is_divided = self._has_own_slots = False
+        self.is_divided = False
         self.update = keras_compat.compiled(self._update)
         self._log(part, batch=batch)
 
@@ -97,11 +96,6 @@ class StagedModel:
         """Return whether the model is still compiled and built as it was."""
         now = _parts_of(self._model)
         return len(now) == len(self._made_of) and all(map(operator.is_, now, self._made_of))
-
-    @property
-    def has_own_values(self) -> bool:
-        """Return whether this task has weights or slots that the chief has not."""
-        return self.is_divided or self._has_own_slots
 
     @property
     def split_size(self) -> int:
@@ -145,38 +139,36 @@ class StagedModel:
         return [np.asarray(v.value).copy() for v in variables]
 
     def begin(self) -> None:
-        """Take the chief's values, unless each task has its own stage's. A collective."""
+        """Take the chief's weights, unless each task has its own stage's. A collective."""
         if self.is_divided or not self._job.has_peers:
             return
         slots = set(map(id, self._slots))
         for variable in self._variables():
             if id(variable) not in slots:
                 variable.assign(self._of_chief(variable))
-        if not self._has_own_slots:
-            self._take_slots()
-        self._has_own_slots = True
 
     def divide(self) -> None:
-        """Give back the memory of what other stages update."""
+        """Give back the memory of what other stages update; take this one's slots. A collective."""
         if self.is_divided or not self._job.has_peers:
             return
-        mine, metrics = self._place.index, set(map(id, self.metrics))
+        mine, kept = self._place.index, set(map(id, (*self.metrics, *self._slots)))
         others = [v for v in self._variables() if self._owners.get(id(v), mine) != mine]
-        release([v for v in others if id(v) not in metrics])
-        trim_heap()
-        self.is_divided = self._has_own_slots = True
+        release([v for v in others if id(v) not in kept])
+        self._take_slots()
+        self.is_divided = True
 
     def gather(self) -> None:
         """Give all tasks all weights and metrics, and the chief all slots. A collective."""
-        slots = set(map(id, self._slots))
-        if self.is_divided:
-            shared = [v for v in self._variables() if id(v) not in slots]
-            from_owners(self._job, shared, self._owners)
-        else:
+        if not self.is_divided:
             self.gather_metrics()
-        if self._has_own_slots:
-            from_owners(self._job, self._slots, self._owners, chief_only=True)
-        self.is_divided = self._has_own_slots = False
+            if self._job.is_chief:  # whose checkpoint may be of a run without a step
+                fill([slot for slot in self._slots if is_empty(slot)])
+            return
+        slots = set(map(id, self._slots))
+        shared = [v for v in self._variables() if id(v) not in slots]
+        from_owners(self._job, shared, self._owners)
+        from_owners(self._job, self._slots, self._owners, chief_only=True)
+        self.is_divided = False
 
     def gather_metrics(self) -> None:
         """Give all tasks the metrics. A collective."""
@@ -209,8 +201,8 @@ class StagedModel:
         for slot, is_new in zip(self._slots, unmade, strict=True):
             value = None if is_new else self._of_chief(slot)
             if self._owners[id(slot)] != self._place.index:
-                continue
-            if is_new:
+                release([slot])
+            elif is_new:
                 fill([slot])
             else:
                 slot.assign(value)
@@ -300,7 +292,7 @@ def staged_model(model: keras.Model, job: Job, *, batch: int) -> StagedModel:
     """Return the model in stages, the same one until it is compiled anew. A collective."""
     found: StagedModel | None = vars(model).get(_NAME)
     if found is None or not found.is_up_to_date:
-        if found is not None and found.has_own_values:
+        if found is not None and found.is_divided:
             found.gather()
         found = vars(model)[_NAME] = StagedModel(model, job, batch=batch)
     return found

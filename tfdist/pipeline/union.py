@@ -8,7 +8,6 @@ checkpoints, all slots of the optimizer.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -106,13 +105,6 @@ def release(variables: Sequence[Any]) -> None:
         tf.raw_ops.AssignVariableOp(
             resource=value.handle, value=tf.zeros([0], value.dtype), validate_shape=False
         )
-
-
-def trim_heap() -> None:
-    """Have the allocator give free pages back to the system, where it can be told to."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
-    if trim is not None:
-        trim(0)
 
 
 @contextlib.contextmanager
