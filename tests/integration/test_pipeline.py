@@ -17,7 +17,7 @@ from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.timing import chosen_places, possible_places
-from tfdist.pipeline.union import owners_of
+from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of, release
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
 from tfdist.training.keras_compat import random_key
@@ -421,6 +421,21 @@ def test_a_slot_belongs_to_the_stage_of_its_variable():
     for slot in slots:
         (owner,) = {stage for path, stage in stage_of.items() if path in slot.path}
         assert owners[id(slot)] == owner
+
+
+def test_slots_are_made_empty_and_filled_with_what_the_optimizer_starts_from():
+    model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
+    adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.25, use_ema=True)
+    with making_empty_slots(keras.optimizers.LossScaleOptimizer(adagrad)):
+        adagrad.build(model.trainable_variables)
+    slots = adagrad._accumulators
+    assert all(map(is_empty, slots))
+    assert not any(map(is_empty, adagrad._model_variables_moving_average))
+    fill(slots)
+    for slot, variable in zip(slots, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(slot.numpy(), np.full(variable.shape, 0.25))
+    release(slots)
+    assert all(map(is_empty, slots))
 
 
 def test_the_places_that_are_chosen_cut_the_model():
