@@ -56,7 +56,9 @@ def sweep(args: argparse.Namespace) -> list[str]:
     alone = min((one for one in core if one.size < one.batch), key=lambda one: one.median_s)
     same = _of_size(staged, torch_size)
     whole, one_whole = _of_size(staged, args.batch_size), _of_size(core, args.batch_size)
+    side = args.image_size
     return [
+        f"{side}x{side} images, {args.batch_size} examples a step",
         _claim("best split size / one core with accumulation", alone, best, 1.7),
         _claim("split size found by itself / the best of the sweep", best, found, 0.97),
         _claim(f"split size {torch_size} / torch's 1F1B", torch_s, same, 1.0),
@@ -74,6 +76,7 @@ def transformer(args: argparse.Namespace) -> list[str]:
     measured, torch_s = _beside_torch(options, request)
     same = _of_size([one for one in measured if one.stages > 1], size)
     return [
+        f"{batch} examples a step",
         _claim(f"{MICROS} micro-batches / torch's 1F1B", torch_s, same, 1.0),
         *_lines(measured, torch_s, size),
     ]
@@ -93,6 +96,7 @@ def memory(args: argparse.Namespace) -> list[str]:
     shown = " and ".join(f"{peak:.0f}" for peak in own[2])
     files = " and ".join(f"{peak:.0f}" for peak in whole[2])
     return [
+        f"{args.image_size}x{args.image_size} images, {args.batch_size} examples a step",
         f"memory of its own: target at most 0.65; measured: {max(own[2]) / own[1][0]:.2f} (the "
         f"larger stage / one process; {shown} MiB / {own[1][0]:.0f})",
         "with pages of TensorFlow's files, which the processes of a host share: "
@@ -163,9 +167,9 @@ def _lines(measured: Sequence[StepTimes], torch_s: Sequence[float], size: int) -
 
 
 ROWS = {
-    "sweep": ("ResNet-50, 128x128, batch 120", sweep),
-    "transformer": ("a transformer of 8 blocks, 128 words of 256 values", transformer),
-    "memory": ("peak memory, ResNet-50, 1F1B, ten micro-batches, recomputation", memory),
+    "sweep": ("ResNet-50", sweep),
+    "transformer": ("A transformer of 8 blocks, 128 words of 256 values", transformer),
+    "memory": ("Peak memory of ResNet-50, 1F1B, ten micro-batches, recomputation", memory),
 }
 
 
