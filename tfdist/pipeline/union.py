@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.pipeline.cuts import ModelPart
 from tfdist.strategy import Job
-from tfdist.strategy.group import sum_bytes
+from tfdist.strategy.group import sum_words
 
 _MESSAGE_BYTES = 2**24
 _INITIALIZER = "_tfdist_initializer"
@@ -82,19 +82,19 @@ def from_owners(
     if place is None or not job.has_peers:
         return
     for group in _in_messages(variables):
+        words = np.zeros(-(-bytes_of(group) // 4), np.int32)
+        data, start = words.view(np.uint8), 0
         mine = [place.pipeline == 0 and owners.get(id(v), 0) == place.index for v in group]
-        values = [
-            np.asarray(v.value) if own else np.zeros(v.shape, v.value.dtype.as_numpy_dtype)
-            for v, own in zip(group, mine, strict=True)
-        ]
-        packed = [value.reshape(-1).view(np.uint8) for value in values]
-        data = sum_bytes(job, np.concatenate(packed), of="the stages' state")
-        start = 0
-        for variable, value, own in zip(group, values, mine, strict=True):
-            part = data[start : start + value.nbytes]
-            start += value.nbytes
+        pieces = []
+        for variable, own in zip(group, mine, strict=True):
+            pieces.append(slice(start, start := start + bytes_of([variable])))
+            if own:
+                data[pieces[-1]] = np.asarray(variable.value).reshape(-1).view(np.uint8)
+        sum_words(job, words, of="the stages' state")
+        for variable, own, piece in zip(group, mine, pieces, strict=True):
             if not own and (job.is_chief or not chief_only):
-                variable.assign(part.view(value.dtype).reshape(value.shape))
+                dtype = variable.value.dtype.as_numpy_dtype
+                variable.assign(data[piece].view(dtype).reshape(variable.shape))
 
 
 def release(variables: Sequence[Any]) -> None:
