@@ -17,7 +17,7 @@ from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.timing import chosen_places, possible_places
-from tfdist.pipeline.union import owners_of
+from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of, release
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
 from tfdist.training.keras_compat import random_key
@@ -103,13 +103,16 @@ def stages_of(model, cut):
     return graph.cut(graph.behind_layers(cut), num_stages=len(cut) + 1)
 
 
-def trained(make, cut, *, schedule="1f1b", keep="tape"):
+def trained(make, cut, *, schedule="1f1b", keep="tape", others=None):
     """Run one step's passes; return loss, gradients by path, and the variables' values after it."""
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     model = make()
     parts = stages_of(model, cut)
-    made = [Stage(p, keep=keep, loss_of=loss_of if p.is_last else None) for p in parts]
+    made = [
+        Stage(p, keep=keep, loss_of=loss_of) if p.is_last else Stage(p, keep=others or keep)
+        for p in parts
+    ]
     data = list(batches(model))
     orders = [
         passes(schedule, stage=i, stages=len(parts), micros=MICROS) for i in range(len(parts))
@@ -183,6 +186,16 @@ def test_schedule_and_recomputation_leave_the_bits(name, cut, schedule, keep):
     assert found[0] == expected[0]
     assert_same(found[1], expected[1], bits=keep == "tape")
     assert_same(found[2], expected[2])
+
+
+@pytest.mark.parametrize(("name", "cut"), TWO_AND_THREE)
+def test_a_last_stage_that_does_both_passes_at_once_has_the_same_sums(name, cut):
+    make = MODELS[name][0]
+    expected = trained(make, cut)
+    losses, gradients, statistics = trained(make, cut, keep="nothing", others="tape")
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
+    assert_same(gradients, expected[1], bits=False)
+    assert_same(statistics, expected[2], bits=False)
 
 
 def test_the_sums_are_those_of_a_step_of_keras_with_the_same_draws(whole):
@@ -408,6 +421,21 @@ def test_a_slot_belongs_to_the_stage_of_its_variable():
     for slot in slots:
         (owner,) = {stage for path, stage in stage_of.items() if path in slot.path}
         assert owners[id(slot)] == owner
+
+
+def test_slots_are_made_empty_and_filled_with_what_the_optimizer_starts_from():
+    model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
+    adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.25, use_ema=True)
+    with making_empty_slots(keras.optimizers.LossScaleOptimizer(adagrad)):
+        adagrad.build(model.trainable_variables)
+    slots = adagrad._accumulators
+    assert all(map(is_empty, slots))
+    assert not any(map(is_empty, adagrad._model_variables_moving_average))
+    fill(slots)
+    for slot, variable in zip(slots, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(slot.numpy(), np.full(variable.shape, 0.25))
+    release(slots)
+    assert all(map(is_empty, slots))
 
 
 def test_the_places_that_are_chosen_cut_the_model():

@@ -12,6 +12,7 @@ import pytest
 from tests.multiprocess.jobs import report
 from tests.multiprocess.test_training import PROGRAMS, ended
 from tests.multiprocess.trainings import TrainingJob, summary_of
+from tfdist import bench
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 from tfdist.outputs.run_directory import Evaluations
@@ -182,3 +183,24 @@ def test_a_stage_that_dies_is_named(tmp_path):
     assert code != EXIT_OK
     assert "worker-1" in said
     assert code != EXIT_USAGE, said
+
+
+def test_every_split_size_is_measured_beside_one_device(tmp_path, capfd):
+    words = ("--batch_size=12", "--sizes=auto,3", "--one_device=3", "--steps=1", "--timeout_s=120")
+    lines = tmp_path / "split.jsonl"
+    program = f"{PROGRAMS / 'split_subject.py'}:make"
+    assert bench.main(["pipeline", program, *words, "--json", str(lines)]) == EXIT_OK
+    cells = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [(cell["stages"], cell["size"]) for cell in cells if not cell["found"]] == [
+        *((2, 3), (2, 12), (1, 3), (1, 12))
+    ]
+    (auto,) = [cell for cell in cells if cell["found"]]
+    assert auto["stages"] == 2
+    assert auto["size"] in (12, 6, 3, 2, 1)
+    assert all(len(cell["seconds"]) == 1 for cell in cells)
+
+
+def test_a_subject_that_fails_is_said_by_the_bench(tmp_path, capfd):
+    program = f"{PROGRAMS / 'split_subject.py'}:made"
+    assert bench.main(["pipeline", program, "--batch_size=12", "--sizes=3", "--steps=1"]) == 1
+    assert "did you mean 'make'" in capfd.readouterr().err

@@ -34,7 +34,7 @@ from tfdist.training.program import StepProgram
 
 _LOG = logging.getLogger(__name__)
 _MAX_NDIM = 16
-_TRIALS = 3  # the first one compiles
+_TRY_S, _MOST_TRIALS = 2.0, 5
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -248,10 +248,10 @@ class PipelineEngine:
             return
         tried = {}
         for size in staged.sizes_to_try(program.feed.plan.span(step).size):
-            staged.split_size = size
+            place.chosen["split_size"] = size
             tried[size] = self._timed(staged, program, step, data)
         fastest = min(tried, key=lambda size: tried[size])  # by the first stage, which ends last
-        staged.split_size = place.chosen["split_size"] = int(broadcast(fastest))
+        place.chosen["split_size"] = int(broadcast(fastest))
         if self._job.is_chief:
             seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
             _LOG.info("split size %d: a step of %s", staged.split_size, seconds)
@@ -260,15 +260,23 @@ class PipelineEngine:
         """Return the least seconds that a step's passes take; nothing is changed by them."""
         batches = self._micro_batches(staged, program, step, data)
         changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
-        seconds = []
-        for _ in range(_TRIALS):
-            start = time.perf_counter()
-            self._run_passes(staged.stage, step, batches)
-            seconds.append(time.perf_counter() - start)
-            staged.stage.forget()
+        # What compiles is left out: one micro-batch of each size, or all where they are one call.
+        sizes = {int(batch.share * 1e6): batch for batch in batches}
+        whole = staged.stage.keep == "compiled"
+        self._timed_passes(staged, step, batches if whole else list(sizes.values()))
+        seconds = [self._timed_passes(staged, step, batches)]
+        while broadcast(len(seconds) < _MOST_TRIALS and sum(seconds) < _TRY_S):
+            seconds.append(self._timed_passes(staged, step, batches))
         for variable, value in changed:
             variable.assign(value)
-        return min(seconds[1:])
+        return min(seconds)
+
+    def _timed_passes(self, staged: StagedModel, step: int, batches: list[MicroBatch]) -> float:
+        start = time.perf_counter()
+        self._run_passes(staged.stage, step, batches)
+        seconds = time.perf_counter() - start
+        staged.stage.forget()
+        return seconds
 
     def _received(self, stage: Stage, step: int, one: Pass) -> Received:
         if self._before is None:

@@ -144,6 +144,10 @@ def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[No
         return sharding.building_in_parts(optimizer, job)
     if slots == "none" and optimizer is not None and not optimizer.built:
         return sharding.building_by(optimizer, lambda variables: None)
+    if job.stages is not None and job.has_peers and optimizer is not None:
+        from tfdist.pipeline.union import making_empty_slots
+
+        return making_empty_slots(optimizer)
     return nullcontext()
 
 
