@@ -143,6 +143,7 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
 def test_stages_on_two_hosts_train_beside_an_evaluator(tmp_path):
     hosts = ("127.0.0.1", "127.0.0.2")
     flags = ("--config.total_examples=3000", "--config.checkpoints=2", "--config.seed=3")
+    flags += ("--config.strategy=pipeline",)
     with hold_ports(1)[0] as held:
         job, other = (
             TrainingJob(
