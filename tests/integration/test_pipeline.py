@@ -295,6 +295,15 @@ def model_with(optimizer="adam", loss="sparse_categorical_crossentropy", **compi
     return model
 
 
+def two_outputs(optimizer, loss):
+    keras.utils.set_random_seed(1)
+    x = keras.Input((5,))
+    y = L.Dense(8, activation="relu", kernel_regularizer="l2")(x)
+    model = keras.Model(x, [L.Dense(3, activation="softmax", name=f"head{i}")(y) for i in (0, 1)])
+    model.compile(optimizer=optimizer(), loss=loss)
+    return model
+
+
 @pytest.fixture
 def one_stage(strategies, monkeypatch):
     """The job of a pipeline with one stage."""
@@ -311,15 +320,16 @@ def one_stage(strategies, monkeypatch):
     return begin
 
 
-def fitted(strategy, **given):
+def fitted(strategy, make=model_with, **given):
     with strategy.scope():
-        model = model_with(**given)
-    validation = (X[:7], Y[:7])
+        model = make(**given)
+    several = len(model.outputs) > 1
+    y, validation = ([Y, Y], (X[:7], [Y[:7], Y[:7]])) if several else (Y, (X[:7], Y[:7]))
     history = tfdist.fit(
-        model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, validation_data=validation
+        model, X, y, batch_size=8, epochs=2, seed=3, verbose=0, validation_data=validation
     )
     predicted = tfdist.predict(model, X, batch_size=8, verbose=0)
-    evaluated = tfdist.evaluate(model, X, Y, batch_size=8, verbose=0)
+    evaluated = tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
     return model.get_weights(), history.history, predicted, evaluated
 
 
@@ -336,7 +346,21 @@ OPTIMIZERS = {  # made in the scope
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, name):
     expected = fitted(strategies[1], optimizer=OPTIMIZERS[name])
-    found = fitted(one_stage(), optimizer=OPTIMIZERS[name])
+    assert_same_run(fitted(one_stage(), optimizer=OPTIMIZERS[name]), expected)
+
+
+def test_losses_that_are_sums_are_those_of_whole_batches(strategies, one_stage):
+    """A sum over the examples, beside a regularizer's loss and a mean."""
+    sums = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    given = {"loss": sums, "optimizer": lambda: keras.optimizers.SGD(0.01)}
+    alone = fitted(strategies[1], **given)
+    assert_same_run(fitted(one_stage(), **given), alone)
+    beside = {**given, "make": two_outputs, "loss": [sums, "sparse_categorical_crossentropy"]}
+    expected = fitted(strategies[1], **beside)
+    assert_same_run(fitted(one_stage(), **beside), expected)
+
+
+def assert_same_run(found, expected):
     for one, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert found[1].keys() == expected[1].keys()
@@ -383,7 +407,7 @@ def test_a_step_of_the_models_own_is_refused(one_stage):
             "accumulated-norm",
         ),
         (
-            {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
+            {"loss": keras.losses.SparseCategoricalCrossentropy(reduction=None)},
             "loss-reduction",
         ),
     ],

@@ -303,10 +303,10 @@ def _require_stages_compute_it(model: keras.Model) -> None:
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         reduction = getattr(loss, "reduction", "sum_over_batch_size")
         require(
-            reduction in ("sum_over_batch_size", "mean"),
+            reduction in ("sum_over_batch_size", "mean", "sum"),
             "loss",
             received=f"reduction={reduction!r} under strategy pipeline",
-            expected="a mean over the examples, which micro-batches add up to by their shares",
+            expected="a mean over the examples, or a sum",
             fix="leave the reduction out",
             code="loss-reduction",
         )
