@@ -214,11 +214,15 @@ class PipelineEngine:
         clip, scale = staged.global_clipnorm, staged.loss_scale
         if not clip and not staged.skips_overflows:
             return gradients
-        own = sum(float(tf.reduce_sum(tf.square(g / scale))) for g in gradients if g is not None)
+        held = staged.accumulated if clip else []
+        pairs = zip(gradients, held or [0.0] * len(gradients), strict=True)
+        own = sum(float(tf.reduce_sum(tf.square(g / scale + h))) for g, h in pairs if g is not None)
         counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
         squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
         if clip and np.isfinite(squares):
             factor = clip / max(np.sqrt(squares), clip)
+            for variable in held:
+                variable.assign(variable * factor)
         elif staged.skips_overflows and not np.isfinite(squares):
             factor = np.nan
         else:
