@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.audit.files import read_directory
+from tfdist.audit.merge import merged
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline.cuts import LayerGraph
@@ -372,6 +374,21 @@ def assert_same_run(found, expected):
         np.testing.assert_allclose(found[1][key], expected[1][key], rtol=1e-4, err_msg=key)
     np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
     np.testing.assert_allclose(found[3], expected[3], rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["full", "hash"])
+def test_a_ledger_says_what_it_says_of_one_device(strategies, one_stage, tmp_path, mode):
+    records = []
+    for name, strategy in (("one", strategies[1]), ("stages", one_stage())):
+        with strategy.scope():
+            model = model_with()
+        ledger = tfdist.Ledger(tmp_path / name, mode=mode)
+        tfdist.fit(model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, ledger=ledger)
+        found = merged(read_directory(tmp_path / name)).records()
+        rows = [[np.asarray(a) for a in record.arrays] for _, _, record in found]
+        records.append([np.concatenate(column) for column in zip(*rows, strict=True)])
+    for one, other in zip(*records, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(one_stage):

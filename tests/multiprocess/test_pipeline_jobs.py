@@ -76,6 +76,7 @@ def assert_same(seen, expected):
         ("auto", 2, 2),
         ("looks", 2, 2),
         ("scales", 2, 2),
+        ("sums", 2, 2),
         ("fits", 3, 3),
         ("plain", 2, 4),
     ],
@@ -88,11 +89,13 @@ def test_stages_end_with_what_one_process_ends_with(
     assert len(tasks) == workers
     for seen in tasks:
         assert_same(seen, in_one_process("fits" if does in ("again", "compiled", "auto") else does))
-    whole = in_one_process("fits" if does != "scales" else does)["held"]
+    whole = in_one_process(does if does in ("scales", "sums") else "fits")["held"]
     for what in ("weights", "slots"):
         each = [seen["held"][what] for seen in tasks[:stages]]
         assert max(each) < whole[what]
         assert sum(each) < 1.1 * whole[what]
+    ledgers = [file.name for file in (tmp_path / "ledger").glob("*")]
+    assert ledgers == ["attempt-1-worker-0.bin"] * (does == "sums")
 
 
 def test_two_pipelines_have_one_state(tmp_path):
