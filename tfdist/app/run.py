@@ -15,6 +15,7 @@ from tfdist.app import recipe
 from tfdist.app.reporter import RunReporter
 from tfdist.checkpoint import BackupAndRestore
 from tfdist.checkpoint.model_checkpoint import save_whole
+from tfdist.checkpoint.publish import Publisher
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import Stopped, TfdistError, UsageError
@@ -209,8 +210,12 @@ def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
 
 
 def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
+    job = current_job()
+    by_chief = job is None or not job.has_evaluator
     return BackupAndRestore(
         directory.checkpoints,
+        best="val_loss" if config.publish and by_chief else None,
+        publish=Publisher(config.publish, run=directory.path) if config.publish else None,
         every="auto" if config.backup_every == "auto" else None,
         every_steps=config.backup_every_steps or None,
         keep=config.keep_checkpoints,
