@@ -69,6 +69,11 @@ class Answered:
     failed: int
     processor_us: float
 
+    @property
+    def counts(self) -> bool:
+        """Whether all were answered, within the limit."""
+        return not self.failed and self.p99_ms <= P99_MS
+
 
 def h2load(
     address: Address, connections: int, processor_s: Callable[[], float], *, seconds: float
@@ -81,7 +86,7 @@ def h2load(
         kind = "application/grpc" if address.is_grpc else "application/json"
         words = [*("taskset", "-c", f"{LOAD_CORE}", "h2load", "-d", str(body)), f"--log-file={log}"]
         words += ["-c", f"{sockets}", "-m", f"{connections // sockets}", "-H", "te: trailers"]
-        words += ["-D", f"{WARM_UP_S + seconds:g}", "-H", f"content-type: {kind}"]
+        words += ["-D", f"{1000 * (WARM_UP_S + seconds):.0f}ms", "-H", f"content-type: {kind}"]
         before = processor_s()
         words += [*([] if address.is_grpc else ["--h1"]), address.url]
         run = subprocess.run(words, capture_output=True, text=True, timeout=60 + seconds)
@@ -96,13 +101,13 @@ def h2load(
         connections=connections,
         per_s=len(taken) / seconds,
         p99_ms=percentile(taken, 0.99) if taken else float("inf"),
-        failed=len(counted) - len(taken) + _unlike(address, run.stdout, len(lines)),
+        failed=len(counted) - len(taken) + _unlike(address, run.stdout, len(lines) - connections),
         processor_us=1e6 * spent_s / len(lines),
     )
 
 
 def _unlike(address: Address, said: str, count: int) -> int:
-    """Return how many gRPC answers had no message: their status is in what h2load does not show."""
+    """Return how many gRPC answers had no message: h2load does not show gRPC's own status."""
     if not address.is_grpc:
         return 0
     found = re.search(r"\((\d+)\) data", said)
@@ -248,21 +253,19 @@ def free_port() -> int:
 
 
 def climb(address: Address, pid: int) -> list[Answered]:
-    """Ask at more and more requests at a time, until p99 is above the limit."""
+    """Ask at more and more requests at a time, until p99 is above the limit or one fails."""
     found: list[Answered] = []
     for connections in LADDER:
         one = h2load(address, connections, lambda: tree_s(pid), seconds=MEASURED_S)
         found.append(one)
-        if one.failed:
-            raise RuntimeError(f"{address.name}: {one.failed} requests failed at {connections}")
-        if one.p99_ms > P99_MS:
+        if not one.counts:
             break
     return found
 
 
 def best(found: Sequence[Answered]) -> Answered | None:
     """Return the highest rate with a p99 within the limit."""
-    within = [one for one in found if one.p99_ms <= P99_MS]
+    within = [one for one in found if one.counts]
     return max(within, key=lambda one: one.per_s, default=None)
 
 
@@ -316,13 +319,16 @@ def described(found: Mapping[str, list[list[Answered]]]) -> list[str]:
 def _best(climbed: Sequence[Answered]) -> str:
     one = best(climbed)
     if one is None:
-        return f"p99 above {P99_MS:g} ms"
+        return f"p99 above {P99_MS:g} ms, or failures"
     text = f"{one.per_s:.0f}/s at {one.connections} (p99 {one.p99_ms:.1f} ms, "
     return f"{text}{one.processor_us:.0f} us of processor)"
 
 
 def _line(name: str, climbed: Sequence[Answered]) -> str:
-    parts = [f"{o.connections}: {o.per_s:.0f}/s p99 {o.p99_ms:.1f} ms" for o in climbed]
+    parts = [
+        f"{o.connections}: {o.per_s:.0f}/s p99 {o.p99_ms:.1f} ms, {o.failed} failed"
+        for o in climbed
+    ]
     return (
         f"  {name}: {', '.join(parts)}; {statistics.mean(o.processor_us for o in climbed):.0f} us"
     )
