@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.audit.files import read_directory
+from tfdist.audit.merge import merged
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline.cuts import LayerGraph
@@ -308,6 +310,15 @@ def model_with(optimizer="adam", loss="sparse_categorical_crossentropy", **compi
     return model
 
 
+def two_outputs(optimizer, loss):
+    keras.utils.set_random_seed(1)
+    x = keras.Input((5,))
+    y = L.Dense(8, activation="relu", kernel_regularizer="l2")(x)
+    model = keras.Model(x, [L.Dense(3, activation="softmax", name=f"head{i}")(y) for i in (0, 1)])
+    model.compile(optimizer=optimizer(), loss=loss)
+    return model
+
+
 @pytest.fixture
 def one_stage(strategies, monkeypatch):
     """The job of a pipeline with one stage."""
@@ -324,15 +335,16 @@ def one_stage(strategies, monkeypatch):
     return begin
 
 
-def fitted(strategy, **given):
+def fitted(strategy, make=model_with, **given):
     with strategy.scope():
-        model = model_with(**given)
-    validation = (X[:7], Y[:7])
+        model = make(**given)
+    several = len(model.outputs) > 1
+    y, validation = ([Y, Y], (X[:7], [Y[:7], Y[:7]])) if several else (Y, (X[:7], Y[:7]))
     history = tfdist.fit(
-        model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, validation_data=validation
+        model, X, y, batch_size=8, epochs=2, seed=3, verbose=0, validation_data=validation
     )
     predicted = tfdist.predict(model, X, batch_size=8, verbose=0)
-    evaluated = tfdist.evaluate(model, X, Y, batch_size=8, verbose=0)
+    evaluated = tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
     return model.get_weights(), history.history, predicted, evaluated
 
 
@@ -343,13 +355,31 @@ OPTIMIZERS = {  # made in the scope
         keras.optimizers.SGD(0.1, global_clipnorm=0.2), initial_scale=1024.0
     ),
     "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+    "accumulated": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, global_clipnorm=0.2, gradient_accumulation_steps=3),
+        initial_scale=1024.0,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, name):
     expected = fitted(strategies[1], optimizer=OPTIMIZERS[name])
-    found = fitted(one_stage(), optimizer=OPTIMIZERS[name])
+    assert_same_run(fitted(one_stage(), optimizer=OPTIMIZERS[name]), expected)
+
+
+def test_losses_that_are_sums_are_those_of_whole_batches(strategies, one_stage):
+    """A sum over the examples, beside a regularizer's loss and a mean."""
+    sums = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    given = {"loss": sums, "optimizer": lambda: keras.optimizers.SGD(0.01)}
+    alone = fitted(strategies[1], **given)
+    assert_same_run(fitted(one_stage(), **given), alone)
+    beside = {**given, "make": two_outputs, "loss": [sums, "sparse_categorical_crossentropy"]}
+    expected = fitted(strategies[1], **beside)
+    assert_same_run(fitted(one_stage(), **beside), expected)
+
+
+def assert_same_run(found, expected):
     for one, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert found[1].keys() == expected[1].keys()
@@ -357,6 +387,21 @@ def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies
         np.testing.assert_allclose(found[1][key], expected[1][key], rtol=1e-4, err_msg=key)
     np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
     np.testing.assert_allclose(found[3], expected[3], rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["full", "hash"])
+def test_a_ledger_says_what_it_says_of_one_device(strategies, one_stage, tmp_path, mode):
+    records = []
+    for name, strategy in (("one", strategies[1]), ("stages", one_stage())):
+        with strategy.scope():
+            model = model_with()
+        ledger = tfdist.Ledger(tmp_path / name, mode=mode)
+        tfdist.fit(model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, ledger=ledger)
+        found = merged(read_directory(tmp_path / name)).records()
+        rows = [[np.asarray(a) for a in record.arrays] for _, _, record in found]
+        records.append([np.concatenate(column) for column in zip(*rows, strict=True)])
+    for one, other in zip(*records, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(one_stage):
@@ -388,15 +433,7 @@ def test_a_step_of_the_models_own_is_refused(one_stage):
     ("given", "code"),
     [
         (
-            {
-                "optimizer": lambda: keras.optimizers.SGD(
-                    global_clipnorm=1.0, gradient_accumulation_steps=2
-                )
-            },
-            "accumulated-norm",
-        ),
-        (
-            {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
+            {"loss": keras.losses.SparseCategoricalCrossentropy(reduction=None)},
             "loss-reduction",
         ),
     ],

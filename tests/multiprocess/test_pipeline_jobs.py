@@ -77,6 +77,7 @@ def assert_same(seen, expected):
         ("auto", 2, 2),
         ("looks", 2, 2),
         ("scales", 2, 2),
+        ("sums", 2, 2),
         ("fits", 3, 3),
         ("plain", 2, 4),
     ],
@@ -89,11 +90,13 @@ def test_stages_end_with_what_one_process_ends_with(
     assert len(tasks) == workers
     for seen in tasks:
         assert_same(seen, in_one_process("fits" if does in ("again", "compiled", "auto") else does))
-    whole = in_one_process("fits" if does != "scales" else does)["held"]
+    whole = in_one_process(does if does in ("scales", "sums") else "fits")["held"]
     for what in ("weights", "slots"):
         each = [seen["held"][what] for seen in tasks[:stages]]
         assert max(each) < whole[what]
         assert sum(each) < 1.1 * whole[what]
+    ledgers = [file.name for file in (tmp_path / "ledger").glob("*")]
+    assert ledgers == ["attempt-1-worker-0.bin"] * (does == "sums")
 
 
 def test_two_pipelines_have_one_state(tmp_path):
@@ -144,6 +147,7 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
 def test_stages_on_two_hosts_train_beside_an_evaluator(tmp_path):
     hosts = ("127.0.0.1", "127.0.0.2")
     flags = ("--config.total_examples=3000", "--config.checkpoints=2", "--config.seed=3")
+    flags += ("--config.strategy=pipeline",)
     with hold_ports(1)[0] as held:
         job, other = (
             TrainingJob(

@@ -46,7 +46,7 @@ class Header:
       attempt: the start of the run, from 1 on; the same in all its tasks.
       task: who writes.
       num_tasks: tasks that write a file in this attempt.
-      strategy: single, mirrored, multiworker or ps.
+      strategy: single, mirrored, multiworker, ps or pipeline.
       num_replicas: that compute a step together.
       threads: of one operation.
       num_examples: in one pass over the data.

@@ -123,7 +123,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         name="strategy",
         default="auto",
-        choices=("auto", "single", "mirrored", "multiworker", "ps"),
+        choices=("auto", "single", "mirrored", "multiworker", "ps", "pipeline"),
         help="auto: the launcher's",
     ),
     Field(name="devices_per_worker", default=0, least=0, help="replicas in each task; 0 for all"),

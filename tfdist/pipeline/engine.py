@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import PeerLost, require
+from tfdist.errors import PeerLost
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass, passes
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
@@ -116,14 +116,6 @@ class PipelineEngine:
     def _staged(self, program: StepProgram) -> StagedModel:
         """Return the model in stages; the first call is a collective."""
         model = program.function.__self__  # type: ignore[attr-defined]
-        require(
-            program.recorder is None,
-            "ledger",
-            received="one under strategy pipeline",
-            expected="none, as no ledger is kept of stages",
-            fix="leave it out",
-            code="no-ledger",
-        )
         staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)
         if staged is not self._begun:
             staged.begin()
@@ -214,11 +206,15 @@ class PipelineEngine:
         clip, scale = staged.global_clipnorm, staged.loss_scale
         if not clip and not staged.skips_overflows:
             return gradients
-        own = sum(float(tf.reduce_sum(tf.square(g / scale))) for g in gradients if g is not None)
+        held = staged.accumulated if clip else []
+        pairs = zip(gradients, held or [0.0] * len(gradients), strict=True)
+        own = sum(float(tf.reduce_sum(tf.square(g / scale + h))) for g, h in pairs if g is not None)
         counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
         squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
         if clip and np.isfinite(squares):
             factor = clip / max(np.sqrt(squares), clip)
+            for variable in held:
+                variable.assign(variable * factor)
         elif staged.skips_overflows and not np.isfinite(squares):
             factor = np.nan
         else:
@@ -319,17 +315,20 @@ class PipelineEngine:
         return range(low, high)
 
     def _batch(self, program: StepProgram, step: int) -> Any:
-        """Return the whole batch of a step."""
+        """Return the whole batch of a step, which the chief records if it is to be."""
         if not program.feed.direct:
-            part = FeedPart(*next(program.feed.iterator(step))[0])
+            data, rows = _noted(program, FeedPart(*next(program.feed.iterator(step))[0]))
             program.feed.advanced_to(step + 1)
             require_same_batches(self._job, program.feed, step, step + 1)
-            return part.data
-        if program not in self._batches:
-            self._batches[program] = keras_compat.compiled(
-                lambda step: program.feed.at(step)[0].data
-            )
-        return self._batches[program](tf.constant(step, tf.int64))
+        else:
+            if program not in self._batches:
+                self._batches[program] = keras_compat.compiled(
+                    lambda step: _noted(program, program.feed.at(step)[0])
+                )
+            data, rows = self._batches[program](tf.constant(step, tf.int64))
+        if program.recorder is not None:
+            program.recorder.write(step, step + 1, rows)
+        return data
 
     def _whole(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
         """Return the rows of all pipelines' last stages, in every task. A collective."""
@@ -398,6 +397,14 @@ def links_of(place: Stages) -> tuple[StageLink | None, StageLink | None]:
 
 def _receive(link: StageLink, step: int, one: Pass) -> Tensors:
     return [tf.constant(array) for array in link.receive(_tag(step, one))]
+
+
+def _noted(program: StepProgram, part: FeedPart) -> tuple[Any, list[tf.Tensor]]:
+    """Return a batch, and what a ledger says of it."""
+    if program.recorder is None:
+        return part.data, []
+    rows = program.recorder.noted(program.recorder.rows(tf.constant(1)), tf.constant(0), [part])
+    return part.data, [row.stack() for row in rows]
 
 
 def _tag(step: int, one: Pass) -> str:

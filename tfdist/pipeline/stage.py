@@ -318,6 +318,7 @@ class Stage:
             share=1.0,
             examples=tf.shape(inputs[0])[0],
             random_key=batch.random_key,
+            part=batch.share,
             batch=inputs,
             training=training,
         )

@@ -112,9 +112,24 @@ class StagedModel:
 
     @property
     def global_clipnorm(self) -> float | None:
-        """Return the norm of all gradients that the optimizer clips by, None where it does not."""
-        clip: float | None = getattr(self._inner_optimizer, "global_clipnorm", None)
-        return clip
+        """Return the norm that gradients, with those accumulated, are clipped to at this step.
+
+        None where the optimizer does not clip, as before the last of the steps that it accumulates.
+        """
+        inner = self._inner_optimizer
+        clip, steps = inner.global_clipnorm, inner.gradient_accumulation_steps or 1
+        if not clip or (int(inner._iterations) + 1) % steps:
+            return None
+        return float(clip * steps)  # the optimizer takes their mean
+
+    @property
+    def accumulated(self) -> list[Any]:
+        """Return the sums of earlier gradients of the stage's variables; none where none are."""
+        inner = self._inner_optimizer
+        if not inner.gradient_accumulation_steps:
+            return []
+        held = inner._accumulated_gradients
+        return [held[inner._get_variable_index(v)] for v in self.stage.variables]
 
     @property
     def loss_scale(self) -> float:
@@ -262,6 +277,9 @@ class StagedModel:
         kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
         own: dict[str, Any] = {"global_clipnorm": None}  # done over all stages
         own["_trainable_variables"] = [inner._trainable_variables[i] for i in kept]
+        if inner.gradient_accumulation_steps:  # else it would set all of them to zeros
+            held = enumerate(inner._accumulated_gradients)
+            own["_accumulated_gradients"] = [v if i in kept else None for i, v in held]
         if inner.use_ema:
             averages = inner._model_variables_moving_average
             own["_model_variables_moving_average"] = [averages[i] for i in kept]
@@ -316,26 +334,13 @@ def _require_stages_compute_it(model: keras.Model) -> None:
         fix="train it under another strategy",
         code="own-step",
     )
-    optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    both = [
-        getattr(inner, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps")
-    ]
-    require(
-        not all(both),
-        "optimizer",
-        received="global_clipnorm and gradient_accumulation_steps under strategy pipeline",
-        expected="one of them: the norm over all stages is that of each step's gradients",
-        fix="leave gradient_accumulation_steps out, and make the batch larger",
-        code="accumulated-norm",
-    )
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         reduction = getattr(loss, "reduction", "sum_over_batch_size")
         require(
-            reduction in ("sum_over_batch_size", "mean"),
+            reduction in ("sum_over_batch_size", "mean", "sum"),
             "loss",
             received=f"reduction={reduction!r} under strategy pipeline",
-            expected="a mean over the examples, which micro-batches add up to by their shares",
+            expected="a mean over the examples, or a sum",
             fix="leave the reduction out",
             code="loss-reduction",
         )

@@ -14,6 +14,7 @@ from keras.src.backend import compute_output_spec
 from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
+from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
@@ -57,7 +58,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         return job_of(model.distribute_strategy)
     if made is current.strategy:
         return current
-    if made is None and current.kind == "single":
+    if made is None and current.kind == "single" and not _is_placed(current):
         return Job(strategy=model.distribute_strategy, kind="single", config=current.config)
     where = "outside strategy.scope()" if made is None else "in the scope of another strategy"
     raise UsageError(
@@ -67,6 +68,10 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         fix="make and compile the model inside `with strategy.scope():`",
         code="another-scope",
     )
+
+
+def _is_placed(job: Job) -> bool:
+    return isinstance(job.strategy, PlacedStrategy)
 
 
 def require_compiled_functions(*, doing: str) -> None:
@@ -132,6 +137,8 @@ def build(
     model._post_build()
     _require_variables_of_scope(model, job)
     _require_one_scale(model, job)
+    if _is_placed(job):
+        job.strategy.require_placed(model)
     if new and job.kind == "ps":
         from tfdist.ps import strategy as ps_strategy
 

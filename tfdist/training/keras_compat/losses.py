@@ -98,7 +98,8 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
 
     What a loss function returned as one number, and not one for each example, is taken for a mean
     over the batch; its gradient would count once for each replica. A sum is a replica's part as it
-    is, but that of an empty batch fraction is of an example which does not count.
+    is, but that of an empty batch fraction is of an example which does not count. Of a micro-batch,
+    whose whole loss is weighted by its part of the step, it is what makes the sum over the step.
     """
 
     def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = _MEAN) -> Any:
@@ -111,6 +112,8 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
             by = tf.math.divide_no_nan(tf.sign(tf.cast(trace.share, whole.dtype)), whole)
             return scaled(original(values, sample_weight, "sum"), by=by, trace=trace)
         reduced = original(values, sample_weight, reduction)
+        if reduction == "sum":
+            reduced /= tf.cast(trace.part, reduced.dtype)
         if reduction == "sum" and trace.num_replicas > 1:
             return scaled(reduced, by=tf.sign(trace.share), trace=trace)
         if reduction == "sum" or tuple(values.shape) != ():

@@ -23,6 +23,7 @@ class StepTrace:
       num_replicas: replicas whose gradients are summed; 1 needs no reduction.
       share: this replica's part of the global batch, scalar float32 or a float.
       examples: how many of this replica's examples count, scalar integer.
+      part: of a micro-batch, examples / examples of the step, by which its whole loss is weighted.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       training: False leaves the statistics of layers to each replica.
@@ -40,6 +41,7 @@ class StepTrace:
     share: tf.Tensor | float
     examples: tf.Tensor | int
     random_key: tf.Tensor
+    part: tf.Tensor | float = 1.0
     batch: Any = ()
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
