@@ -22,7 +22,7 @@ from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import DONE, RunDirectory
-from tfdist.ps.costs import COLUMNS
+from tfdist.ps.profile import COLUMNS
 
 _LOG = logging.getLogger(__name__)
 _WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?", re.ASCII)

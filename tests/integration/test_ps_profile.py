@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.ps import costs
 from tfdist.ps.messages import Places
 from tfdist.ps.profile import PsProfile, TrafficLink, traffic
 
@@ -81,7 +80,7 @@ def test_the_parts_of_a_step_add_up_and_the_first_piece_is_left_out():
     assert found["waiting_ms"] == pytest.approx((31 - 9 - 12) * 1000 / 4)
     assert found["step_ms"] == pytest.approx(31_000 / 4)
     assert found["median_ms"] == pytest.approx(5000)
-    text = costs.lines(profile.summary())
+    text = profile.lines(profile.summary())
     shown = ["0.00", "2000.00", "2000.00", "1000.00", "250.00", "2500.00", "7750.00"]
     assert text[2].split() == ["worker-0", "4", *shown]
 
@@ -89,4 +88,4 @@ def test_the_parts_of_a_step_add_up_and_the_first_piece_is_left_out():
 def test_too_few_steps_are_no_table():
     profile = PsProfile()
     profile.add([(0, np.array([step(0, 9, 9, 9, 9)]))], wall_s=50)
-    assert costs.lines(profile.summary()) == ["what a step costs: too few steps to tell"]
+    assert profile.lines(profile.summary()) == ["what a step costs: too few steps to tell"]

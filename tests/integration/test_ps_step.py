@@ -173,7 +173,7 @@ def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform
 
 FREED = """
 import ctypes, os, resource, sys
-from tfdist.ps.serve import keep_freed_memory
+from tfdist.ps.members import keep_freed_memory
 assert keep_freed_memory(os.environ) == (sys.argv[1] == "kept")
 libc = ctypes.CDLL(None)
 assert libc.prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE: on any machine, pages are small

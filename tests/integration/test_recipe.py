@@ -11,7 +11,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from tfdist.app import recipe
-from tfdist.app.models import MODELS, build_model
+from tfdist.app.recipe import MODELS, build_model
 from tfdist.configs import FIELDS, base
 from tfdist.errors import UsageError
 from tfdist.training.schedule import InExamples, WarmupThenDecay

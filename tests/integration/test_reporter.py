@@ -10,7 +10,7 @@ import keras
 import pytest
 from rich.console import Console
 
-from tfdist.app.reporter import RunReporter
+from tfdist.app.run import RunReporter
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.terminal import ProgressDisplay
 from tfdist.training.epochs import EpochPlan

@@ -14,7 +14,7 @@ import tfdist
 from tests.multiprocess.programs import zoo
 from tests.multiprocess.test_training import PROGRAMS, launch
 from tests.multiprocess.warm import as_it_comes, forked
-from tfdist.ps.costs import COLUMNS
+from tfdist.ps.profile import COLUMNS
 
 
 def job(out: Path, *parts: str, ps: int, workers=2, flags=(), start=forked):

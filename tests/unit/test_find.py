@@ -14,8 +14,14 @@ import pytest
 from tfdist.errors import TfdistError, UsageError
 from tfdist.find import __main__ as program
 from tfdist.find import batch_size
-from tfdist.find.batch_size import BatchSearch, BatchSizes, BatchTrial, MemoryLimits, largest
-from tfdist.find.capacity import available_bytes
+from tfdist.find.batch_size import (
+    BatchSearch,
+    BatchSizes,
+    BatchTrial,
+    MemoryLimits,
+    available_bytes,
+    largest,
+)
 from tfdist.find.liveness import Operation, peak_of
 from tfdist.find.range_test import exponential_rates, has_diverged, read, smoothed
 

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.outputs import plot
-from tfdist.outputs.digest import state_sha256, weights_sha256
-from tfdist.outputs.tensorboard import StepProfiler, tag
-from tfdist.outputs.terminal import ProgressDisplay, result_rows, show_result
+from tfdist.outputs.terminal import ProgressDisplay, StepProfiler, result_rows, show_result, tag
 
 
 def lines(count: int = 5, **more: Any) -> list[dict[str, Any]]:

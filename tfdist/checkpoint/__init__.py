@@ -1,13 +1,12 @@
 """Checkpoints: the store, the callbacks that save and resume, and warm starts.
 
-    format            the files of one checkpoint
-    store             the directory of checkpoints, readable after a crash at any moment
-    state             a model as arrays and back, and the configuration it belongs to
-    callback_state    the state of callbacks as JSON
-    backup            `BackupAndRestore`, which saves a run and resumes it
-    best              the direction in which a metric gets better, and its best so far
-    model_checkpoint  `ModelCheckpoint`, and a model saved whole
-    warm_start        weights of another run to begin with
+    format          the files of one checkpoint
+    store           the directory of checkpoints, readable after a crash at any moment
+    state           a model as arrays and back, its digests, and the configuration it belongs to
+    callback_state  the state of callbacks as JSON
+    backup          `BackupAndRestore`, which saves a run and resumes it, at what interval
+    best            the best metric so far; `ModelCheckpoint`, and a model saved whole
+    warm_start      weights of another run to begin with
 
 Reading a checkpoint needs no TensorFlow; the callbacks load it when they are named.
 """
@@ -20,7 +19,7 @@ from tfdist.checkpoint.store import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
     from tfdist.checkpoint.backup import BackupAndRestore
-    from tfdist.checkpoint.model_checkpoint import ModelCheckpoint
+    from tfdist.checkpoint.best import ModelCheckpoint
     from tfdist.checkpoint.warm_start import load_weights
 
 _LAZY = {

@@ -1,13 +1,18 @@
-"""Selection of the best checkpoint by one metric at the end of an epoch."""
+"""Selection of the best checkpoint by one metric, and models saved whole."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import keras
+
 from tfdist.errors import UsageError, near
+from tfdist.files import one_line_errors, replacing
 
 _LOG = logging.getLogger(__name__)
 _LESS = ("loss", "error")
@@ -46,13 +51,7 @@ class Best:
         if self._name is None or not self._is_in(logs):
             return
         value = float(logs[self._name])
-        before = self._value
-        if math.isnan(value):
-            self._improved = False
-        elif before is None:
-            self._improved = True
-        else:
-            self._improved = value < before if self._less else value > before
+        self._improved = is_better(value, self._value, less=self._less)
         if self._improved:
             self._value = value
 
@@ -85,6 +84,18 @@ class Best:
         return False
 
 
+def is_better(
+    value: float | None, best: float | None, *, less: bool, min_delta: float = 0.0
+) -> bool:
+    """Return whether a metric beats the best so far by more than `min_delta`.
+
+    None and what is not finite never do; the first value that is finite does.
+    """
+    if value is None or not math.isfinite(value):
+        return False
+    return best is None or (best - value if less else value - best) > min_delta
+
+
 def less_is_better(name: str, mode: str, *, where: str) -> bool:
     """Return which way a metric gets better; UsageError at `where` where nothing tells."""
     less, more = name.endswith(_LESS), any(part in name for part in _MORE)
@@ -99,3 +110,53 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
         fix='say mode="min" where less of it is better, else mode="max"',
         code="unknown-direction",
     )
+
+
+# `ModelCheckpoint`: Keras' own, written by the chief alone and never half.
+
+
+class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """What `keras.callbacks.ModelCheckpoint` does, with the same arguments, under every strategy.
+
+    Only the chief writes. A file appears whole or not at all: it is written beside its place and
+    renamed, so that a crash leaves the one before.
+
+    Raises:
+      TfdistError: the file cannot be written; one that was there before is untouched.
+    """
+
+    def set_model(self, model: keras.Model) -> None:
+        """Take the model, seen through a view whose saves are atomic."""
+        self._model = _Saving(model)
+
+
+class _Saving:
+    """A model as `ModelCheckpoint` uses it: whatever else is asked for is the model's."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._wrapped = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def save(self, filepath: str, **options: Any) -> None:
+        _whole_or_not(filepath, lambda path: self._wrapped.save(path, **options))
+
+    def save_weights(self, filepath: str, **options: Any) -> None:
+        _whole_or_not(filepath, lambda path: self._wrapped.save_weights(path, **options))
+
+
+def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
+    """Save a model as a file that appears whole or not at all; the chief calls it.
+
+    Raises TfdistError where it cannot be written.
+    """
+    _whole_or_not(os.fspath(filepath), model.save)
+
+
+def _whole_or_not(filepath: str, write: Any) -> None:
+    with (
+        one_line_errors(f"model: cannot write {filepath}"),
+        replacing(Path(filepath)) as unfinished,
+    ):
+        write(str(unfinished))

@@ -2,13 +2,14 @@
 
     resolve         which source the user's data become; by default arrays
     source          what every source gives: examples by index, or batches one after the other
-    arrays          arrays in memory, or `mapped` from files
+    arrays          arrays in memory, or mapped from files
     tfrecord, tfds  records by their number; a TFDS split as one of these sources
     python_indexed  examples or batches by index, read by Python code
     stream          a `tf.data.Dataset` of batches, of whose graph `stream_graph` reads a copy
-    order, draws    the example at each position and its random numbers, as functions of integers
+    order           the example at each position and its random numbers, as functions of integers
     augment         transforms of a batch of images
     cache           files made once for all processes of a machine
+    digits          scikit-learn's digits as a TFDS dataset
 
 The public names are resolved on first use (PEP 562).
 """

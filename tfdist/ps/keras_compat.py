@@ -20,8 +20,7 @@ from tfdist.errors import require
 from tfdist.ps.messages import sent_together
 from tfdist.ps.split import parts_of
 from tfdist.strategy.devices import server_of
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import Replacement, StepTrace, current
 
 
 class UpdateCounts:

@@ -21,8 +21,7 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
 
 from tfdist.cluster import JobOptions, TaskConfig
 from tfdist.errors import require
-from tfdist.ps.members import Members, VersionHandshake
-from tfdist.ps.serve import serve
+from tfdist.ps.members import Members, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy import rendezvous
 from tfdist.strategy.devices import server_of

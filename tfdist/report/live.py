@@ -14,8 +14,8 @@ from rich.text import Text
 from tfdist.errors import require
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
+from tfdist.report.pieces import UNKNOWN, clock, duration, number
 from tfdist.report.run import LIVE_FILE, reading
-from tfdist.report.text import UNKNOWN, clock, duration, number
 
 _LATE_S = 5.0
 """Without a heartbeat for so long a task is shown as late."""

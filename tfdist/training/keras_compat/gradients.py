@@ -21,11 +21,21 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.on_servers import require_by_rows, sent_together
-from tfdist.training.keras_compat.reduction import reduced, summed_rows, times
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.sharding import division_of, scattered
-from tfdist.training.keras_compat.trace import StepTrace, comes_of_scaled, current
+from tfdist.training.keras_compat.reduction import (
+    division_of,
+    reduced,
+    scattered,
+    summed_rows,
+    times,
+)
+from tfdist.training.keras_compat.trace import (
+    Replacement,
+    StepTrace,
+    comes_of_scaled,
+    current,
+    require_by_rows,
+    sent_together,
+)
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 

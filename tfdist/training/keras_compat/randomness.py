@@ -15,8 +15,7 @@ from keras.src.backend import random_seed_dtype
 from keras.src.random import seed_generator
 from keras.src.random.seed_generator import SeedGenerator
 
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import Replacement, StepTrace, current
 
 _LOG = logging.getLogger(__name__)
 _GOLDEN_RATIO = 0x9E3779B9

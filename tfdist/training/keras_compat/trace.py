@@ -1,11 +1,14 @@
-"""State of the step that a thread is tracing, for the replacements."""
+"""Replacements of names of Keras, and the state of the step that a thread is tracing for them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -127,3 +130,110 @@ def ops_behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[
             seen.add(operation.name)
             waiting += [tensor.op for tensor in operation.inputs]
             yield operation
+
+
+# Replacement of a name of Keras or TensorFlow while a tfdist step is traced.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """Workaround: what it replaces, by what, and why.
+
+    Attributes:
+      owner: the class or module that has the name.
+      name: of a method, property or function.
+      make: gets the original and returns what stands in for it, which must do what the original
+        does wherever no step is traced.
+      issue: the public issue, or the line of the released source where there is none.
+      ended_by: the release that needs it no longer, such as ``keras 3.16``; None as long as no
+        release does without.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    issue: str
+    ended_by: str | None = None
+
+    @property
+    def target(self) -> str:
+        """Return what is replaced, such as ``SeedGenerator.next``."""
+        return f"{self.owner.__name__}.{self.name}"
+
+    def put_in_place(self) -> None:
+        """Replace the name; to be called once a process."""
+        original = getattr(self.owner, self.name)
+        replacement = self.make(original)
+        if not isinstance(replacement, property):
+            replacement = functools.wraps(original)(replacement)
+        setattr(self.owner, self.name, replacement)
+
+
+# Hooks of a step on parameter servers: empty until `tfdist.ps` is imported.
+#
+# That is what a ps job alone does, before it traces its first step.
+
+
+def _may_be() -> bool:
+    """Return whether this may be a ps job."""
+    return "tfdist.ps" in sys.modules
+
+
+def replacements() -> tuple[Replacement, ...]:
+    """Return the replacements of a ps job; none in any other."""
+    if not _may_be():
+        return ()
+    from tfdist.ps.keras_compat import REPLACEMENTS
+
+    return REPLACEMENTS
+
+
+def reading_once() -> AbstractContextManager[None]:
+    """While a step is traced: a variable in parts is read once between two writes."""
+    if not _may_be():
+        return nullcontext()
+    from tfdist.ps import split
+
+    return split.reading_once()
+
+
+def is_split(variable: Any) -> bool:
+    """Return whether a variable is in parts on several servers."""
+    if not _may_be():
+        return False
+    from tfdist.ps.split import SplitVariable
+
+    return isinstance(variable, SplitVariable)
+
+
+def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise UsageError for an optimizer that needs a variable whole which is in parts."""
+    if _may_be():
+        from tfdist.ps import split
+
+        split.require_by_rows(optimizer, variables)
+
+
+def sent_together(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return pairs of gradient and variable, small gradients on their way to a server packed."""
+    if not _may_be():
+        return list(pairs)
+    from tfdist.ps import messages
+
+    return messages.sent_together(list(pairs))
+
+
+def taken(variable: Any, trace: StepTrace) -> tf.Tensor | None:
+    """Return what an update takes of a sum of gradients on a server; None of any other variable."""
+    if id(variable) not in trace.taken:
+        return None
+    from tfdist.ps import keras_compat
+
+    return keras_compat.taken(variable, trace)
+
+
+def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
+    """Have `value` be that of a variable which lives in the step of a worker."""
+    from tfdist.ps import keras_compat
+
+    keras_compat.hold(variable, value, trace)

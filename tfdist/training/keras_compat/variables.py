@@ -1,8 +1,8 @@
-"""Reads and writes of Keras variables in a step.
+"""Reads and writes of Keras variables in a step, and their updates by an optimizer.
 
-Four workarounds share these names: BatchNormalization's statistics are noted to be reduced, what
-lives in the step is read and written there, an optimizer's count is that of the step, and
-additions are one operation.
+BatchNormalization's statistics are noted to be reduced, what lives in the step is read and written
+there, an optimizer's count is that of the step, additions are one operation, and after the gradient
+hook each replica updates its own copy.
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -15,13 +15,25 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
+from keras.src.optimizers.sgd import SGD
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    distribute_lib,
+    mirrored_strategy,
+)
+from tensorflow.python.distribute import values as tf_values
 
 from tfdist.strategy.devices import server_of
-from tfdist.training.keras_compat.on_servers import hold, taken
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import (
+    Replacement,
+    StepTrace,
+    current,
+    hold,
+    is_split,
+    taken,
+)
 
-_SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
+_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 
 # BatchNormalization writes each replica's own moving statistics, and they drift apart. The gradient
@@ -114,18 +126,81 @@ def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[...,
     return make
 
 
+# After the gradient hook each replica updates its own copy of a variable.
+#
+# TensorFlow's way through `merge_call` cannot stand inside a `cond`, where loss scaling and
+# accumulation need it (https://github.com/keras-team/keras/issues/20582).
+#
+# SGD with momentum updates a variable in one operation. Keras makes it of several: it writes the
+# momentum, reads it again and adds it to the variable. Each goes through the whole of the variable,
+# which costs a step of a few megabytes some percent of its time; and of two workers that update a
+# parameter server at once, one's gradient may be lost to the momentum, or be added twice.
+# TensorFlow has the same update in one operation, to the same bits, which locks what it writes
+# until it is done. (Its Adam rounds in another way than Keras', whose slots lose nothing: what a
+# worker adds to them is added.)
+
+
+_TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute"
+_OPTIMIZERS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
+_ISSUE = "https://github.com/keras-team/keras/issues/20582"
+
+
+def _no_merge_call(original: Callable[..., bool]) -> Callable[..., bool]:
+    def use_merge_call(self: Any) -> bool:
+        trace = current()
+        return False if trace is not None and trace.in_hook else original(self)
+
+    return use_merge_call
+
+
+def _on_own_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(var: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        trace = current()
+        if trace is not None and trace.in_hook:
+            return update_fn(var._get_on_device_or_primary(), value, **kwargs)
+        return original(var, update_fn, value, **kwargs)
+
+    return update
+
+
+def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> Any:
+        if not self.momentum or not _is_ours(gradient, variable):
+            return original(self, gradient, variable, learning_rate)
+        momentum = self.momentums[self._get_variable_index(variable)]
+        return tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.handle,
+            accum=momentum.value.handle,
+            lr=tf.cast(learning_rate, variable.dtype),
+            grad=tf.cast(gradient, variable.dtype),
+            momentum=tf.cast(self.momentum, variable.dtype),
+            use_locking=True,
+            use_nesterov=self.nesterov,
+        )
+
+    return update_step
+
+
+def _is_ours(gradient: Any, variable: Any) -> bool:
+    """Return whether this is a dense gradient of a whole variable, in a step's hook."""
+    trace = current()
+    if trace is None or not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
+        return False
+    return isinstance(gradient, tf.Tensor) and not is_split(variable)
+
+
 REPLACEMENTS = (
     Replacement(
         owner=Variable,
         name="_direct_assign",
         make=_noting_writes,
-        issue=f"{_SOURCE}/layers/normalization/batch_normalization.py#L385",
+        issue=f"{_KERAS}/layers/normalization/batch_normalization.py#L385",
     ),
     Replacement(
         owner=Variable,
         name="value",
         make=_local_value,
-        issue=f"{_SOURCE}/backend/common/stateless_scope.py#L82",
+        issue=f"{_KERAS}/backend/common/stateless_scope.py#L82",
     ),
     *(
         Replacement(
@@ -136,4 +211,19 @@ REPLACEMENTS = (
         )
         for name in ("assign_add", "assign_sub")
     ),
+    *(
+        Replacement(owner=extended, name="_use_merge_call", make=_no_merge_call, issue=_ISSUE)
+        for extended in (
+            distribute_lib.StrategyExtendedV1,
+            mirrored_strategy.MirroredExtended,
+            collective_all_reduce_strategy.CollectiveAllReduceExtended,
+        )
+    ),
+    Replacement(
+        owner=tf_values,
+        name="_on_write_update_replica",
+        make=_on_own_copy,
+        issue=f"{_TENSORFLOW}/values.py#L52",
+    ),
+    Replacement(owner=SGD, name="update_step", make=_momentum, issue=f"{_OPTIMIZERS}/sgd.py#L95"),
 )
