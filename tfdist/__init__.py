@@ -24,10 +24,10 @@ _HOME_OF = {
     "StepLoop": "tfdist.training.fitting",
     "Ledger": "tfdist.audit.recorder",
     "VirtualEpochs": "tfdist.training.epochs",
-    "BackupAndRestore": "tfdist.checkpoint",
+    "BackupAndRestore": "tfdist.checkpoint.backup",
     "Evaluator": "tfdist.training.evaluation",
-    "ModelCheckpoint": "tfdist.checkpoint",
-    "load_weights": "tfdist.checkpoint",
+    "ModelCheckpoint": "tfdist.checkpoint.backup",
+    "load_weights": "tfdist.checkpoint.warm_start",
     "TfdistError": "tfdist.errors",
     "UsageError": "tfdist.errors",
     "StartupTimeout": "tfdist.errors",
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
     from tfdist import data, errors, tuning
     from tfdist.audit.recorder import Ledger
-    from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
+    from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
+    from tfdist.checkpoint.warm_start import load_weights
     from tfdist.errors import (
         JobFailed,
         PeerLost,

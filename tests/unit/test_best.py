@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tfdist.checkpoint.best import Best
+from tfdist.checkpoint.best import Best, best_so_far
 from tfdist.errors import UsageError
-from tfdist.training.evaluation import best_so_far
 
 
 def improvements(best: Best, values: list[float], name: str) -> list[bool]:

@@ -28,8 +28,8 @@ from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.launch.state import JobRules, JobState
 from tfdist.launch.watchdog import Watchdog
-from tfdist.report.live import view
 from tfdist.report.run import read_run
+from tfdist.top import view
 
 WORKER = Task("worker", 0)
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.app import recipe
-from tfdist.checkpoint import BackupAndRestore
-from tfdist.checkpoint.best import save_whole
+from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE, flat

@@ -1,18 +1,14 @@
-"""Selection of the best checkpoint by one metric, and models saved whole."""
+"""Selection of the best checkpoint by one metric, at an epoch's end or by an evaluator's lines."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
-
 from tfdist.errors import UsageError, near
-from tfdist.files import one_line_errors, replacing
 
 _LOG = logging.getLogger(__name__)
 _LESS = ("loss", "error")
@@ -112,51 +108,44 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
     )
 
 
-# `ModelCheckpoint`: Keras' own, written by the chief alone and never half.
+# Best evaluation so far and how many came after it: the state of early stopping.
 
 
-class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """What `keras.callbacks.ModelCheckpoint` does, with the same arguments, under every strategy.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BestSoFar:
+    """Best-so-far state of an evaluator's lines.
 
-    Only the chief writes. A file appears whole or not at all: it is written beside its place and
-    renamed, so that a crash leaves the one before.
+    Attributes:
+      best: the line with the best value, None where no metric was finite.
+      since: the evaluations after that one.
+    """
+
+    best: Mapping[str, Any] | None
+    since: int
+
+
+def best_so_far(
+    lines: Sequence[Mapping[str, Any]], *, monitor: str, less: bool, min_delta: float = 0.0
+) -> BestSoFar:
+    """Return how a run stands; what is not better by more than `min_delta` is no better.
 
     Raises:
-      TfdistError: the file cannot be written; one that was there before is untouched.
+      UsageError: no line has the metric.
     """
-
-    def set_model(self, model: keras.Model) -> None:
-        """Take the model, seen through a view whose saves are atomic."""
-        self._model = _Saving(model)
-
-
-class _Saving:
-    """A model as `ModelCheckpoint` uses it: whatever else is asked for is the model's."""
-
-    def __init__(self, model: keras.Model) -> None:
-        self._wrapped = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wrapped, name)
-
-    def save(self, filepath: str, **options: Any) -> None:
-        _whole_or_not(filepath, lambda path: self._wrapped.save(path, **options))
-
-    def save_weights(self, filepath: str, **options: Any) -> None:
-        _whole_or_not(filepath, lambda path: self._wrapped.save_weights(path, **options))
-
-
-def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
-    """Save a model as a file that appears whole or not at all; the chief calls it.
-
-    Raises TfdistError where it cannot be written.
-    """
-    _whole_or_not(os.fspath(filepath), model.save)
-
-
-def _whole_or_not(filepath: str, write: Any) -> None:
-    with (
-        one_line_errors(f"model: cannot write {filepath}"),
-        replacing(Path(filepath)) as unfinished,
-    ):
-        write(str(unfinished))
+    if lines and all(monitor not in line for line in lines):
+        names = [name for name in lines[-1] if name.startswith("val_")]
+        raise UsageError(
+            "Evaluator: monitor",
+            received=f"{monitor!r}{near(monitor, names)}",
+            expected=f"one of {', '.join(names)}",
+            fix="name a figure that the evaluation yields",
+            code="unknown-value",
+        )
+    best, since = None, 0
+    for line in lines:
+        before = best[monitor] if best else None
+        if is_better(line.get(monitor), before, less=less, min_delta=min_delta):
+            best, since = line, 0
+        else:
+            since += 1
+    return BestSoFar(best=best, since=since)

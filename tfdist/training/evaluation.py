@@ -6,17 +6,17 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
-from tfdist.checkpoint.backup import BackupAndRestore
-from tfdist.checkpoint.best import is_better, less_is_better, save_whole
+from tfdist.checkpoint.backup import BackupAndRestore, save_whole
+from tfdist.checkpoint.best import BestSoFar, best_so_far, less_is_better
 from tfdist.checkpoint.warm_start import set_weights
-from tfdist.errors import EXIT_OK, Stopped, UsageError, near, require_int
+from tfdist.errors import EXIT_OK, Stopped, UsageError, require_int
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.outputs.terminal import ScalarWriter
 from tfdist.strategy import Job, broadcast
@@ -435,46 +435,3 @@ def _followed(callback: Any) -> Any:
     if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
         return None
     return getattr(callback, "monitor", None)
-
-
-# Best evaluation so far and how many came after it: the state of early stopping.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BestSoFar:
-    """Best-so-far state of an evaluator's lines.
-
-    Attributes:
-      best: the line with the best value, None where no metric was finite.
-      since: the evaluations after that one.
-    """
-
-    best: Mapping[str, Any] | None
-    since: int
-
-
-def best_so_far(
-    lines: Sequence[Mapping[str, Any]], *, monitor: str, less: bool, min_delta: float = 0.0
-) -> BestSoFar:
-    """Return how a run stands; what is not better by more than `min_delta` is no better.
-
-    Raises:
-      UsageError: no line has the metric.
-    """
-    if lines and all(monitor not in line for line in lines):
-        names = [name for name in lines[-1] if name.startswith("val_")]
-        raise UsageError(
-            "Evaluator: monitor",
-            received=f"{monitor!r}{near(monitor, names)}",
-            expected=f"one of {', '.join(names)}",
-            fix="name a figure that the evaluation yields",
-            code="unknown-value",
-        )
-    best, since = None, 0
-    for line in lines:
-        before = best[monitor] if best else None
-        if is_better(line.get(monitor), before, less=less, min_delta=min_delta):
-            best, since = line, 0
-        else:
-            since += 1
-    return BestSoFar(best=best, since=since)

@@ -24,7 +24,7 @@ from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.loop import RunPlan, TrainLoop
-from tfdist.training.program import Engine, StepProgram, flat_logs, plain, program_of
+from tfdist.training.program import Engine, StepProgram, as_number, flat_logs, plain, program_of
 from tfdist.training.stop_requests import StopRequests
 
 if TYPE_CHECKING:
@@ -339,17 +339,12 @@ class StepLoop:
         """
         self._engine.publish_metrics(self._program)
         results = flat_logs({metric.name: metric.result() for metric in self._metrics})
-        found = {name: _number(result) for name, result in results.items()}
+        found = {name: as_number(tf.convert_to_tensor(result)) for name, result in results.items()}
         if reset:
             self._engine.reset_metrics()
             for metric in self._metrics:
                 metric.reset_state()
         return found
-
-
-def _number(result: Any) -> Any:
-    value = np.asarray(tf.convert_to_tensor(result))
-    return value if value.ndim else float(value)
 
 
 def _job() -> Job:

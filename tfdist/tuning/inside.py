@@ -18,8 +18,7 @@ from keras_tuner.src.engine import trial as trial_module
 from keras_tuner.src.engine import tuner_utils
 from keras_tuner.src.engine.hypermodel import get_hypermodel
 
-from tfdist.checkpoint import BackupAndRestore
-from tfdist.checkpoint.best import save_whole
+from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.run_directory import DONE, RunDirectory
