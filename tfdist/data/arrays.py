@@ -104,33 +104,26 @@ class ArraySource(GraphSource):
         return f"graph-indexed arrays: {size}, {place}"
 
 
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class _Column:
     """One array: a tensor in memory or a mapped file, and the type its examples are given as."""
 
-    def __init__(
-        self,
-        *,
-        tensor: tf.Tensor | None = None,
-        file: MappedFile | None = None,
-        spec: tf.TensorSpec,
-        owner: SpillDirectory | None = None,
-    ) -> None:
-        self.file = file
-        self.spec = spec
-        self._tensor = tensor
-        self._owner = owner  # its folder lives as long as the column
+    spec: tf.TensorSpec
+    tensor: tf.Tensor | None = None
+    file: MappedFile | None = None
+    owner: SpillDirectory | None = None  # its folder lives as long as the column
 
     @property
     def size_bytes(self) -> int:
-        return _size_bytes(self.file or self._tensor)
+        return _size_bytes(self.file or self.tensor)
 
     def held(self) -> tf.Tensor:
         """Return the eager tensor of this process, made on first use; functions capture it."""
-        if self._tensor is None:
+        if self.tensor is None:
             assert self.file is not None
             with tf.init_scope(), tf.device("/CPU:0"):
-                self._tensor = self.file.tensor()
-        return self._tensor
+                self.tensor = self.file.tensor()
+        return self.tensor
 
     def sent(self) -> tf.Tensor:
         if self.file is not None and not tf.executing_eagerly():

@@ -15,6 +15,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.best import BestSoFar, best_so_far, less_is_better
+from tfdist.checkpoint.store import CheckpointStore
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.errors import EXIT_OK, Stopped, UsageError, require_int
 from tfdist.outputs.run_directory import Evaluations
@@ -288,15 +289,17 @@ def evaluate_checkpoints(
     listed = keras.tree.flatten(callbacks or [])
     backup = _backups(listed)[0]
     folders = [c.log_dir for c in listed if getattr(c, "log_dir", None)]
+    assert evaluator.files is not None
     with StopRequests() as requests:
         loop = _Loop(
-            model,
-            evaluation,
+            model=model,
+            evaluation=evaluation,
             callbacks=callback_list(
                 None, job=alone, model=model, verbose=0, epochs=1, steps=evaluation.steps
             ),
-            backup=backup,
+            store=backup.store,
             evaluator=evaluator,
+            files=evaluator.files,
             scalars=[ScalarWriter(f"{folder}/evaluator") for folder in folders],
             requests=requests,
         )
@@ -309,58 +312,47 @@ def evaluate_checkpoints(
     raise SystemExit(EXIT_OK if has_checkpoints else watch.exit_code)
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
 class _Loop:
     """Looks for checkpoints and evaluates the newest, until the chief has gone."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        evaluation: Evaluation,
-        *,
-        callbacks: Any,
-        backup: BackupAndRestore,
-        evaluator: Evaluator,
-        scalars: Sequence[ScalarWriter],
-        requests: StopRequests,
-    ) -> None:
-        assert evaluator.files is not None
-        self._model = model
-        self._evaluation = evaluation
-        self._callbacks = callbacks
-        self._store = backup.store
-        self._evaluator = evaluator
-        self._files = evaluator.files
-        self._scalars = scalars
-        self._requests = requests
-        self._unread: set[str] = set()
+    model: keras.Model
+    evaluation: Evaluation
+    callbacks: Any
+    store: CheckpointStore
+    evaluator: Evaluator
+    files: Evaluations
+    scalars: Sequence[ScalarWriter]
+    requests: StopRequests
+    unread: set[str] = dataclasses.field(default_factory=set)
 
     def run(self, watch: ChiefWatch) -> None:
         """Return when the chief has gone, and its last checkpoint is evaluated."""
         phases.enter("serve")
         while True:
             is_over = watch.exit_code is not None  # asked first: what is found now is the last
-            name = self._store.newest_name()
+            name = self.store.newest_name()
             if name is not None and not self._is_done(name):
                 self._evaluate(name)
             elif is_over:
                 return
-            elif self._requests.signum is not None:
-                raise StopRequested(self._requests.signum)
+            elif self.requests.signum is not None:
+                raise StopRequested(self.requests.signum)
             else:
                 time.sleep(_LOOK_EVERY_S)
 
     def _is_done(self, name: str) -> bool:
         """By what is written: the process before this one may have done it."""
-        return name in self._unread or name in (line["checkpoint"] for line in self._files.lines())
+        return name in self.unread or name in (line["checkpoint"] for line in self.files.lines())
 
     def _evaluate(self, name: str) -> None:
-        checkpoint = self._store.read_named(name)
+        checkpoint = self.store.read_named(name)
         if checkpoint is None:  # the chief has removed it meanwhile, and written others
-            self._unread.add(name)
+            self.unread.add(name)
             return
         start_s = time.perf_counter()
-        set_weights(self._model, checkpoint, where=f"weights in {self._store.directory}")
-        figures = self._evaluation.run(self._callbacks, requests=self._requests)
+        set_weights(self.model, checkpoint, where=f"weights in {self.store.directory}")
+        figures = self.evaluation.run(self.callbacks, requests=self.requests)
         values = {f"val_{key}": value for key, value in figures.items()}
         line = {
             "step": checkpoint.step,
@@ -369,25 +361,25 @@ class _Loop:
             **values,
             "seconds": time.perf_counter() - start_s,
         }
-        for writer in self._scalars:
+        for writer in self.scalars:
             numbers = {n: v for n, v in values.items() if isinstance(v, (int, float))}
             writer.write(checkpoint.step, numbers)
         self._judge(line)
 
     def _judge(self, line: dict[str, Any]) -> None:
-        lines = self._files.with_line(line)
-        evaluator, stands = self._evaluator, self._evaluator.best_so_far(lines)
+        lines = self.files.with_line(line)
+        evaluator, stands = self.evaluator, self.evaluator.best_so_far(lines)
         is_best = not stands.since and stands.best is not None
         figure = line.get(evaluator.monitor)
         _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, figure, ", best" * is_best)
         if is_best:
-            save_whole(self._model, self._files.best_file)
+            save_whole(self.model, self.files.best_file)
         # Last: a checkpoint that has its line is not looked at again.
-        self._files.write(lines)
+        self.files.write(lines)
         is_hopeless = evaluator.patience is not None and stands.since >= evaluator.patience
-        if is_hopeless and not self._files.is_stop_requested:
+        if is_hopeless and not self.files.is_stop_requested:
             best = stands.best["step"] if stands.best else None
-            self._files.ask_to_stop({"step": line["step"], "best_step": best})
+            self.files.ask_to_stop({"step": line["step"], "best_step": best})
 
 
 def _backups(callbacks: Sequence[Any]) -> list[BackupAndRestore]:

@@ -13,8 +13,8 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     reduction   the sum over replicas itself, in few messages, which keeps no graph
     sharding    each worker updates its part of each variable, and has slots of that alone
     losses      a replica's loss counts by its fraction of the global batch; means count examples
-    variables   statistics travel with the gradients; additions and updates are one operation each
-    randomness  draws come from (seed, step, replica)
+    variables   statistics travel with the gradients; additions and updates are one operation each;
+                draws come from (seed, step, replica)
 
 The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
 they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
@@ -30,9 +30,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.training.keras_compat import gradients, losses, randomness, variables
+from tfdist.training.keras_compat import gradients, losses, variables
 from tfdist.training.keras_compat.losses import logs_by_fraction
-from tfdist.training.keras_compat.randomness import random_key
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
@@ -45,6 +44,7 @@ from tfdist.training.keras_compat.trace import (
     reading_once,
     replacements,
 )
+from tfdist.training.keras_compat.variables import random_key
 
 __all__ = [
     "REPLACEMENTS",
@@ -60,7 +60,6 @@ __all__ = [
 ]
 
 REPLACEMENTS = (
-    *randomness.REPLACEMENTS,
     *losses.REPLACEMENTS,
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
