@@ -36,6 +36,11 @@ def test_it_is_better_than_it_ever_was_and_nan_never_is(
     assert improvements(Best(name, mode), [2.0, 3.0, 1.0, 1.0, math.nan], name) == expected
 
 
+def test_what_is_infinite_is_never_the_best() -> None:
+    found = improvements(Best("loss", "auto"), [math.inf, 2.0, -math.inf, 1.0], "loss")
+    assert found == [False, True, False, True]
+
+
 @pytest.mark.parametrize(("name", "mode"), [("reward", "auto"), ("loss_accuracy", "least")])
 def test_a_direction_that_is_not_known_is_asked_for(name: str, mode: str) -> None:
     with pytest.raises(UsageError, match='say mode="min" where less'):

@@ -21,6 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint.format import raw_bytes
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_bytes, sum_over_tasks
@@ -344,7 +345,5 @@ def state_sha256(model: Any, *, read: Callable[[Any], Any] = np.asarray) -> str:
 def _sha256(variables: Iterable[Any], *, read: Callable[[Any], Any] = np.asarray) -> str:
     digest = hashlib.sha256()
     for variable in variables:
-        array = read(variable)
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        digest.update(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+        digest.update(raw_bytes(read(variable)))
     return digest.hexdigest()
