@@ -20,7 +20,7 @@ from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require, require_int
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
-from tfdist.outputs.plot import empty_panels
+from tfdist.outputs.display import empty_panels
 from tfdist.serving.bench import main as load
 
 _USE = 0.9

@@ -139,7 +139,7 @@ def _callbacks(
 
     import tfdist
     from tfdist.app.run import RunReporter
-    from tfdist.outputs.terminal import ProgressDisplay
+    from tfdist.outputs.display import ProgressDisplay
 
     (args.out / "best").mkdir(exist_ok=True)
     own = keras.callbacks

@@ -18,8 +18,8 @@ from tfdist.app.recipe import MODELS, build_model
 from tfdist.app.run import RunReporter
 from tfdist.configs import FIELDS, base
 from tfdist.errors import UsageError
+from tfdist.outputs.display import ProgressDisplay
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.terminal import ProgressDisplay
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.schedule import InExamples, WarmupThenDecay
 

@@ -18,15 +18,15 @@ from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import Stopped, TfdistError, UsageError
-from tfdist.outputs import plot
-from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
-from tfdist.outputs.terminal import (
+from tfdist.outputs.display import (
     ProgressDisplay,
     ScalarWriter,
     StepProfiler,
+    draw_plot,
     show_result,
     strategy_line,
 )
+from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
 from tfdist.strategy.parts import whole
 from tfdist.training.building import bytes_on_servers
@@ -317,7 +317,7 @@ def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
 
 def _show(config: Any, summary: Mapping[str, Any], directory: RunDirectory) -> None:
     title = f"{config.dataset}, {config.model}: {strategy_line(summary)}"
-    path = plot.draw(directory.read_metrics(), directory.plot_file, title=title)
+    path = draw_plot(directory.read_metrics(), directory.plot_file, title=title)
     show_result(summary, run_dir=str(directory.path), plot=str(path) if path else None)
 
 

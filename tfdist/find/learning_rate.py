@@ -17,7 +17,7 @@ import keras
 from tfdist import phases
 from tfdist.checkpoint import state
 from tfdist.errors import PeerLost, Stopped, UsageError, require, require_int, require_number
-from tfdist.outputs.plot import empty_panels
+from tfdist.outputs.display import empty_panels
 from tfdist.strategy import Job
 from tfdist.training import building, inputs
 from tfdist.training.blocks import BlockRunner, Decision, decide

@@ -18,8 +18,8 @@ from tfdist.checkpoint.best import BestSoFar, best_so_far, less_is_better
 from tfdist.checkpoint.store import CheckpointStore
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.errors import EXIT_OK, Stopped, UsageError, require_int
+from tfdist.outputs.display import ScalarWriter
 from tfdist.outputs.run_directory import Evaluations
-from tfdist.outputs.terminal import ScalarWriter
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
 from tfdist.training import building
