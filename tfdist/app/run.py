@@ -29,7 +29,6 @@ from tfdist.outputs.display import (
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
 from tfdist.strategy.parts import whole
-from tfdist.training.building import bytes_on_servers
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluation import Evaluator
@@ -303,6 +302,7 @@ def _worker_steps() -> dict[str, int]:
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     """Return what became of the steps since this process started, and the bytes on each ps."""
     from tfdist.ps.profile import profile_of
+    from tfdist.ps.strategy import bytes_on_servers
     from tfdist.ps.workers import worker_pool_of
 
     pool = worker_pool_of(job.strategy, patience_s=0)
@@ -310,7 +310,7 @@ def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     return {
         "worker_steps": _worker_steps(),
         **pool.account.summary(),
-        "ps_bytes": bytes_on_servers(model, job),
+        "ps_bytes": bytes_on_servers(model, job.strategy),
         **({"ps_profile": profile_of(job.strategy).summary()} if profiled else {}),
     }
 

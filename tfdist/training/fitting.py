@@ -188,10 +188,9 @@ def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras
         blocks = BlockRunner(model, job, engine, program, phase="step")
         history = TrainLoop(plan, blocks, requests).run()
         if job.config and job.config.options.profile_ps:
-            from tfdist.ps import profile
-            from tfdist.ps.profile import profile_of
+            from tfdist.ps.profile import profile_of, show
 
-            profile.show(profile_of(job.strategy).summary())
+            show(profile_of(job.strategy).summary())
         return history
 
 

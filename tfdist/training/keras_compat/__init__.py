@@ -41,8 +41,7 @@ from tfdist.training.keras_compat.trace import (
     Replacement,
     StepTrace,
     following,
-    reading_once,
-    replacements,
+    on_servers,
 )
 from tfdist.training.keras_compat.variables import random_key
 
@@ -68,7 +67,8 @@ REPLACEMENTS = (
 
 def install() -> None:
     """Put the replacements in place, each once a process; those of a ps job in one alone."""
-    for replacement in (*REPLACEMENTS, *replacements()):
+    servers = on_servers()
+    for replacement in (*REPLACEMENTS, *(servers.REPLACEMENTS if servers else ())):
         _put_in_place(replacement)
 
 
@@ -81,7 +81,8 @@ def _put_in_place(replacement: Replacement) -> None:
 def tracing(trace: StepTrace) -> Iterator[StepTrace]:
     """Make Keras follow `trace` in this thread; used inside the replica function of a step."""
     install()
-    with following(trace), reading_once():
+    servers = on_servers()
+    with following(trace), servers.reading_once() if servers else contextlib.nullcontext():
         yield trace
         if trace.training:
             reduce_statistics(trace)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import weakref
@@ -228,23 +227,8 @@ def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
 # Where an optimizer is built on parts of the variables: this worker's part of each sum.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Division:
-    """Trainable variables of an optimizer that is built on parts of them.
-
-    Attributes:
-      wholes: in the order of the optimizer's own, which are the parts.
-    """
-
-    wholes: tuple[Any, ...]
-
-
-divisions: weakref.WeakKeyDictionary[Any, Division] = weakref.WeakKeyDictionary()
-
-
-def division_of(optimizer: Any) -> Division | None:
-    """Return how the state of an optimizer is divided, None where it is whole."""
-    return divisions.get(optimizer)
+wholes_of: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+"""The variables of each optimizer that is built on parts of them, in the order of the parts."""
 
 
 def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:

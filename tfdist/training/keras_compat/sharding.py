@@ -24,13 +24,12 @@ from tfdist.errors import UsageError
 from tfdist.strategy.job import Job
 from tfdist.strategy.parts import mark, own_initial_values, own_part, whole
 from tfdist.training.keras_compat.reduction import (
-    Division,
     cut,
-    divisions,
     gather_over_workers,
     own_copy,
     place_of,
     sum_over_replicas,
+    wholes_of,
 )
 from tfdist.training.keras_compat.trace import StepTrace, current
 
@@ -72,7 +71,7 @@ def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
     Raises:
       UsageError: the optimizer has whole slots already, or cannot update parts.
     """
-    if optimizer in divisions:
+    if optimizer in wholes_of:
         yield
         return
     if optimizer.built:
@@ -100,9 +99,8 @@ def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
     with own_initial_values(job):
         parts = [_part(variable, job) for variable in variables]
         _build_on(optimizer, parts)
-    division = Division(wholes=tuple(variables))
     for one in {id(o): o for o in (optimizer, _innermost(optimizer))}.values():
-        divisions[one] = division
+        wholes_of[one] = tuple(variables)
         for index, variable in enumerate(variables):  # by which its users ask
             one._trainable_variables_indices[one._var_key(variable)] = index
         for name, method in _METHODS.items():
@@ -160,15 +158,15 @@ def _step_of(optimizer: Any) -> StepTrace:
 
 def _apply_to_parts(optimizer: Any, grads: Any, trainable_variables: Any) -> None:
     """Clip, decay, update and average the parts; then gather the weights."""
-    trace, division = _step_of(optimizer), divisions[optimizer]
+    trace, wholes = _step_of(optimizer), wholes_of[optimizer]
     mine = [optimizer._get_variable_index(variable) for variable in trainable_variables]
     parts = optimizer._trainable_variables
     touched = list(range(len(parts))) if optimizer.use_ema else mine
     for index in touched:
-        _refresh(optimizer, division.wholes[index], parts[index])
+        _refresh(optimizer, wholes[index], parts[index])
     trace.updated = [parts[index] for index in mine]
     type(optimizer)._backend_apply_gradients(optimizer, grads, trace.updated)
-    _gather([(division.wholes[index], parts[index]) for index in touched])
+    _gather([(wholes[index], parts[index]) for index in touched])
 
 
 def _clip_whole(optimizer: Any, grads: Any) -> Any:
@@ -207,7 +205,7 @@ def _take_averages(optimizer: Any, variables: Any) -> None:
     inner = _innermost(optimizer)
     if inner.use_ema:
         averages = inner._model_variables_moving_average
-        for variable, average in zip(divisions[inner].wholes, averages, strict=True):
+        for variable, average in zip(wholes_of[inner], averages, strict=True):
             variable.assign(whole(average))
 
 

@@ -32,9 +32,7 @@ from tfdist.training.keras_compat.trace import (
     Replacement,
     StepTrace,
     current,
-    hold,
-    is_split,
-    taken,
+    on_servers,
 )
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
@@ -49,6 +47,8 @@ def _noting_writes(original: Callable[..., Any]) -> Callable[..., Any]:
     def direct_assign(self: Any, value: Any) -> Any:
         trace = current()
         if trace is not None and id(self) in trace.local:
+            from tfdist.ps.keras_compat import hold
+
             hold(self, value, trace)
             return None
         if trace is not None and trace.training and _is_statistic(self, trace):
@@ -88,7 +88,9 @@ def _in_step(variable: Any, trace: StepTrace) -> tf.Tensor | None:
     found = trace.local.get(id(variable))
     if found is None:
         found = trace.held.get(id(variable))
-    if found is None:
+    if found is None and id(variable) in trace.taken:
+        from tfdist.ps.keras_compat import taken
+
         found = taken(variable, trace)
     if found is None and trace.counts is not None:
         found = trace.counts.value(variable)
@@ -190,7 +192,9 @@ def _is_ours(gradient: Any, variable: Any) -> bool:
     trace = current()
     if trace is None or not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
         return False
-    return isinstance(gradient, tf.Tensor) and not is_split(variable)
+    servers = on_servers()
+    is_split = servers is not None and isinstance(variable, servers.SplitVariable)
+    return isinstance(gradient, tf.Tensor) and not is_split
 
 
 # Dropout and friends draw from (seed, step, replica).
