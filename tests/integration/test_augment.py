@@ -17,7 +17,7 @@ from tfdist.data.augment import (
     Rescale,
     for_evaluation,
 )
-from tfdist.data.order import draws_for
+from tfdist.data.draws import draws_for
 from tfdist.errors import UsageError
 
 RNG = np.random.default_rng(3)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.order import example_at, example_at_numpy, mix, mix_tensor, stream
+from tfdist.data.draws import mix, mix_tensor, stream
+from tfdist.data.order import example_at, example_at_numpy
 from tfdist.errors import UsageError
 
 

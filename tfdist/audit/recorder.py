@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.audit.files import MODES, SALT, Header, LedgerWriter, Record, next_attempt
-from tfdist.data.order import mix_tensor, stream
+from tfdist.data.draws import mix_tensor, stream
 from tfdist.errors import UsageError, require_one_of
 from tfdist.strategy import Job
 from tfdist.strategy.devices import threads_of_an_operation

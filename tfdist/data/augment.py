@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.order import Draws, draws_for, mix
+from tfdist.data.draws import Draws, draws_for, mix
 from tfdist.data.source import Nest, Transform, replace_x, unpack
 from tfdist.errors import UsageError, require
 
