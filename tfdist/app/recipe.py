@@ -1,4 +1,4 @@
-"""Data, length, learning rate, optimizer and model made from a configuration."""
+"""Data, length, learning rate, optimizer and network made from a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of `tfdist.train`, from a checked configuration to its summary."""
+"""One run of `tfdist.train`, from a checked configuration to its summary, and its reporter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Ledger files: the examples that each step of a run consumed, as recorded by its tasks.
 
+They are written, read again, and the attempts of a run put together (`merged`).
+
 ``ledger/attempt-<n>-<task>.bin`` begins with one line of JSON, the `Header`, and goes on with
 records of a range of steps each. A record is appended and flushed when its range is done, so that
 a kill loses no more than the range in flight; what is cut at the end of a file is left out. A

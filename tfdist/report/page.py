@@ -1,4 +1,4 @@
-"""The page: runs and sweeps as one HTML file that loads nothing."""
+"""The page: runs and sweeps as one HTML file, with style and scripts, that loads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section of the page for one run."""
+"""Section of the page for one run, with the timeline of its attempts and tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the directory of a sweep tells."""
+"""A sweep: what its directory tells, and its section of the page."""
 
 from __future__ import annotations
 
