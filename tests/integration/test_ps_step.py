@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.data import ArraySource
+from tfdist.outputs.display import ps_cost_lines
 from tfdist.ps import messages
 from tfdist.ps.clock import UpdateClock
 from tfdist.ps.messages import Places, outermost, read_together, sent_together
@@ -273,7 +274,7 @@ def test_the_parts_of_a_step_add_up_and_the_first_piece_is_left_out():
     assert found["waiting_ms"] == pytest.approx((31 - 9 - 12) * 1000 / 4)
     assert found["step_ms"] == pytest.approx(31_000 / 4)
     assert found["median_ms"] == pytest.approx(5000)
-    text = profile.lines(profile.summary())
+    text = ps_cost_lines(profile.summary())
     shown = ["0.00", "2000.00", "2000.00", "1000.00", "250.00", "2500.00", "7750.00"]
     assert text[2].split() == ["worker-0", "4", *shown]
 
@@ -281,7 +282,7 @@ def test_the_parts_of_a_step_add_up_and_the_first_piece_is_left_out():
 def test_too_few_steps_are_no_table():
     profile = PsProfile()
     profile.add([(0, np.array([step(0, 9, 9, 9, 9)]))], wall_s=50)
-    assert profile.lines(profile.summary()) == ["what a step costs: too few steps to tell"]
+    assert ps_cost_lines(profile.summary()) == ["what a step costs: too few steps to tell"]
 
 
 # How stale a step was: which updates of others count, and for which writes a clock waits.

@@ -16,6 +16,7 @@ from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.errors import require, require_int
+from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import building, inputs, resume
 from tfdist.training.blocks import BlockRunner
@@ -188,9 +189,9 @@ def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras
         blocks = BlockRunner(model, job, engine, program, phase="step")
         history = TrainLoop(plan, blocks, requests).run()
         if job.config and job.config.options.profile_ps:
-            from tfdist.ps.profile import profile_of, show
+            from tfdist.ps.profile import profile_of
 
-            show(profile_of(job.strategy).summary())
+            show_ps_costs(profile_of(job.strategy).summary())
         return history
 
 
