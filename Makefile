@@ -7,6 +7,7 @@ ARGS ?=
 
 RAY_VENV := .venv-ray
 RAY := ray[default,train]==2.60.0
+PEERS := tf_keras==2.21.0 torch==2.13.0 lightning==2.6.6 '$(RAY)'
 
 WITH := keras-3.14.1 keras-3.15.1
 OF_VERSIONS := tests/integration/test_equivalence.py tests/integration/test_resume.py tests/field
@@ -21,7 +22,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-browser test-versions \
+.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions \
 	docs lint chaos bench soak stress recovery clean
 
 help:  ## this list
@@ -71,6 +72,15 @@ $(RAY_VENV)/.ready: $(READY) Makefile
 	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
 	touch $@
 
+test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with the real tf_keras, Horovod, torch, Lightning and Ray
+	$(CPU_ONLY) .venv-migrations/bin/python -m pytest tests/migrations $(ARGS)
+
+.venv-migrations/.ready: $(READY) Makefile
+	$(call MAKE_BESIDE,.venv-migrations)
+	.venv-migrations/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS) -c constraints.txt
+	tests/migrations/horovod.sh $(CURDIR)/.venv-migrations/bin/python
+	touch $@
+
 test-browser: setup  ## the report of a run and the page of a service in a headless Chromium, which root installs from Debian
 	tests/browser/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
@@ -115,5 +125,5 @@ stress: setup  ## cached streams while the machine is busy: none may be cut; fau
 	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) $(RAY_VENV) .venv-with-* .venv-docs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) .venv-migrations .venv-with-* .venv-docs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,6 +34,7 @@ import single_cnn
 import single_dense
 import sweep_chief
 import sweep_digits
+import tracker_overhead
 
 ROWS = tuple(
     module.ROW
@@ -48,6 +49,7 @@ ROWS = tuple(
         ps_killed,
         ps_straggler,
         save_overhead,
+        tracker_overhead,
         input_by_index,
         input_stream,
         demo_start,

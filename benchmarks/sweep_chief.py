@@ -21,11 +21,11 @@ from pathlib import Path
 import harness
 import row
 
+from tfdist.launch.multihost.agreement import TOKEN_VARIABLE
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.launch.multihost.token import VARIABLE
-from tfdist.tuning import config_sweep, messages
-from tfdist.tuning.address import sweep_address_of
+from tfdist.tuning import config_sweep, protocol
 from tfdist.tuning.options import SweepOptions, parse
+from tfdist.tuning.protocol import sweep_address_of
 from tfdist.tuning.trial_job import Completed
 
 NAME = "sweep_chief"
@@ -43,7 +43,7 @@ class Runner:
         self.has_come = self.is_in = self.is_done = False
         self.asked_s = self.served_s = 0.0
         self.trial = ""
-        self._ended: messages.Message = {}
+        self._ended: protocol.Message = {}
 
     def read(self, terms: dict[str, str]) -> None:
         """Takes in what the chief says, and keeps the moment at which it gives a trial."""
@@ -64,7 +64,7 @@ class Runner:
                 self.trial = told["trial"]
                 metrics = {"virtual_epoch": 1, "val_accuracy": 0.5}
                 done = Completed(history=(metrics,), score=0.5, best_virtual_epoch=1)
-                outcome = messages.encode_outcome(done)
+                outcome = protocol.encode_outcome(done)
                 self._ended = {"lease": [told["trial"], told["lease"]], "outcome": outcome}
 
     def ask(self) -> None:
@@ -90,7 +90,7 @@ def measure(side: str, args: argparse.Namespace) -> None:
             *("--serve", f"127.0.0.1:{address[1]}", "--sweep_dir", scratch),
         ]
         path = f"{harness.ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-        environ = {**os.environ, VARIABLE: secrets.token_hex(16), "PYTHONPATH": path}
+        environ = {**os.environ, TOKEN_VARIABLE: secrets.token_hex(16), "PYTHONPATH": path}
         with open(Path(scratch).with_suffix(".log"), "w") as log:
             chief = subprocess.Popen(
                 [harness.PROJECT_PYTHON, "-m", "tfdist.tune", *flags],

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
-from tfdist.ops.doctor import report
-from tfdist.ops.doctor.checks import RULES
-from tfdist.ops.doctor.examine import PreflightOptions, PreflightResult, follow, lead
-from tfdist.ops.doctor.preflight_job import job_of
+from tfdist.ops.doctor import examine
+from tfdist.ops.doctor.examine import RULES, PreflightOptions, PreflightResult, follow, lead
+from tfdist.ops.doctor.facts import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 
 _MAX_TIMEOUT_S = 1e6
@@ -105,13 +104,13 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
             return done
         return _show(done, command)
     result, barrier = lead(job, options, environ=environ)
-    barrier.end(report.exit_code(result.findings))
+    barrier.end(examine.exit_code(result.findings))
     return _show(result, command)
 
 
 def _show(result: PreflightResult, command: argparse.Namespace) -> int:
-    print(report.as_json(result) if command.json else report.as_text(result), flush=True)
-    return report.exit_code(result.findings)
+    print(examine.as_json(result) if command.json else examine.as_text(result), flush=True)
+    return examine.exit_code(result.findings)
 
 
 def _note(text: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, UsageError, near, require, require_int
-from tfdist.ops.lint.files import KINDS, LintSource, lint
+from tfdist.ops.lint import KINDS, LintSource, lint
 from tfdist.ops.lint.rules import RULES, Finding
 from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
 

@@ -15,9 +15,9 @@ from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK
 from tfdist.tuning import sweep
-from tfdist.tuning.address import placed
 from tfdist.tuning.config_sweep import ConfigSweep, program_of
 from tfdist.tuning.options import Show, SweepOptions, parse
+from tfdist.tuning.protocol import placed
 from tfdist.tuning.screen import show
 
 

@@ -1,7 +1,7 @@
 """The Python of the pages runs: the blocks of a page one after the other, as one program.
 
-A block that is marked `py` is the other side of a page in docs/migrate or of Ray's: it needs what
-is not installed here, and is read only (tests/unit/test_docs.py).
+A block that is marked `py` is the other side of a page in docs/migrate or of Ray's: it runs in
+tests/migrations, where its library is installed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ BEFORE = {
     "docs/migrate/model_fit.md": f"{IMAGES}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",
     "docs/serve.md": f"import sys{SERVED}",
-    "docs/spawn.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
+    "docs/launch.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
     "docs/start.md": f"{FLAT}{DATA}",
     "docs/strategies.md": f"{FLAT}{DATA}",
     "docs/training.md": f"{FLAT}{DATA}{GAN}\nimport logging",

@@ -35,32 +35,25 @@ def test_a_reading_that_was_dropped_leaves_its_cache_whole():
         assert len(values(read(dataset, Reading()))) == 4
 
 
-def below_a_cache(dataset):
-    """The operations below caches in the graph of a reading, those of functions too."""
-    graph = tf.compat.v1.GraphDef.FromString(serialized(dataset, Reading()).numpy())
-    bodies = [graph.node, *(function.node_def for function in graph.library.function)]
-    found, waiting = set(), [(body, n) for body in bodies for n in body if "Cache" in n.op]
-    while waiting:
-        body, node = waiting.pop()
-        for name in node.input:
-            inputs = [n for n in body if n.name == name.split(":")[0]]
-            found |= {n.op for n in inputs}
-            waiting += [(body, n) for n in inputs]
-    return found
-
-
-def test_no_prefetch_is_left_below_a_cache(tmp_path):
+def test_the_end_of_what_fills_a_cache_takes_a_call_that_fails_once_it_is_cancelled(tmp_path):
     rows = tf.data.Dataset.range(8).batch(2).prefetch(2)
     inner = plain(lambda n: tf.data.Dataset.range(2).prefetch(1).cache())
-    for dataset in (
-        rows.cache().prefetch(1),
-        rows.shuffle(4).prefetch(1).cache(str(tmp_path / "file")),
-        tf.data.Dataset.zip((rows, rows.map(plain(lambda n: n)))).cache(),
-        rows.flat_map(inner).cache(),
+    for dataset, count in (
+        (rows.cache().prefetch(1), 1),
+        (rows.shuffle(4).prefetch(1).cache(str(tmp_path / "file")), 1),
+        (rows.cache().snapshot(str(tmp_path / "snapshot")), 2),
+        (rows.flat_map(inner).cache(), 2),
+        (rows.map(plain(lambda n: tf.RaggedTensor.from_tensor(n[None]))).cache(), 1),
     ):
-        operations = below_a_cache(dataset)
-        assert operations & {"BatchDatasetV2", "RangeDataset"}
-        assert "PrefetchDataset" not in operations
+        graph = tf.compat.v1.GraphDef.FromString(serialized(dataset, Reading()).numpy())
+        bodies = [graph.node, *(function.node_def for function in graph.library.function)]
+        nodes = {node.name: node for body in bodies for node in body}
+        fed = [n for n in nodes.values() if n.op.startswith(("CacheDataset", "SnapshotDataset"))]
+        guards = [nodes[n.input[0].split(":")[0]].attr["f"].func.name for n in fed]
+        assert len(guards) == count
+        assert all("guarded" in name for name in guards)
+        first, second = values(read(dataset, Reading())), values(read(dataset, Reading()))
+        assert first == second == values(dataset)
 
 
 def test_a_file_cache_that_was_cut_before_ends_the_run_with_that_reason(tmp_path, strategies):

@@ -19,7 +19,7 @@ from tests.fake_trackers import steps_in_events
 from tfdist.training import trackers
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import SynchronousEngine
-from tfdist.tuning import parent_run
+from tfdist.tuning import exports
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(48, 4).astype("float32")
@@ -371,12 +371,12 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
 def test_runs_of_a_sweeps_trials_are_children_of_one(mlflow, wandb, tmp_path, monkeypatch):
     sweep_dir, begun = tmp_path / "sweep", {"seed": 1}
     sweep_dir.mkdir()
-    variables = parent_run.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    variables = exports.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
     parent = mlflow.active_run().info.run_id
     mlflow.end_run("KILLED")  # the sweep is, and is begun again by a program that begins a run
     mlflow.start_run()
     assert trackers.in_use(None) == {"mlflow"}
-    again = parent_run.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    again = exports.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
     assert again == variables
     assert mlflow.active_run().info.run_id == parent
     mlflow.end_run()

@@ -25,8 +25,7 @@ from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.directory import chief_lock
 from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, SweepOptions
-from tfdist.tuning.oracle import Search, make_oracle
-from tfdist.tuning.space import SearchSpace
+from tfdist.tuning.oracle import Search, SearchSpace, make_oracle
 from tfdist.tuning.sweep import launch_flags
 from tfdist.tuning.trial_job import Completed, Failed, TrialJob
 
@@ -348,7 +347,7 @@ def test_the_chiefs_own_parts_load_no_keras_tuner() -> None:
         "directory",
         "journal",
         "options",
-        "plot",
+        "exports",
         "screen",
         "sweep",
     ]

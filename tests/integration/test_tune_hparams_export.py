@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from tfdist.tuning.hparams_export import HParamsBoard
+from tfdist.tuning.exports import HParamsBoard
 from tfdist.tuning.journal import SweepState, fold
 
 SPACE = [{"class_name": "Float", "config": {"name": name}} for name in ("lr", "opt")]

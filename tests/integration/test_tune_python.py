@@ -28,12 +28,11 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
 from tfdist.tuning import directory, from_python, inside, trial
-from tfdist.tuning import space as space_module
+from tfdist.tuning import oracle as space_module
 from tfdist.tuning.chief import Chief
-from tfdist.tuning.from_python import TunerSweep
+from tfdist.tuning.from_python import TunerSweep, imports_of, own_program
 from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import SearchOptions
-from tfdist.tuning.own_tuner import imports_of, own_program
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import (
     Assignment,

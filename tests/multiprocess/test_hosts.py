@@ -18,7 +18,7 @@ from tests.multiprocess.test_live import SOURCE as PHASES
 from tests.multiprocess.test_live import free_port, metrics_with
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
-from tfdist.launch.signals import SAME_REQUEST_S
+from tfdist.launch.events import SAME_REQUEST_S
 from tfdist.report.run import read_run
 
 HOSTS = ("127.0.0.1", "127.0.0.2")

@@ -27,7 +27,7 @@ from tests.multiprocess.jobs import (
     children,
     report,
 )
-from tfdist.launch.signals import SAME_REQUEST_S
+from tfdist.launch.events import SAME_REQUEST_S
 
 # what a program sees
 

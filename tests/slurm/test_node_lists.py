@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tfdist.cluster.hostlist import expand
+from tfdist.cluster.address import expand_hosts
 
 LISTS = 300
 
@@ -52,9 +52,9 @@ def test_lists_are_expanded_as_slurm_expands_them(kind: str, cluster: Cluster) -
     for _ in range(LISTS):
         text = lists.text()
         if kind != "written at random":
-            text = shown(cluster, "hostlist", ",".join(expand(text, where=kind)))[0]
+            text = shown(cluster, "hostlist", ",".join(expand_hosts(text, where=kind)))[0]
         names = shown(cluster, "hostnames", text)
-        assert expand(text, where=kind) == names, text
+        assert expand_hosts(text, where=kind) == names, text
 
 
 def shown(cluster: Cluster, what: str, text: str) -> list[str]:

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.launch.multihost.hub import MessageReceived, PeerJoined
+from tfdist.launch.multihost.rendezvous import MessageReceived, PeerJoined
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard
 from tfdist.tuning.journal import Journal, Slot, SweepState, Trial
-from tfdist.tuning.messages import ALIVE, LEASE_S, Message
 from tfdist.tuning.options import RunOptions
+from tfdist.tuning.protocol import ALIVE, LEASE_S, Message
 from tfdist.tuning.remote_runner import RemoteRunner
 from tfdist.tuning.runner import LOG
 from tfdist.tuning.serving import Gone, RunnerNews, ServingRunner

@@ -243,6 +243,6 @@ def test_a_strategy_beside_another_in_tf_config_is_refused() -> None:
 
 
 def test_the_page_shows_the_message_as_it_is() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
     environ = {**recorded("slurm_srun_n3")[0], "SLURM_STEP_TASKS_PER_NODE": "2"}
     assert str(refusal(environ, "SLURM_STEP_TASKS_PER_NODE")) in page

@@ -97,9 +97,11 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
         "launch.md": [flag.name for flag in options.FLAGS],
         "submit.md": [flag.name for flag in SUBMIT_FLAGS],
         "tuning.md": [a.option_strings[-1][2:] for a in tfdist.tuning.options._parser()._actions],
-        "doctor.md": [a.option_strings[-1][2:] for a in doctor._parser()._actions],
-        "lint.md": [
-            *(a.option_strings[-1][2:] for a in lint._parser()._actions if a.option_strings)
+        "checks.md": [
+            action.option_strings[-1][2:]
+            for parser in (doctor._parser(), lint._parser())
+            for action in parser._actions
+            if action.option_strings
         ],
         "serve.md": [
             action.option_strings[-1][2:]
@@ -161,7 +163,7 @@ def test_every_dependency_has_its_reason() -> None:
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"].values()
     needed = "\n".join([config["options"]["install_requires"], *extras])
-    text = (DOCS / "dependencies.md").read_text()
+    text = (DOCS / "limits.md").read_text()
     names = re.findall(r"^([\w-]+(?:\[[\w-]+\])?)", needed, re.MULTILINE)
     assert len(names) > 15
     assert [name for name in names if name not in text] == []

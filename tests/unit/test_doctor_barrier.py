@@ -13,12 +13,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tfdist.cluster import HeldPort, hold_ports
-from tfdist.launch.multihost.member import Member
-from tfdist.ops.doctor import port_listener
-from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
-from tfdist.ops.doctor.facts import Host
-from tfdist.ops.doctor.port_listener import PortListener, connected
-from tfdist.ops.doctor.preflight_job import PreflightJob
+from tfdist.launch.multihost.rendezvous import Member
+from tfdist.ops.doctor.barrier import (
+    BarrierFailed,
+    HostBarrier,
+    PortListener,
+    connected,
+    greeting,
+    join_barrier,
+    run_steps,
+)
+from tfdist.ops.doctor.facts import Host, PreflightJob
 
 SOON_S = 0.3
 LONG_S = 60.0
@@ -40,7 +45,7 @@ def job(
 
 @contextlib.contextmanager
 def opened(first: PreflightJob) -> Iterator[HostBarrier]:
-    line = port_listener.greeting(0, first.fingerprint)
+    line = greeting(0, first.fingerprint)
     with PortListener(line, first.host.ports, spare=True) as entry:
         barrier = HostBarrier(first, entry)
         yield barrier

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.cluster.hostlist import MAX_HOSTS, expand, expand_counts
+from tfdist.cluster.address import MAX_HOSTS, expand_counts, expand_hosts
 from tfdist.errors import UsageError
 
 # What `scontrol show hostnames` of Slurm 22.05 prints for each.
@@ -87,18 +87,18 @@ WRONG = [
 
 @pytest.mark.parametrize("text", AS_SLURM)
 def test_a_list_is_expanded_as_slurm_expands_it(text: str) -> None:
-    assert expand(text, where="X") == AS_SLURM[text].split()
+    assert expand_hosts(text, where="X") == AS_SLURM[text].split()
 
 
 @pytest.mark.parametrize("text", OURS)
 def test_text_after_a_bracket_is_part_of_each_name(text: str) -> None:
-    assert expand(text, where="X") == OURS[text].split()
+    assert expand_hosts(text, where="X") == OURS[text].split()
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_node_list_is_one_line_that_names_the_variable(text: str) -> None:
     with pytest.raises(UsageError) as error:
-        expand(text, where="SLURM_STEP_NODELIST")
+        expand_hosts(text, where="SLURM_STEP_NODELIST")
     assert (error.value.where, error.value.code) == ("SLURM_STEP_NODELIST", "bad-node-list")
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 400
@@ -107,7 +107,7 @@ def test_what_is_no_node_list_is_one_line_that_names_the_variable(text: str) -> 
 @pytest.mark.parametrize("text", ["n[1-3", "n1-3]", "n[[1-2]]", "n[1-2],m[3"])
 def test_brackets_that_do_not_pair_are_shown_with_the_list(text: str) -> None:
     with pytest.raises(UsageError, match="expected a node list with brackets in pairs") as error:
-        expand(text, where="X")
+        expand_hosts(text, where="X")
     assert error.value.received == repr(text)
 
 
@@ -132,7 +132,7 @@ def test_two_brackets_are_every_pair_with_the_last_fastest(
 ) -> None:
     text = ",".join(f"a{one}b{two}" for (one, _), (two, _) in elements)
     expected = [f"a{i}b{j}" for (_, one), (_, two) in elements for i in one for j in two]
-    assert expand(text, where="X") == expected
+    assert expand_hosts(text, where="X") == expected
 
 
 PLAIN = st.sampled_from(["login", "n7", "x09"])
@@ -145,13 +145,15 @@ def test_brackets_and_names_without_may_alternate(
     elements: list[tuple[str, list[str]]], suffix: str
 ) -> None:
     text = ",".join(element + suffix for element, _ in elements)
-    assert expand(text, where="X") == [name + suffix for _, names in elements for name in names]
+    assert expand_hosts(text, where="X") == [
+        name + suffix for _, names in elements for name in names
+    ]
 
 
 @given(st.text(alphabet="n1-9[],x 0", max_size=12))
 def test_any_text_is_expanded_to_names_or_refused(text: str) -> None:
     try:
-        names = expand(text, where="X")
+        names = expand_hosts(text, where="X")
     except UsageError:
         return
     assert names
@@ -168,7 +170,7 @@ LARGE = {
 @pytest.mark.parametrize("form", LARGE)
 def test_a_list_of_the_nodes_of_the_largest_machine_takes_less_than_a_second(form: str) -> None:
     start_s = time.process_time()  # of this process alone, however busy the machine is
-    names = expand(LARGE[form], where="X")
+    names = expand_hosts(LARGE[form], where="X")
     assert time.process_time() - start_s < 1
     assert len(set(names)) == 158_976  # Fugaku's, the most of the TOP500
 
@@ -189,4 +191,4 @@ def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
 def test_too_many_names_are_refused_before_they_are_made() -> None:
     for text in (f"n[0-{10**17}]", f"n[1-{MAX_HOSTS + 1}]"):
         with pytest.raises(UsageError, match="at most 1048576 names"):
-            expand(text, where="X")
+            expand_hosts(text, where="X")

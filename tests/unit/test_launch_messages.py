@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
-from tfdist.launch.multihost.messages import NO_SENSE, decode_event, encode_event
+from tfdist.launch.multihost.connection import NO_SENSE, decode_event, encode_event
 
 W1 = Task("worker", 1)
 EVENTS = [

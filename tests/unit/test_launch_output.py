@@ -9,7 +9,6 @@ import re
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.console import Console
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import (
@@ -20,7 +19,7 @@ from tfdist.launch.report import (
     earlier_attempts,
     write_report,
 )
-from tfdist.launch.screen import MAX_LINE_BYTES, JobScreen, LineSplitter, TaskOutput
+from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
 
 W0, W1 = Task("worker", 0), Task("worker", 1)
 

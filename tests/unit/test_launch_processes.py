@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.console import Console
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest, TaskPendingWork
 from tfdist.launch.fork_server import ForkStarter
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
-from tfdist.launch.screen import JobScreen
+from tfdist.launch.screen import Console, JobScreen
 
 DEADLINE_S = 60.0
 W0 = Task("worker", 0)

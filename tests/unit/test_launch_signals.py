@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfdist.launch.signals import SAME_REQUEST_S, SignalPipe
+from tfdist.launch.events import SAME_REQUEST_S, SignalPipe
 
 
 class Clock:

@@ -16,8 +16,8 @@ from tfdist.cluster import Task
 from tfdist.errors import EXIT_PEER_MISSING, UsageError
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.multihost.hosts import decided_group
-from tfdist.launch.multihost.hub import Differs, Lost, MessageReceived, News, PeerJoined
 from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined
 from tfdist.launch.options import Program, parse
 from tfdist.launch.plan import ProcessSpec
 

@@ -19,8 +19,7 @@ from tests.unit.lint_cases import BROKEN, HERE
 from tfdist.cluster import decode
 from tfdist.errors import UsageError
 from tfdist.lint import main
-from tfdist.ops.lint import RULES, Finding, LintSource, Severity, lint
-from tfdist.ops.lint.files import KINDS, kind_of
+from tfdist.ops.lint import KINDS, RULES, Finding, LintSource, Severity, kind_of, lint
 
 ROOT = Path(__file__).parents[2]
 GOOD = sorted(HERE.glob("good_*.*"))

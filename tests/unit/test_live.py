@@ -19,14 +19,14 @@ from tfdist.launch.live import (
     MAX_BINS,
     AttemptHistory,
     LiveStatus,
+    MetricsServer,
     description_of_job,
     memory_bytes,
+    prometheus_text,
 )
-from tfdist.launch.metrics_server import MetricsServer, render
 from tfdist.launch.options import parse
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.launch.state import JobRules, JobState
+from tfdist.launch.state import JobRules, JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
 from tfdist.report.run import read_run
 from tfdist.top import view
@@ -176,7 +176,7 @@ STATUS = json.loads((RUNS / "multiworker" / "live.json").read_text())
 
 
 def test_prometheus_gets_each_metric_with_its_type_once():
-    text = render(STATUS)
+    text = prometheus_text(STATUS)
     lines = text.splitlines()
     types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(types) == len(set(types))
@@ -187,7 +187,7 @@ def test_prometheus_gets_each_metric_with_its_type_once():
 
 def test_labels_are_escaped():
     task = {**STATUS["tasks"][0], "host": 'a"\\\n'}
-    assert 'host="a\\"\\\\\\n"' in render({**STATUS, "tasks": [task]})
+    assert 'host="a\\"\\\\\\n"' in prometheus_text({**STATUS, "tasks": [task]})
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfdist.cluster import JobOptions, addressed_tasks, job_configs, resolved_strategy
-from tfdist.cluster.job import build_cluster
+from tfdist.cluster.tf_config import build_cluster
 from tfdist.errors import UsageError
 from tfdist.launch.options import parse
 

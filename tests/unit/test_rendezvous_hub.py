@@ -18,8 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, PeerJoined, listen
-from tfdist.launch.multihost.member import Joining, Member
+from tfdist.launch.multihost.rendezvous import (
+    Differs,
+    Hub,
+    Joining,
+    Lost,
+    Member,
+    MessageReceived,
+    PeerJoined,
+    listen,
+)
 
 TOKEN = b"correct horse battery staple"
 TERMS = {"python": "3.11"}

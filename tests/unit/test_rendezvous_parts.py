@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.launch.multihost.agreement import differences, summary, without_secrets
+from tfdist.launch.multihost.agreement import (
+    TOKEN_VARIABLE,
+    differences,
+    read_token,
+    summary,
+    without_secrets,
+)
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.multihost.hosts import is_own_address, own_address
-from tfdist.launch.multihost.hub import listen
-from tfdist.launch.multihost.token import VARIABLE, read_token
+from tfdist.launch.multihost.rendezvous import listen
 
 SECRET = "a secret that nobody must see"
 
@@ -36,12 +41,12 @@ def refusal(**how: object) -> str:
 
 
 def test_a_token_comes_from_a_file_or_the_environment(token_file: Path) -> None:
-    assert read_token({VARIABLE: SECRET}, path=None, hosts=["a", "b"]) == SECRET.encode()
+    assert read_token({TOKEN_VARIABLE: SECRET}, path=None, hosts=["a", "b"]) == SECRET.encode()
     assert read_token({}, path=str(token_file), hosts=["a", "b"]) == SECRET.encode()
 
 
 def test_a_file_goes_before_the_environment(token_file: Path) -> None:
-    found = read_token({VARIABLE: "x" * 20}, path=str(token_file), hosts=["a"])
+    found = read_token({TOKEN_VARIABLE: "x" * 20}, path=str(token_file), hosts=["a"])
     assert found == SECRET.encode()
 
 
@@ -52,7 +57,7 @@ def test_on_this_machine_alone_no_token_is_needed(hosts: list[str]) -> None:
 
 @pytest.mark.parametrize("hosts", [["127.0.0.1", "b"], ["a", "b"], ["10.0.0.1", "10.0.0.2"]])
 def test_several_hosts_need_one(hosts: list[str]) -> None:
-    assert refusal(hosts=hosts).startswith(f"{VARIABLE}: received no token")
+    assert refusal(hosts=hosts).startswith(f"{TOKEN_VARIABLE}: received no token")
 
 
 def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> None:
@@ -61,8 +66,8 @@ def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> N
     assert "No such file" in refusal(path=str(tmp_path / "none"))
     assert "Is a directory" in refusal(path=str(tmp_path))
     assert "no text" in refusal(path=str(binary))
-    assert "3 characters" in refusal(environ={VARIABLE: "abc"})
-    assert "0 characters" in refusal(environ={VARIABLE: ""})
+    assert "3 characters" in refusal(environ={TOKEN_VARIABLE: "abc"})
+    assert "0 characters" in refusal(environ={TOKEN_VARIABLE: ""})
 
 
 @pytest.mark.parametrize("given", [SECRET, f"sub/{SECRET}", SECRET + "x" * 300, f"{__file__}/x"])

@@ -6,7 +6,7 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.report import Failure
-from tfdist.launch.restart_policy import RestartPolicy
+from tfdist.launch.state import RestartPolicy
 
 W0, W1, CHIEF = Task("worker", 0), Task("worker", 1), Task("chief", 0)
 

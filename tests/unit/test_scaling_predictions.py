@@ -238,7 +238,7 @@ REAL = json.loads((Path(__file__).parent / "data" / "scaling_digits.json").read_
 def test_real_jobs_are_foretold_within_an_error(
     hold_out: str | None, within: dict[str, float]
 ) -> None:
-    """As docs/scaling.md says of them; what the machine did besides is in the errors."""
+    """As docs/placement.md says of them; what the machine did besides is in the errors."""
     found = errors(predict(REAL, hold_out), held_out=True)
     assert set(found) == set(within)
     assert all(abs(error) < within[shape] for shape, error in found.items()), found

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.unit.submit import PODS, SLURM, manifest, printed, refused
 from tfdist.cluster import read_environment
-from tfdist.cluster.job import JobOptions
+from tfdist.cluster.tf_config import JobOptions
 from tfdist.launch.options import FLAGS as LAUNCHER
 from tfdist.ops.submit.command import NOT_HERE
 from tfdist.ops.submit.kubernetes import text_of

@@ -15,8 +15,7 @@ from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobRules, JobState
+from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobRules, JobState, RestartPolicy
 from tfdist.launch.supervisor import (
     SERVER_GRACE_S,
     STACKS_S,

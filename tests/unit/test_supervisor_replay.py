@@ -13,7 +13,6 @@ from tfdist.cluster import Task
 from tfdist.launch.events import Awakening, Beat, Begin, Ended, Raised, Started, StopRequest
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.restart_policy import RestartPolicy
 from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
@@ -21,6 +20,7 @@ from tfdist.launch.state import (
     JobRules,
     JobState,
     KillOne,
+    RestartPolicy,
     Say,
     ShowFailure,
     Signal,

@@ -24,12 +24,22 @@ from tests.unit.sweep_world import (
 )
 from tfdist.errors import UsageError
 from tfdist.tuning.chief import IDLE, RUNNING
-from tfdist.tuning.early import LEAST_TRIALS, medians_of, values_of
 from tfdist.tuning.journal import Journal, Trial, fold, read
 from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.sweep import Retraining, begin_retraining
-from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob, completed
+from tfdist.tuning.trial_job import (
+    LEAST_TRIALS,
+    Completed,
+    Failed,
+    Goal,
+    Killed,
+    Outcome,
+    TrialJob,
+    completed,
+    medians_of,
+    values_of,
+)
 
 GOAL = Goal(objective="val_accuracy", direction="max")
 KILLED = Killed(reason="chief-0: killed by SIGKILL")

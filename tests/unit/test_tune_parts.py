@@ -23,7 +23,7 @@ from tests.unit.sweep_world import refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
-from tfdist.tuning import directory, plot
+from tfdist.tuning import directory, exports
 from tfdist.tuning import sweep as sweep_module
 from tfdist.tuning.directory import differences
 from tfdist.tuning.journal import Journal, fold, read
@@ -557,7 +557,7 @@ def test_what_a_user_names_is_shown_as_it_is(
     show(tmp_path)
     said = capsys.readouterr().out
     assert all(text in said for text in ("[/i]: 2 of 2", objective, "$_$ [/c]=[/b] $^", "[relu]"))
-    path = plot.draw(fold(book.lines), tmp_path / "sweep.png")
+    path = exports.draw_plot(fold(book.lines), tmp_path / "sweep.png")
     assert path is not None, caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -566,6 +566,6 @@ def test_a_picture_that_cannot_be_does_not_fail_the_sweep(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = fold(sweep(tmp_path).lines)
-    assert plot.draw(state, tmp_path / "nowhere" / "sweep.png") is None
+    assert exports.draw_plot(state, tmp_path / "nowhere" / "sweep.png") is None
     assert "no plot: FileNotFoundError" in caplog.text
-    assert plot.draw(fold([]), tmp_path / "none.png") is None, "there is no trial"
+    assert exports.draw_plot(fold([]), tmp_path / "none.png") is None, "there is no trial"

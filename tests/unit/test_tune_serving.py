@@ -25,14 +25,20 @@ import pytest
 from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, flags_of, refused
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.launch.multihost.hub import MessageReceived, PeerJoined, listen
-from tfdist.tuning import directory, guard, messages
-from tfdist.tuning.address import SweepAddress, listener_of, placed, sweep_address_of
+from tfdist.launch.multihost.rendezvous import MessageReceived, PeerJoined, listen
+from tfdist.tuning import directory, guard, protocol
 from tfdist.tuning.chief import Chief, SweepPlan
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, LeaseGuard
 from tfdist.tuning.journal import Journal, Slot
-from tfdist.tuning.messages import LEASE_S, Message
 from tfdist.tuning.options import RunOptions, SweepOptions, parse
+from tfdist.tuning.protocol import (
+    LEASE_S,
+    Message,
+    SweepAddress,
+    listener_of,
+    placed,
+    sweep_address_of,
+)
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.serving import Gone, RunnerNews, RunnerServer, ServingRunner
@@ -74,7 +80,7 @@ def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
         Goal(objective="loss", direction="min"),
     ):
         job = TrialJob(run_dir=Path("trials/0"), flags=("--config.x=1",), goal=goal)
-        sent = messages.decode_job(_sent(messages.encode_job(job)), sweep_dir=Path())
+        sent = protocol.decode_job(_sent(protocol.encode_job(job)), sweep_dir=Path())
         assert sent == job
     outcomes: list[Outcome] = [
         DONE,
@@ -82,7 +88,7 @@ def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
         Killed(reason="gone", counts=False),
     ]
     for outcome in outcomes:
-        assert messages.decode_outcome(_sent(messages.encode_outcome(outcome))) == outcome
+        assert protocol.decode_outcome(_sent(protocol.encode_outcome(outcome))) == outcome
 
 
 def _sent(message: Message) -> Any:
@@ -158,7 +164,7 @@ class Served:
         )
 
     def ended(self, rank: int, lease: tuple[str, int], outcome: Outcome = DONE) -> Any:
-        told = {"lease": list(lease), "outcome": messages.encode_outcome(outcome)}
+        told = {"lease": list(lease), "outcome": protocol.encode_outcome(outcome)}
         return self.hear(MessageReceived(rank=rank, message={"ended": told}))
 
 
@@ -450,7 +456,7 @@ class Client:
                 told = message["run"]
                 self.given.append(told["trial"])
                 lease = [told["trial"], told["lease"]]
-                outcome = messages.encode_outcome(DONE)
+                outcome = protocol.encode_outcome(DONE)
                 self._to_say.append({"ended": {"lease": lease, "outcome": outcome}})
 
     def beat(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist.cluster.job import STRATEGIES, JobOptions, addressed_tasks, build_cluster
 from tfdist.cluster.ports import HeldPort, hold_ports, is_port_free
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import (
+    STRATEGIES,
+    JobOptions,
     TaskConfig,
+    addressed_tasks,
+    build_cluster,
     decode,
     encode,
     from_environ,

@@ -1,11 +1,14 @@
-"""Addresses of tasks, ``host:port``, validated before anything connects to them."""
+"""Addresses of tasks, ``host:port``, validated before anything connects, and lists of hosts."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import reprlib
 import socket
+from collections.abc import Iterator, Sequence
 
 from tfdist.errors import UsageError
 
@@ -199,3 +202,157 @@ def _error(
 ) -> UsageError:
     expected = f'"host:port" with {detail}'
     return UsageError(where, received=shown(address), expected=expected, fix=fix, code=code)
+
+
+# Parsers of lists of hosts: schedulers' node lists, and ours with slots, ``a:2,n[1-4]:8``.
+#
+# A node list is like ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
+# What Slurm expands, `expand` expands to the same names in the same order; text after a bracket,
+# as in ``n[1-2]-ib``, which Slurm refuses and Intel MPI and DNS names have, is taken too.
+
+MAX_HOSTS = 1 << 20
+"""More names than this are taken for a mistake, before any memory goes to them."""
+
+_MAX_SLOTS = 1024  # more is a port that was written in its place
+_ELEMENT = re.compile(r"(?:[^,\[\]]++|\[[^\[\]]*+\])++")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_NUMBERS = "numbers and ranges, as in [1-3,7]"
+_FEWER = f"at most {MAX_HOSTS} names in all"
+
+
+def expand_hosts(text: str, *, where: str) -> list[str]:
+    """Return the names in a node list, in its order; repeated names stay.
+
+    The numbers of a range have at least as many digits as its first one. Of several brackets
+    in one name the last varies fastest and the first next, as Slurm has it: ``[a][b][c]``
+    loops over b, in it a, in it c.
+
+    Raises:
+        UsageError: `text` is no node list; the message begins with `where`.
+    """
+    text = text.strip()
+    if re.search(r"[\s()]", text):
+        raise _bad_node_list(text, where, "names without spaces or parentheses")
+    names: list[str] = []
+    for element in split_hosts(text, where=where):
+        names += _names(element, where) if "[" in element else [element]
+        if len(names) > MAX_HOSTS:
+            raise _bad_node_list(text, where, _FEWER)
+    return names
+
+
+def split_hosts(text: str, *, where: str) -> Iterator[str]:
+    """Yield the parts of a list between the commas that are outside brackets."""
+    end = -1
+    for match in _ELEMENT.finditer(text):
+        if match.start() != end + 1 or (end >= 0 and text[end] != ","):
+            break
+        yield match[0]
+        end = match.end()
+    if end != len(text):
+        raise _bad_node_list(
+            text, where, "brackets in pairs, and a name before and after each comma"
+        )
+
+
+def expand_counts(text: str, *, where: str) -> list[int]:
+    """Return the number for each node of a list like ``2(x3),1``, which is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.strip().split(","):
+        match = _COUNT.fullmatch(part)
+        times = int(match[2] or 1) if match else 0
+        if match is None or not 1 <= times <= MAX_HOSTS - len(counts):
+            raise UsageError(
+                where,
+                received=shown(text),
+                expected="a number for each node, as in 2(x3),1",
+                fix=f"correct {shown(part)}, or start the job again",
+                code="bad-node-list",
+            )
+        counts += [int(match[1])] * times
+    return counts
+
+
+def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
+    """Return the hosts and slots of ``host:slots,host,n[1-3]:slots``; one slot if not said.
+
+    Hosts in brackets are a node list (`expand`), IPv6 addresses stay in theirs. A host
+    may be repeated: its slots come at both places.
+    """
+    made: list[tuple[str, int]] = []
+    for part in list(split_hosts(value.strip(), where=where)):
+        names, slots = _slots(part, where)
+        is_ipv6 = names.startswith("[") and ":" in names
+        hosts = [names] if is_ipv6 else expand_hosts(names, where=where)
+        for host in hosts:
+            check_address(f"{host}:1", where=where)
+        made += [(host, slots) for host in hosts]
+    return made
+
+
+def ranks_of(listed: Sequence[tuple[str, int]]) -> list[str]:
+    """Return the host of each rank: host after host, as many ranks as it has slots."""
+    return [host for host, slots in listed for _ in range(slots)]
+
+
+def _slots(part: str, where: str) -> tuple[str, int]:
+    """Split ``names:slots``, where an IPv6 address in its brackets has colons of its own."""
+    names, colon, number = part.strip().rpartition(":")
+    if not colon or number.endswith("]"):
+        names, number = part.strip(), "1"
+    if ":" in names and not names.startswith("["):
+        fix = "write host:slots, and an IPv6 address in brackets, as in [fd00::1]:2"
+        expected = "host or host:slots, separated by commas"
+        raise _bad_hosts(part, where, expected, fix)
+    count = int(number) if re.fullmatch("[0-9]{1,6}", number) else 0
+    if not names or not 1 <= count <= _MAX_SLOTS:
+        fix = "give the number of the host's tasks there; ports are not part of the list"
+        expected = f"a host with 1 to {_MAX_SLOTS} slots, as in host:2"
+        raise _bad_hosts(part, where, expected, fix)
+    return names, count
+
+
+def _bad_hosts(part: str, where: str, expected: str, fix: str) -> UsageError:
+    return UsageError(where, received=shown(part), expected=expected, fix=fix, code="bad-hosts")
+
+
+def _names(element: str, where: str) -> list[str]:
+    """Return the names of one element with brackets, as ``rack[1-2]node[3-4]-ib``."""
+    begin, *parts = _BRACKETS.split(element)
+    brackets = [_numbers(inside, where) for inside in parts[::2]]
+    if math.prod(map(len, brackets)) > MAX_HOSTS:
+        raise _bad_node_list(element, where, _FEWER)
+    *outer, last = zip(brackets, parts[1::2], strict=True)
+    begins = [begin]
+    for numbers, after in outer:
+        begins = [f"{begin}{number}{after}" for number in numbers for begin in begins]
+    numbers, end = last
+    return [f"{begin}{number}{end}" for begin, number in itertools.product(begins, numbers)]
+
+
+def _numbers(inside: str, where: str) -> list[str]:
+    """Return the numbers of one bracket, such as ``1-3,07``, as they are to be written."""
+    if not _RANGES.fullmatch(inside):
+        raise _bad_node_list(f"[{inside}]", where, _NUMBERS)
+    made: list[str] = []
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        first, last = int(low), int(high or low)
+        if first > last:
+            raise _bad_node_list(f"[{inside}]", where, _NUMBERS)
+        if last - first >= MAX_HOSTS - len(made):
+            raise _bad_node_list(f"[{inside}]", where, _FEWER)
+        made += [str(number).zfill(len(low)) for number in range(first, last + 1)]
+    return made
+
+
+def _bad_node_list(text: str, where: str, expected: str) -> UsageError:
+    return UsageError(
+        where,
+        received=shown(text),
+        expected=f"a node list with {expected}",
+        fix="write it as in n[001-010,12],login",
+        code="bad-node-list",
+    )

@@ -1,10 +1,10 @@
 """Detection of this process's job and task from its environment.
 
-Whoever starts the tasks leaves variables for them, each in its own way. A module for each way reads
-them: its `from_environ` returns None when they are not there or speak of one process, and raises
-`UsageError` when they are there and say something wrong.
+Whoever starts the tasks leaves variables for them, each in its own way. A function for each way
+reads them. It returns None when they are not there or speak of one process, and
+raises `UsageError` when they are there and say something wrong.
 
-The rules, which docs/clusters.md has for users:
+The rules, which docs/hosts.md has for users:
 
 * A process is one of several tasks only if it was started as one: by our launcher, by ``srun``
   as a step of several tasks, by ``mpirun`` with several ranks, in a pod with TFDIST_HOSTS, or
@@ -21,18 +21,336 @@ The rules, which docs/clusters.md has for users:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from tfdist.cluster import hosts, kubernetes, mpi, settings, slurm, tf_config
-from tfdist.cluster.address import shown, split_address
-from tfdist.cluster.hostlist import parse_hosts, ranks_of
-from tfdist.cluster.job import JobOptions
-from tfdist.cluster.placement import is_name, same_host
-from tfdist.cluster.settings import CLUSTER, EVALUATOR, HOSTS, PS, STRATEGY, JobSettings, text
+from tfdist.cluster import placement, settings, slurm, tf_config
+from tfdist.cluster.address import expand_hosts, parse_hosts, ranks_of, shown, split_address
+from tfdist.cluster.placement import is_name, one_of, place, same_host
+from tfdist.cluster.settings import (
+    CLUSTER,
+    EVALUATOR,
+    HOSTS,
+    LOCAL_RANK,
+    NODE_RANK,
+    PS,
+    STRATEGY,
+    JobSettings,
+    contradiction,
+    integer,
+    missing,
+    needed,
+    text,
+)
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.cluster.tf_config import TaskConfig
+from tfdist.cluster.tf_config import JobOptions, TaskConfig
 from tfdist.errors import UsageError, require_one_of
+
+# Cluster resolver of MPI: the variables that mpirun sets for each rank.
+#
+# They say how many ranks there are, on all hosts and on this one, and never on which hosts: those
+# come from TFDIST_HOSTS (``mpirun -x TFDIST_HOSTS``), in a Slurm allocation from its node list,
+# and are this machine if all ranks are on it. Read are
+#
+# * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE, _LOCAL_RANK
+#   (https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html);
+# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS, MPI_LOCALRANKID;
+#   PALS: PMI_LOCAL_SIZE, PMI_LOCAL_RANK;
+# * PMIx alone (prterun): PMIX_RANK, which has no size beside it
+#   (https://github.com/open-mpi/ompi/issues/9167), and so needs TFDIST_HOSTS.
+
+_OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+_OMPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+_PMI = ("PMI_SIZE", "PMI_RANK")
+_PMI_LOCAL = (("MPI_LOCALNRANKS", "MPI_LOCALRANKID"), ("PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"))
+_PMIX_RANK = "PMIX_RANK"
+_LOCAL_HOST = "127.0.0.1"
+_JOB_NAMES = (
+    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID"),
+    *("SLURM_JOB_ID", "PBS_JOBID"),  # of the allocation, where mpirun has no name for its job
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _World:
+    """What a launcher says of a rank; `names` are the variables of size and rank, then local."""
+
+    size: int
+    rank: int
+    local_size: int | None
+    local_rank: int | None
+    names: tuple[str, str]
+    local_names: tuple[str, str]
+
+
+def counted(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the variable that counts the ranks of mpirun, and how many they are; 1 without it."""
+    if _OMPI[0] not in environ and _PMI[1] not in environ:  # PMIx alone does not count them
+        return "", 1
+    world = _world(environ)
+    return (world.names[0], world.size) if world else ("", 1)
+
+
+def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
+    """Return this rank's part of the job, or None outside a job of several ranks.
+
+    Ranks are taken host after host, as mpirun places them by default
+    (``--map-by slot``). Ports begin at one that follows from the name of the job, or at
+    TFDIST_PORT.
+
+    Raises:
+        UsageError: the hosts of the ranks are unknown, or this one is not where it should be.
+    """
+    world = _world(environ)
+    if world is None or world.size == 1:
+        return None
+    where, ranks = _hosts_of_mpi(environ, world)
+    _check_mpi(environ, world, ranks, where)
+    job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
+    first_port = placement.port_of_job(job, job_settings=job_settings)
+    at = placement.ports_of_ranks(ranks, first_port=first_port, among=job_settings.ports)
+    types = placement.task_types(world.size, job_settings=job_settings)
+    return placement.placed(at, types, rank=world.rank, job_settings=job_settings)
+
+
+def _world(environ: Mapping[str, str]) -> _World | None:
+    if _OMPI[0] in environ:
+        return _sized(environ, _OMPI, _OMPI_LOCAL)
+    if _is_of_slurm(environ):
+        return None
+    if _PMI[0] in environ and _PMI[1] in environ:
+        known = (names for names in _PMI_LOCAL if names[0] in environ)
+        return _sized(environ, _PMI, next(known, _PMI_LOCAL[0]))
+    if _PMIX_RANK in environ:
+        value = text(environ, HOSTS)
+        if not value:
+            expected = "the hosts of the job, as PMIx does not tell a rank how many there are"
+            raise missing(HOSTS, expected)
+        size = len(ranks_of(parse_hosts(value, where=HOSTS)))
+        rank = needed(environ, _PMIX_RANK, most=size - 1)
+        names = (HOSTS, _PMIX_RANK)
+        return _World(
+            size=size, rank=rank, local_size=None, local_rank=None, names=names, local_names=names
+        )
+    return None
+
+
+def _is_of_slurm(environ: Mapping[str, str]) -> bool:
+    """Return whether srun itself set the variables of PMI or PMIx.
+
+    It says the same by its own variables then, and more: with ``--mpi=pmi2`` and ``pmix``, and
+    with ``cray_shasta``, the default of HPE Cray EX, which has the step's number in PALS_APID.
+    """
+    step = text(environ, "SLURM_STEP_ID")
+    steps = (text(environ, name).partition(".") for name in ("PMI_JOBID", "PALS_APID"))
+    # The job's number is that of the component in a heterogeneous job, and SLURM_JOB_ID is not.
+    of_pmi = bool(step) and any(job.isdecimal() and at == step for job, _, at in steps)
+    if not of_pmi and not text(environ, "PMIX_NAMESPACE").startswith("slurm.pmix."):
+        return False
+    for name in (_PMI[1] if of_pmi else _PMIX_RANK,):
+        if text(environ, name) not in ("", text(environ, "SLURM_PROCID")):
+            raise contradiction(
+                name,
+                f"{shown(text(environ, name))}, and SLURM_PROCID="
+                f"{text(environ, 'SLURM_PROCID') or 'unset'}",
+                "the two to agree, as Slurm sets both",
+                "pass Slurm's variables on to the task as they are",
+            )
+    return True
+
+
+def _sized(
+    environ: Mapping[str, str], names: tuple[str, str], local_names: tuple[str, str]
+) -> _World:
+    size = needed(environ, names[0], least=1)
+    rank = needed(environ, names[1], most=size - 1)
+    local_size = integer(environ, local_names[0], least=1, most=size)
+    local_rank = integer(environ, local_names[1], most=(local_size or size) - 1)
+    return _World(
+        size=size,
+        rank=rank,
+        local_size=local_size,
+        local_rank=local_rank,
+        names=names,
+        local_names=local_names,
+    )
+
+
+def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
+    """Return the variable that says where the ranks are, and the host of each."""
+    value = text(environ, HOSTS)
+    if value:
+        ranks = ranks_of(parse_hosts(value, where=HOSTS))
+        if len(ranks) < world.size:
+            raise contradiction(
+                HOSTS,
+                f"{shown(value)}: {len(ranks)} slots",
+                f"a slot for each of the {world.size} ranks of {world.names[0]}",
+                "give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
+            )
+        return HOSTS, ranks[: world.size]
+    if world.local_size == world.size:
+        return world.local_names[0], [_LOCAL_HOST] * world.size
+    listed = text(environ, "SLURM_JOB_NODELIST")
+    nodes = expand_hosts(listed, where="SLURM_JOB_NODELIST") if listed else []
+    if not nodes or world.size % len(nodes):
+        expected = f"the hosts of the {world.size} ranks, which are on several"
+        raise missing(HOSTS, f"{expected}; pass it on with mpirun -x {HOSTS}")
+    each = world.size // len(nodes)
+    return "SLURM_JOB_NODELIST", [node for node in nodes for _ in range(each)]
+
+
+def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], where: str) -> None:
+    """Compare where this rank should be with its own variables."""
+    host = ranks[world.rank]
+    here = [rank for rank, other in enumerate(ranks) if other == host]
+    local = here.index(world.rank)
+    for name, value, follows in (
+        (world.local_names[0], world.local_size, len(here)),
+        (world.local_names[1], world.local_rank, local),
+    ):
+        if value not in (None, follows):
+            raise contradiction(
+                name,
+                f"{value} for rank {world.rank}",
+                f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
+                f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
+            )
+    own_host = text(environ, "PMIX_HOSTNAME")
+    if own_host and placement.is_name(host) and not placement.same_host(host, own_host):
+        raise contradiction(
+            "PMIX_HOSTNAME",
+            f"{shown(own_host)} for rank {world.rank}",
+            f"{host}, where {where} puts it",
+            f"write the hosts into {HOSTS} in mpirun's order, by their own names",
+        )
+
+
+# Cluster resolver of Kubernetes: pods of an indexed Job, a StatefulSet or a JobSet.
+#
+# The manifest names the pods in TFDIST_HOSTS, as a node list; a pod finds itself there by its
+# host name, so that one manifest does for all. With a headless Service ``train`` and the pods'
+# ``subdomain`` set to it:
+#
+# * an indexed Job ``mnist``: ``TFDIST_HOSTS=mnist-[0-3].train``. The control plane names pods
+#   ``$(job name)-$(index)`` and sets JOB_COMPLETION_INDEX
+#   (https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/).
+# * a StatefulSet ``mnist``: the same names.
+# * a JobSet ``mnist``: ``mnist-worker-0-[0-3].mnist,mnist-ps-0-[0-1].mnist``, with TFDIST_PS=2
+#   (``site/static/examples/simple/jobset-with-network.yaml`` in
+#   https://github.com/kubernetes-sigs/jobset).
+#
+# TFJob sets TF_CONFIG and needs nothing from here.
+
+POD_INDEX = "JOB_COMPLETION_INDEX"
+
+
+def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
+    """Return this pod's part of the job, or None outside a pod that has TFDIST_HOSTS.
+
+    A pod that says its place itself, by TFDIST_NODE_RANK, is a host like any other.
+
+    Raises:
+        UsageError: the pod is not in the list, or is where its index does not say.
+    """
+    is_pod = "KUBERNETES_SERVICE_HOST" in environ or POD_INDEX in environ
+    if not is_pod or not text(environ, HOSTS) or text(environ, NODE_RANK):
+        return None
+    listed = parse_hosts(text(environ, HOSTS), where=HOSTS)
+    if any(slots > 1 for _, slots in listed):
+        raise contradiction(
+            HOSTS, shown(text(environ, HOSTS)), "one task a pod", "write a pod for each task"
+        )
+    pods = [host for host, _ in listed]
+    return placement.one_of(pods, rank=_rank_of_pod(environ, pods), job_settings=job_settings)
+
+
+def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
+    """Return where this pod is in the list."""
+    name = text(environ, "HOSTNAME")
+    if not name:
+        raise missing("HOSTNAME", "the pod's name, which containers have there")
+    ranks = [rank for rank, pod in enumerate(pods) if placement.same_host(pod, name)]
+    if len(ranks) != 1:
+        raise contradiction(
+            "HOSTNAME",
+            f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
+            f"one of {shown(environ[HOSTS])}, each once",
+            f"write the names of the job's pods into {HOSTS}, with the Service's name",
+        )
+    index = integer(environ, POD_INDEX)
+    if index is not None and name.split(".")[0].rpartition("-")[2] != str(index):
+        raise contradiction(
+            POD_INDEX,
+            f"{index} in the pod {shown(name)}",
+            "the number at the end of the pod's name",
+            f"leave {POD_INDEX} and HOSTNAME as Kubernetes sets them",
+        )
+    return ranks[0]
+
+
+# Cluster resolver of plain hosts, without a scheduler: a list ``host:slots,...`` is all there is.
+#
+# The list is in TFDIST_HOSTS, or a flag of a program; the host is given its index in it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlan:
+    """What one node of a job of several starts: the whole cluster, and its own tasks in it."""
+
+    cluster: ClusterSpec
+    tasks: tuple[Task, ...]
+
+
+def node_plan(
+    value: str, *, node_rank: int, job_settings: JobSettings, where: str = "--hosts"
+) -> NodePlan:
+    """Return the cluster of a job on `value` and the tasks that node `node_rank` starts.
+
+    Every node that is given the same list comes to the same cluster. Tasks are numbered host
+    after host: under ps the chief is on the first host and the ps are on the last.
+    """
+    listed = parse_hosts(value, where=where)
+    _check_node_rank(node_rank, listed, where="--node_rank")
+    hosts = ranks_of(listed)
+    first = sum(slots for _, slots in listed[:node_rank])
+    configs = [
+        place(hosts, rank=rank, job_settings=job_settings)
+        for rank in range(first, first + listed[node_rank][1])
+    ]
+    return NodePlan(cluster=configs[0].cluster, tasks=tuple(config.task for config in configs))
+
+
+def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
+    """Return this task's part of the job on TFDIST_HOSTS, or None where that is not set.
+
+    TFDIST_NODE_RANK says which entry of the list this host is, and TFDIST_LOCAL_RANK, where
+    the entry has several slots, which of them this process is.
+    """
+    value = text(environ, HOSTS)
+    if not value:
+        return None
+    listed = parse_hosts(value, where=HOSTS)
+    node_rank = needed(environ, NODE_RANK)
+    _check_node_rank(node_rank, listed, where=NODE_RANK)
+    slots = listed[node_rank][1]
+    local = integer(environ, LOCAL_RANK, most=slots - 1)
+    if local is None and slots > 1:
+        expected = f"a number from 0 to {slots - 1}: {listed[node_rank][0]} has {slots} slots"
+        raise missing(LOCAL_RANK, expected)
+    rank = sum(count for _, count in listed[:node_rank]) + (local or 0)
+    return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
+
+
+def _check_node_rank(node_rank: int, listed: Sequence[tuple[str, int]], *, where: str) -> None:
+    if not 0 <= node_rank < len(listed):
+        raise contradiction(
+            where,
+            str(node_rank),
+            f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
+            "give each host its position in the list, from 0 on",
+        )
+
 
 Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
 
@@ -45,10 +363,10 @@ def _read_tf_config(environ: Mapping[str, str], job_settings: JobSettings) -> Ta
 
 SOURCES: Mapping[str, Reader] = {
     "tf_config": _read_tf_config,
-    "mpi": mpi.from_environ,
+    "mpi": from_mpi,
     "slurm": slurm.from_environ,
-    "kubernetes": kubernetes.from_environ,
-    "hosts": hosts.from_environ,
+    "kubernetes": from_kubernetes,
+    "hosts": from_hosts,
 }
 """By the name that TFDIST_CLUSTER has for it; in order of precedence."""
 
@@ -143,7 +461,7 @@ def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]
 def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
     """Compare the number of tasks in TF_CONFIG with that of the innermost launcher."""
     count = max(1, len(config.cluster.training_tasks()))
-    sizes = dict([mpi.counted(environ), ("SLURM_STEP_NUM_TASKS", slurm.num_tasks(environ))])
+    sizes = dict([counted(environ), ("SLURM_STEP_NUM_TASKS", slurm.num_tasks(environ))])
     if text(environ, HOSTS):
         sizes[HOSTS] = len(ranks_of(parse_hosts(environ[HOSTS], where=HOSTS)))
     source, other = next(((name, size) for name, size in sizes.items() if size > 1), ("", count))

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfdist.cluster.address import shown
-from tfdist.cluster.job import JobOptions, check_strategy
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.spec import TASK_TYPES
+from tfdist.cluster.tf_config import JobOptions, check_strategy
 from tfdist.errors import UsageError, mutually_exclusive, near
 
 LAUNCHED = "TFDIST_JOB"

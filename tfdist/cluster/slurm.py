@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tfdist.cluster import hostlist, placement, settings
+from tfdist.cluster import address, placement, settings
 from tfdist.cluster.address import shown
 from tfdist.cluster.settings import JobSettings, contradiction, missing, needed, text
 from tfdist.cluster.tf_config import TaskConfig
@@ -157,7 +157,7 @@ def _nodes(environ: Mapping[str, str], *, count: int) -> list[_Node]:
     value = text(environ, variable)
     if not value:
         raise missing(variable, "how many tasks each node has, as in 2(x3),1")
-    tasks = hostlist.expand_counts(value, where=variable)
+    tasks = address.expand_counts(value, where=variable)
     if len(tasks) != len(names) or sum(tasks) != count:
         raise contradiction(
             variable,
@@ -270,7 +270,7 @@ def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:
     value = text(environ, variable)
     if not value:
         raise missing(variable, "a node list, as in n[1-4]")
-    names = hostlist.expand(value, where=variable)
+    names = address.expand_hosts(value, where=variable)
     if len(set(names)) < len(names):
         raise contradiction(variable, shown(value), "each node once", _PASS_ON)
     return names

@@ -4,11 +4,11 @@ A dataset is read in parts: its first batch for its size, up to a step for a res
 end of a run that stops early. Every task of a job reads it, and each takes its part of a batch.
 Three things in a user's graph make that wrong without a word:
 
-- **A prefetch below a cache.** An iterator that is dropped early cancels the prefetch, which then
-  answers "end of sequence" to whoever waits for it; a cache takes this for the end of the data and
-  keeps the part it has for the whole (docs/upstream/tensorflow-cache-after-prefetch.md). A prefetch
-  changes no element, so those below a cache are left out, and each dataset gets a cache of tfdist's
-  own, out of reach of iterators that the program itself has dropped.
+- **A cache that an iterator is filling while it is dropped.** What is below the cache is cancelled:
+  a prefetch answers "end of sequence", a function fails and its element is left out; the cache or
+  snapshot then takes what it has for the whole (docs/upstream/tensorflow-cache-after-prefetch.md).
+  So each is fed through `_guarded`, whose end no cancelled reading reaches, and each dataset gets a
+  memory cache of tfdist's own, out of reach of iterators that the program itself has dropped.
 - **Draws without a seed**, as of `shuffle(n)`: they get seeds from the seed of the run. All tasks
   then see the same batches, and a resumed run sees those of the run before.
 - **Order that depends on timing** (`deterministic=False`, draws within a parallel map): with
@@ -20,14 +20,16 @@ The user's dataset stays as it is. Where its graph cannot be copied it is read a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework.tensor_shape_pb2 import TensorShapeProto
 from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
 
@@ -39,6 +41,7 @@ _LARGE_BYTES = 2**16
 _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
+_plain = tf.autograph.experimental.do_not_convert
 _CACHES = frozenset({"CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2"})
 _PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
 _PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
@@ -153,9 +156,12 @@ class _StreamGraph:
         """Return the `GraphDef` for a reading; every task of a job makes the same."""
         graph = type(self.definition)()
         graph.CopyFrom(self.definition)
+        for body in _bodies(graph):
+            if reading.peek:
+                _leave_out_caches(body)
+            else:
+                _guard_caches(body, graph.library)
         bodies = _bodies(graph)
-        for body in bodies:
-            _leave_out(body, whole=body is not bodies[0] and _has_cache(bodies), peek=reading.peek)
         numbers = itertools.count()
         for body in bodies:
             for node in list(body.nodes):
@@ -361,32 +367,51 @@ def _rename_functions(bodies: Sequence[_Body]) -> None:
                     function.name = names.get(function.name, function.name)
 
 
-def _has_cache(bodies: Sequence[_Body]) -> bool:
-    return any(node.op in _CACHES for body in bodies for node in body.nodes)
+def _leave_out_caches(body: _Body) -> None:
+    caches = {node.name: node.input[0] for node in body.nodes if node.op in _CACHES}
+    if caches:
+        body.replace_inputs(caches)
 
 
-def _leave_out(body: _Body, *, whole: bool, peek: bool) -> None:
-    """Leaves out what is below a cache and runs ahead; and caches themselves for a peek."""
-    caches = [node for node in body.nodes if node.op in _CACHES]
-    below = body.nodes if whole else _upstream(body, caches)
-    instead = {node.name: node.input[0] for node in below if node.op == "PrefetchDataset"}
-    if peek:
-        instead |= {node.name: node.input[0] for node in caches}
-    if instead:
-        body.replace_inputs(instead)
+def _guard_caches(body: _Body, library: Any) -> None:
+    """Feed each cache and snapshot through `_guarded`."""
+    for cache in [node for node in body.nodes if node.op in _CACHES]:
+        types, shapes = cache.attr["output_types"].list, cache.attr["output_shapes"].list
+        functions = _guarded(
+            tuple(types.type), tuple(shape.SerializeToString() for shape in shapes.shape)
+        )
+        known = {function.signature.name for function in library.function}
+        library.function.extend(f for f in functions if f.signature.name not in known)
+        call, name = body.add("PartitionedCall", like=cache.name)
+        call.input.append(cache.input[0])
+        for key in ("Tin", "Tout"):
+            call.attr[key].list.type.append(tf.variant.as_datatype_enum)
+        call.attr["f"].func.name = functions[0].signature.name
+        cache.input[0] = name
 
 
-def _upstream(body: _Body, nodes: Iterable[Any]) -> list[Any]:
-    """Return what the nodes read from, directly or not."""
-    found: dict[str, Any] = {}
-    waiting = list(nodes)
-    while waiting:
-        for reference in waiting.pop().input:
-            node = body.producer(reference.removeprefix("^"))
-            if node is not None and node.name not in found:
-                found[node.name] = node
-                waiting.append(node)
-    return list(found.values())
+@functools.cache
+def _guarded(types: Sequence[int], shapes: Sequence[bytes]) -> Sequence[Any]:
+    """Return the definitions of a function of a dataset, the function first.
+
+    It gives the dataset with an end that takes a function's call, which fails again and again in a
+    reading that is being cancelled: the end is then never reached.
+    """
+    spec = tuple(
+        tf.TensorSpec(TensorShapeProto.FromString(shape), tf.as_dtype(dtype))
+        for dtype, shape in zip(types, shapes, strict=True)
+    )
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.variant)])
+    def guarded(variant: tf.Tensor) -> tf.Tensor:
+        dataset = tf.data.experimental.from_variant(variant, structure=spec)
+        none = tf.data.Dataset.range(2**62).take_while(_plain(lambda _: tf.constant(False)))
+        end = none.flat_map(_plain(lambda _: dataset.take(0)))
+        return tf.data.experimental.to_variant(dataset.concatenate(end))
+
+    with tf.init_scope():
+        made = guarded.get_concrete_function()
+    return made.function_def, *made.graph.as_graph_def().library.function
 
 
 def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:

@@ -40,7 +40,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         if options is None:
-            from tfdist.launch.console import show
+            from tfdist.launch.screen import show
 
             show(help_text())
             return 0

@@ -17,9 +17,14 @@ from pathlib import Path
 from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
-from tfdist.launch.console import show
-from tfdist.launch.live import LIVE_FILE, LiveStatus, description_of_job, versions_of_job
-from tfdist.launch.machine import this_machine
+from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.live import (
+    LIVE_FILE,
+    LiveStatus,
+    MetricsServer,
+    description_of_job,
+    versions_of_job,
+)
 from tfdist.launch.multihost.hosts import (
     Group,
     decided_group,
@@ -27,10 +32,9 @@ from tfdist.launch.multihost.hosts import (
     own_address,
     terms,
 )
-from tfdist.launch.multihost.hub import Hub, listen
-from tfdist.launch.multihost.leader import Team, TeamProcesses, TeamScreen
-from tfdist.launch.multihost.member import Joining
-from tfdist.launch.multihost.node import Node, NodeSettings
+from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.multihost.node import HostPart, Node
+from tfdist.launch.multihost.rendezvous import Hub, listen
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import (
     JobDescription,
@@ -39,24 +43,26 @@ from tfdist.launch.plan import (
     render,
     start_method,
     tasks_with_address,
+    this_machine,
 )
 from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
     AttemptReport,
+    RunDir,
     attempt_entry,
+    chosen_run_dir,
     earlier_attempts,
+    next_attempt,
+    not_writable,
     reserve_room,
     restart_seconds,
     signal_name,
     write_report,
 )
-from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.launch.rundir import RunDir, chosen_run_dir, next_attempt, not_writable
-from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.state import JobRules, JobState
-from tfdist.launch.supervisor import Screen, Supervisor
+from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
+from tfdist.launch.state import JobRules, JobState, RestartPolicy
+from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
@@ -247,113 +253,81 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(SignalPipe())
         held = hold_ports(group.num_tasks(group.rank), host=own, among=job.ports)
-        ports = [stack.enter_context(port) for port in held]
-        part = _Part(
-            job=job, group=group, terms=terms, own=own, ports=ports, screen=screen, signals=signals
+        part = HostPart(
+            job=job,
+            group=group,
+            own=own,
+            terms=terms,
+            ports=[stack.enter_context(port) for port in held],
+            screen=screen,
+            signals=signals,
         )
-        code = part.follow(stack) if group.rank else part.lead()
+        code = Node(part, stack=stack).run() if group.rank else _lead(part)
     screen.last_words(is_hurried=code != 0)
     return code
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """One host's part of a job."""
-
-    job: JobDescription
-    group: Group
-    terms: Mapping[str, str]
-    own: str
-    ports: Sequence[HeldPort]
-    screen: JobScreen
-    signals: SignalPipe
-
-    def lead(self) -> int:
-        """Run the job, as host 0."""
-        job, group = self.job, self.group
-        hub = self._hub()
-        team = Team(
-            group,
-            hub,
-            options=job.options,
-            strategy=job.strategy,
-            screen=self.screen,
-            signals=self.signals,
-        )
-        code, why = EXIT_FAILED, "the launcher of host 0 has failed"
-        try:
-            asked = team.gather()
-            why = ""
-            if asked is not None:
-                code = exit_code_for(asked)
-                return code
-            self.screen.announce(team.roll_call(own=self.own, terms=self.terms))
-            code = self._run(team)
-        except TfdistError as error:
-            code, why = error.exit_code, str(error)
-            raise
-        finally:
-            team.end(code, why=why)
-        return code
-
-    def follow(self, stack: contextlib.ExitStack) -> int:
-        """Do what host 0 says, as any other host."""
-        job, group = self.job, self.group
-        task_factory = TaskFactory(job, screen=self.screen, signals=self.signals)
-        joining = Joining(
-            group.hosts[0],
-            group.port,
-            source=self.own,
-            token=group.token,
-            rank=group.rank,
-            terms=self.terms,
-            timeout_s=job.options.host_timeout_s,
-            clock=time.monotonic,
-        )
-        with task_factory:
-            node = NodeSettings(
-                job=job,
-                group=group,
-                joining=joining,
-                task_factory=task_factory,
-                screen=self.screen,
-                signals=self.signals,
+def _lead(part: HostPart) -> int:
+    """Run the job, as host 0."""
+    job, screen = part.job, part.screen
+    team = Team(
+        part.group,
+        _hub(part),
+        options=job.options,
+        strategy=job.strategy,
+        screen=screen,
+        signals=part.signals,
+    )
+    code, why = EXIT_FAILED, "the launcher of host 0 has failed"
+    try:
+        asked = team.gather()
+        why = ""
+        if asked is not None:
+            code = exit_code_for(asked)
+            return code
+        screen.announce(team.roll_call(own=part.own, terms=part.terms))
+        with RunDir(job.run_dir) as run_dir:
+            screen.announce(f"run directory {job.run_dir}")
+            code = (
+                JobRun(
+                    job,
+                    ports=part.ports,
+                    run_dir=run_dir,
+                    screen=screen,
+                    signals=part.signals,
+                    team=team,
+                )
+                .run()
+                .exit_code
             )
-            return Node(node, ports=self.ports, stack=stack).run()
+    except TfdistError as error:
+        code, why = error.exit_code, str(error)
+        raise
+    finally:
+        team.end(code, why=why)
+    return code
 
-    def _hub(self) -> Hub:
-        group = self.group
-        try:
-            listener = listen(self.own, group.port, num_hosts=len(group.hosts))
-        except OSError as error:
-            raise UsageError(
-                "--rendezvous_port",
-                received=f"{placement.join(self.own, group.port)} ({error.strerror})",
-                expected="a port of this host that is free",
-                fix="end what listens there, or give all hosts another port",
-                code="port-taken",
-            ) from None
-        return Hub(
-            listener,
-            token=group.token,
-            terms=self.terms,
-            num_ranks=len(group.hosts),
-            timeout_s=self.job.options.host_timeout_s,
-            clock=time.monotonic,
-        )
 
-    def _run(self, team: Team) -> int:
-        with RunDir(self.job.run_dir) as run_dir:
-            self.screen.announce(f"run directory {self.job.run_dir}")
-            job_run = JobRun(
-                self.job,
-                ports=self.ports,
-                run_dir=run_dir,
-                screen=self.screen,
-                signals=self.signals,
-                team=team,
-            )
-            return job_run.run().exit_code
+def _hub(part: HostPart) -> Hub:
+    group = part.group
+    try:
+        listener = listen(part.own, group.port, num_hosts=len(group.hosts))
+    except OSError as error:
+        raise UsageError(
+            "--rendezvous_port",
+            received=f"{placement.join(part.own, group.port)} ({error.strerror})",
+            expected="a port of this host that is free",
+            fix="end what listens there, or give all hosts another port",
+            code="port-taken",
+        ) from None
+    return Hub(
+        listener,
+        token=group.token,
+        terms=part.terms,
+        num_ranks=len(group.hosts),
+        timeout_s=part.job.options.host_timeout_s,
+        clock=time.monotonic,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -443,7 +417,7 @@ class JobRun:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
         options, chief = self._job.options, specs[0].task
         is_ps = self._job.strategy == "ps"
-        processes, screen = self._processes(specs, logs=logs)
+        processes = self._processes(specs, logs=logs)
         rules = JobRules(
             chief=chief, is_ps=is_ps, grace_s=options.grace_s, min_workers=options.min_workers
         )
@@ -461,7 +435,7 @@ class JobRun:
         )
         live = self._live_status(logs)
         supervisor = Supervisor(
-            state, processes=processes, screen=screen, clock=time.monotonic, observe=live.see
+            state, processes=processes, screen=self._screen, clock=time.monotonic, observe=live.see
         )
         try:
             return supervisor.run()
@@ -469,8 +443,6 @@ class JobRun:
             processes.finish()
 
     def _serve_metrics(self, port: int) -> None:
-        from tfdist.launch.metrics_server import MetricsServer  # an HTTP server, which takes time
-
         live_file = self._job.run_dir / LIVE_FILE
         self._stack.enter_context(MetricsServer(port, live_file))
         self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
@@ -500,16 +472,13 @@ class JobRun:
 
     def _processes(
         self, specs: Sequence[ProcessSpec], *, logs: Path
-    ) -> tuple[JobProcesses | TeamProcesses, Screen]:
+    ) -> JobProcesses | TeamProcesses:
         team = self._team
         here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
         local = self._task_factory.processes(
             here, chief=specs[0].task, fork_log=logs / "fork-server.log"
         )
-        if team is None:
-            return local, self._screen
-        processes = TeamProcesses(local, team, screen=self._screen)
-        return processes, TeamScreen(self._screen, processes)
+        return local if team is None else TeamProcesses(local, team, screen=self._screen)
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""

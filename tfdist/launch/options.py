@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn
 
 from tfdist.argument_parser import Parser, number
 from tfdist.cluster import STRATEGIES
@@ -58,6 +58,11 @@ class Program:
         return ("-m", self.target, *self.args) if self.is_module else (self.target, *self.args)
 
 
+def _option(default: Any, shown: str, about: str) -> Any:
+    """Return a field that is a flag: its default, and what ``--help`` says of value and meaning."""
+    return field(default=default, metadata={"shown": shown, "help": about})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
     """The flags of the launcher.
@@ -66,36 +71,84 @@ class LaunchOptions:
         UsageError: a value out of its range, or values that do not go together.
     """
 
-    strategy: str = "auto"
-    workers: int = 1
-    ps: int | None = None
-    stages: int | None = None
-    min_workers: int | None = None
-    evaluator: bool = False
-    devices_per_worker: int | None = None
-    threads_per_task: int | None = None
-    startup_timeout_s: float = 60.0
-    grace_s: float = 10.0
-    max_restarts: int = 0
-    restart_window_s: float = 3600.0
-    hang_timeout_s: float = 300.0
-    hosts: str | None = None
-    node_rank: int | None = None
-    rendezvous_port: int | None = None
-    rendezvous_token_file: str | None = None
-    host_timeout_s: float = 5.0
-    ports: str | None = None
-    run_dir: str | None = None
-    metrics_port: int | None = None
-    split_bytes: int | None = None
-    profile_ps: bool = False
-    isolate: bool = False
-    dry_run: bool = False
-    start: str = "auto"
-    fork_server: int | None = None
-    """Descriptor of a socket to a fork server that is there already."""
-    keep_fds: str | None = None
-    """Descriptors that the tasks inherit: ``"5,6"``."""
+    strategy: str = _option(
+        "auto",
+        "auto|single|mirrored|multiworker|ps|pipeline",
+        "how the job is spread; auto decides by the next three flags",
+    )
+    workers: int = _option(1, "N", "processes that compute (1)")
+    ps: int | None = _option(None, "M", "parameter servers of a ps job (1)")
+    stages: int | None = _option(None, "K", "stages of each pipeline, a task for each (--workers)")
+    min_workers: int | None = _option(
+        None, "N", "start a ps job with so many workers when the others do not come (all of them)"
+    )
+    evaluator: bool = _option(
+        False, "", "one more task, outside the training, that evaluates each checkpoint"
+    )
+    devices_per_worker: int | None = _option(
+        None, "K", "devices of each worker (the GPUs divided among the workers, or one CPU)"
+    )
+    threads_per_task: int | None = _option(
+        None, "T", "CPU threads of each task (the CPUs divided among the tasks)"
+    )
+    startup_timeout_s: float = _option(
+        60.0, "S", "how long the tasks wait for each other at the start (60)"
+    )
+    grace_s: float = _option(10.0, "S", "how long a task may take to end before it is killed (10)")
+    max_restarts: int = _option(0, "R", "how often a job that failed is started again (0)")
+    restart_window_s: float = _option(
+        3600.0, "S", "restarts longer ago than this do not count (3600)"
+    )
+    hang_timeout_s: float = _option(
+        300.0, "S", "how long a task may hang before it has failed; 0: for ever (300)"
+    )
+    run_dir: str | None = _option(None, "D", "where the job writes (runs/<time>-<random>)")
+    metrics_port: int | None = _option(
+        None, "P", "serve the job's metrics to Prometheus, on loopback (none)"
+    )
+    hosts: str | None = _option(
+        None,
+        "a:2,b:2",
+        "the hosts of the job and how many tasks each has; start the same line on all of them",
+    )
+    node_rank: int | None = _option(
+        None, "R", "which of --hosts this one is, from 0 on (found by its name or address)"
+    )
+    rendezvous_port: int | None = _option(
+        None, "P", "where the launcher of host 0 listens for the others (2222)"
+    )
+    rendezvous_token_file: str | None = _option(
+        None, "F", "the secret that the hosts share (TFDIST_RENDEZVOUS_TOKEN in the environment)"
+    )
+    ports: str | None = _option(
+        None, "20000-20100", "the ports that the job may have, on each host (TFDIST_PORTS; any)"
+    )
+    host_timeout_s: float = _option(
+        5.0, "S", "after how long without a word a host counts as gone (5)"
+    )
+    start: str = _option(
+        "auto",
+        "auto|exec|fork",
+        "a new Python for each task, or TensorFlow imported once and forked",
+    )
+    split_bytes: int | None = _option(
+        None, "N", "divide trainable variables of more bytes over the ps of a ps job (none)"
+    )
+    profile_ps: bool = _option(
+        False, "", "measure what the steps of a ps job cost, and say it at the end"
+    )
+    isolate: bool = _option(
+        False, "", "run the job in a network of its own, with nothing but loopback in it"
+    )
+    fork_server: int | None = _option(
+        None,
+        "FD",
+        "fork from the server at this socket, which has imported TensorFlow (tfdist.tune)",
+    )
+    keep_fds: str | None = _option(
+        None, "FD,FD", "descriptors that the tasks inherit (what tfdist.spawn gives)"
+    )
+    dry_run: bool = _option(False, "", "print each task's command and TF_CONFIG, start nothing")
     program: Program = Program()
 
     def __post_init__(self) -> None:
@@ -279,113 +332,16 @@ class _Flag:
     help: str
 
 
+_READERS: dict[str, Callable[[str], object] | None]
+_READERS = {"str": str, "int": int, "float": seconds, "bool": None}
 FLAGS = (
-    _Flag(
-        "strategy",
-        str,
-        "auto|single|mirrored|multiworker|ps|pipeline",
-        "how the job is spread; auto decides by the next three flags",
+    *(
+        _Flag(one.name, _READERS[str(one.type).split()[0]], **one.metadata)
+        for one in fields(LaunchOptions)
+        if one.metadata
     ),
-    _Flag("workers", int, "N", "processes that compute (1)"),
-    _Flag("ps", int, "M", "parameter servers of a ps job (1)"),
-    _Flag(
-        "stages",
-        int,
-        "K",
-        "stages of each pipeline, a task for each (--workers)",
-    ),
-    _Flag(
-        "min_workers",
-        int,
-        "N",
-        "start a ps job with so many workers when the others do not come (all of them)",
-    ),
-    _Flag(
-        "evaluator", None, "", "one more task, outside the training, that evaluates each checkpoint"
-    ),
-    _Flag(
-        "devices_per_worker",
-        int,
-        "K",
-        "devices of each worker (the GPUs divided among the workers, or one CPU)",
-    ),
-    _Flag(
-        "threads_per_task", int, "T", "CPU threads of each task (the CPUs divided among the tasks)"
-    ),
-    _Flag(
-        "startup_timeout_s",
-        seconds,
-        "S",
-        "how long the tasks wait for each other at the start (60)",
-    ),
-    _Flag("grace_s", seconds, "S", "how long a task may take to end before it is killed (10)"),
-    _Flag("max_restarts", int, "R", "how often a job that failed is started again (0)"),
-    _Flag("restart_window_s", seconds, "S", "restarts longer ago than this do not count (3600)"),
-    _Flag(
-        "hang_timeout_s",
-        seconds,
-        "S",
-        "how long a task may hang before it has failed; 0: for ever (300)",
-    ),
-    _Flag("run_dir", str, "D", "where the job writes (runs/<time>-<random>)"),
-    _Flag("metrics_port", int, "P", "serve the job's metrics to Prometheus, on loopback (none)"),
-    _Flag(
-        "hosts",
-        str,
-        "a:2,b:2",
-        "the hosts of the job and how many tasks each has; start the same line on all of them",
-    ),
-    _Flag(
-        "node_rank",
-        int,
-        "R",
-        "which of --hosts this one is, from 0 on (found by its name or address)",
-    ),
-    _Flag(
-        "rendezvous_port", int, "P", "where the launcher of host 0 listens for the others (2222)"
-    ),
-    _Flag(
-        "rendezvous_token_file",
-        str,
-        "F",
-        "the secret that the hosts share (TFDIST_RENDEZVOUS_TOKEN in the environment)",
-    ),
-    _Flag(
-        "ports",
-        str,
-        "20000-20100",
-        "the ports that the job may have, on each host (TFDIST_PORTS; any)",
-    ),
-    _Flag(
-        "host_timeout_s", seconds, "S", "after how long without a word a host counts as gone (5)"
-    ),
-    _Flag(
-        "start",
-        str,
-        "auto|exec|fork",
-        "a new Python for each task, or TensorFlow imported once and forked",
-    ),
-    _Flag(
-        "split_bytes",
-        int,
-        "N",
-        "divide trainable variables of more bytes over the ps of a ps job (none)",
-    ),
-    _Flag("profile_ps", None, "", "measure what the steps of a ps job cost, and say it at the end"),
-    _Flag(
-        "isolate", None, "", "run the job in a network of its own, with nothing but loopback in it"
-    ),
-    _Flag(
-        "fork_server",
-        int,
-        "FD",
-        "fork from the server at this socket, which has imported TensorFlow (tfdist.tune)",
-    ),
-    _Flag("keep_fds", str, "FD,FD", "descriptors that the tasks inherit (what tfdist.spawn gives)"),
-    _Flag("dry_run", None, "", "print each task's command and TF_CONFIG, start nothing"),
     _Flag("help", None, "", "this text"),
 )
-
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 _SWITCH = {"": True, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 

@@ -16,16 +16,22 @@ from pathlib import Path
 
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
-from tfdist.launch.console import Console
 from tfdist.launch.diagnosis import KillEvidence
-from tfdist.launch.events import Ended, Event, Started, StopRequest, event_of
+from tfdist.launch.events import (
+    STOP_SIGNALS,
+    Ended,
+    Event,
+    SignalPipe,
+    Started,
+    StopRequest,
+    event_of,
+)
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
-from tfdist.launch.heartbeat import STACK_SIGNAL
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.process import ExecStarter, Starter
-from tfdist.launch.screen import JobScreen, TaskOutput
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
+from tfdist.launch.screen import Console, JobScreen, TaskOutput
+from tfdist.launch.task import STACK_SIGNAL
 from tfdist.launch.watchdog import holds_pipe, proc_state
 
 _READ_BYTES = 1 << 16

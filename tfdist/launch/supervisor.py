@@ -28,7 +28,6 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import AttemptReport, Failure, signal_name
-from tfdist.launch.restart_policy import RestartDecision
 from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
@@ -37,6 +36,7 @@ from tfdist.launch.state import (
     JobState,
     KillOne,
     PendingHang,
+    RestartDecision,
     Say,
     ShowFailure,
     Signal,

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.early import Medians, medians_of, values_of
 from tfdist.tuning.journal import HERE, Journal, Slot, SweepState, Trial, fold
 from tfdist.tuning.journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
@@ -25,10 +24,13 @@ from tfdist.tuning.trial_job import (
     Failed,
     Goal,
     Killed,
+    Medians,
     Outcome,
     Runner,
     RunningTrial,
     TrialJob,
+    medians_of,
+    values_of,
 )
 
 logger = logging.getLogger(__name__)

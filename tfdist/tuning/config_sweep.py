@@ -18,8 +18,7 @@ from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.sweep import Sweep
 
 if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
-    from tfdist.tuning.oracle import Search
-    from tfdist.tuning.space import SearchSpace
+    from tfdist.tuning.oracle import Search, SearchSpace
 
 
 def program_of(options: SweepOptions) -> TrialProgram:
@@ -56,7 +55,7 @@ class ConfigSweep(Sweep):
     def space(self) -> SearchSpace:
         """The search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
         with _silent_standard_error():  # TensorFlow writes four lines there, at any log level
-            from tfdist.tuning.space import SearchSpace
+            from tfdist.tuning.oracle import SearchSpace
 
         return SearchSpace(self.options.config, self._config)
 

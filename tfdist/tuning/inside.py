@@ -25,8 +25,7 @@ from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import barrier, current_job, is_chief, make_strategy
 from tfdist.training.evaluation import evaluate, predict
 from tfdist.training.fitting import fit
-from tfdist.tuning.oracle import PROJECT
-from tfdist.tuning.own_tuner import of_epochs, unreported
+from tfdist.tuning.oracle import PROJECT, of_epochs, unreported
 from tfdist.tuning.trial_job import Assignment
 
 

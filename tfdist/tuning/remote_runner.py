@@ -19,15 +19,14 @@ from typing import Any
 
 from tfdist.cluster.address import split_address
 from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
+from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.multihost.connection import Violation, WrongToken
-from tfdist.launch.multihost.member import Joining, Member
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.tuning import directory, guard, messages
-from tfdist.tuning.address import SweepAddress
+from tfdist.launch.multihost.rendezvous import Joining, Member
+from tfdist.tuning import directory, guard, protocol
 from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
-from tfdist.tuning.messages import ALIVE, ANY_RANK, LEASE_S, Lease, Message
 from tfdist.tuning.options import RunOptions
+from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message, SweepAddress
 from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner
 from tfdist.tuning.trial_job import Failed, Killed, Outcome, TrialJob
 
@@ -124,7 +123,7 @@ class RemoteRunner:
                 self._obey(message)
             except UsageError:  # a ValueError, too, but ours
                 raise
-            except messages.NO_SENSE:
+            except protocol.NO_SENSE:
                 logger.debug("not understood: %s", message)
         for lease, held in list(self._held.items()):
             self._look(lease, held)
@@ -144,11 +143,11 @@ class RemoteRunner:
             case {"run": dict(told)}:
                 self._begin(told)
             case {"stop": lease}:
-                self._held[messages.decode_lease(lease)].stop()
+                self._held[protocol.decode_lease(lease)].stop()
             case {"drop": lease}:
-                self._drop(messages.decode_lease(lease))
-            case {"taken": lease} if self._held[messages.decode_lease(lease)].running is None:
-                del self._held[messages.decode_lease(lease)]
+                self._drop(protocol.decode_lease(lease))
+            case {"taken": lease} if self._held[protocol.decode_lease(lease)].running is None:
+                del self._held[protocol.decode_lease(lease)]
             case {"end": int(code)}:
                 self.exit_code = code if 0 <= code < 256 else EXIT_FAILED
 
@@ -163,8 +162,8 @@ class RemoteRunner:
             self._report(lease, held)
 
     def _begin(self, told: Mapping[str, Any]) -> None:
-        lease = messages.decode_lease((told["trial"], told["lease"]))
-        job = messages.decode_job(told, sweep_dir=self._options.sweep_dir)
+        lease = protocol.decode_lease((told["trial"], told["lease"]))
+        job = protocol.decode_job(told, sweep_dir=self._options.sweep_dir)
         held = self._held[lease] = _Held()
         self._require_shared(lease, job)
         try:
@@ -244,7 +243,7 @@ class RemoteRunner:
         """Report how a trial has ended; it is said again until the chief has taken it."""
         if held.outcome is None or held.is_lost or not self._chief.is_there:
             return
-        told = {"lease": list(lease), "outcome": messages.encode_outcome(held.outcome)}
+        told = {"lease": list(lease), "outcome": protocol.encode_outcome(held.outcome)}
         try:
             self._chief.send({"ended": told})
         except ValueError as error:  # more than a message may hold

@@ -17,8 +17,8 @@ from rich.text import Text
 from tfdist.errors import require
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import directory, journal, plot
-from tfdist.tuning.hparams_export import HParamsBoard
+from tfdist.tuning import directory, exports, journal
+from tfdist.tuning.exports import HParamsBoard
 from tfdist.tuning.journal import COMPLETED, FAILED, WAITING, SweepState, Trial, fold
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class SweepScreen:
             self._live.update(table(state, self._sweep_dir), refresh=True)
         if not self._has_ticked:  # the first trials begin: what takes a moment keeps nobody waiting
             self._has_ticked = True
-            plot.load()
+            exports.load_plot()
             if self._board is not None:
                 self._board.load()
         if self._has_changed:
@@ -92,7 +92,7 @@ class SweepScreen:
         """The sweep has ended or was asked to stop: the leaderboard, and the picture."""
         self._stop_live()
         self._write(state)
-        path = plot.draw(state, self._sweep_dir / directory.PLOT)
+        path = exports.draw_plot(state, self._sweep_dir / directory.PLOT)
         leaderboard(state, self._sweep_dir, console=self._console)
         if path is not None:
             self._say(f"plot: {path}")

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived, PeerJoined
-from tfdist.tuning import messages
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, PeerJoined
+from tfdist.tuning import protocol
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.journal import HERE, Slot
-from tfdist.tuning.messages import ALIVE, ANY_RANK, LEASE_S, Lease, Message
+from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message
 from tfdist.tuning.runner import ends_of
 from tfdist.tuning.trial_job import (
     Completed,
@@ -96,7 +96,7 @@ class ServingRunner:
         if job.slot.runner == HERE:
             return self._here.start(job)
         trial = self._grant(job)
-        self._server.send(job.slot.runner, {"run": messages.encode_job(job)})
+        self._server.send(job.slot.runner, {"run": protocol.encode_job(job)})
         logger.info("trial %s is with %s", job.trial, self._name_of(job.slot.runner))
         return trial
 
@@ -153,7 +153,7 @@ class ServingRunner:
             case Gone():
                 self._gone(news)
             case MessageReceived():
-                with contextlib.suppress(*messages.NO_SENSE):
+                with contextlib.suppress(*protocol.NO_SENSE):
                     self._obey(news.rank, news.message)
 
     def _gone(self, news: Gone) -> None:
@@ -170,9 +170,9 @@ class ServingRunner:
     def _obey(self, rank: int, message: Message) -> None:
         match message:
             case {"runner": {"name": str(name), "places": int(places), "holds": holds}}:
-                self._came(rank, name, places, [messages.decode_lease(one) for one in holds])
+                self._came(rank, name, places, [protocol.decode_lease(one) for one in holds])
             case {"ended": {"lease": lease, "outcome": outcome}}:
-                self._ended(rank, messages.decode_lease(lease), messages.decode_outcome(outcome))
+                self._ended(rank, protocol.decode_lease(lease), protocol.decode_outcome(outcome))
             case {"leaving": True} if rank in self._remote_runners:
                 self._close_slots(rank)
 

@@ -17,18 +17,18 @@ from typing import Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
 from tfdist.files import one_line_errors
+from tfdist.launch.events import STOP_SIGNALS
 from tfdist.launch.fork_server import ForkTemplate
-from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
-from tfdist.launch.signals import STOP_SIGNALS
+from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import directory
-from tfdist.tuning.address import listener_of, sweep_address_of
 from tfdist.tuning.chief import Chief, SweepPlan, TrialSource
+from tfdist.tuning.exports import HParamsBoard, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
-from tfdist.tuning.hparams_export import HParamsBoard
 from tfdist.tuning.journal import Journal, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions
+from tfdist.tuning.protocol import listener_of, sweep_address_of
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, leaderboard
@@ -131,8 +131,6 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
         _begin_journal(sweep, journal, description)
         if sweep.trackers:
-            from tfdist.tuning.parent_run import variables_of_trials
-
             sweep.tracked = variables_of_trials(sweep.trackers, sweep_dir, begun=journal.lines[0])
         exit_code, state = _trials(sweep, journal)
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():

@@ -77,7 +77,7 @@ def have_the_tuner_know_its_space(told: Assignment) -> None:
     from keras_tuner import HyperParameters
     from keras_tuner.src.engine.base_tuner import BaseTuner
 
-    from tfdist.tuning.own_tuner import default_dir
+    from tfdist.tuning.oracle import default_dir
 
     populate = BaseTuner._populate_initial_space
 

@@ -1,9 +1,10 @@
-"""Trial jobs: assignment, interface of runners, outcomes."""
+"""Trial jobs: assignment, interface of runners, outcomes, and when a trial is hopeless."""
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,8 +13,67 @@ from typing import Any, Protocol
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
 from tfdist.outputs.run_directory import COUNTERS, DONE
 from tfdist.tuning.directory import is_run_in
-from tfdist.tuning.early import Medians, hopeless_after
 from tfdist.tuning.journal import Slot
+
+# Early stopping of trials: the median rule of Golovin et al., "Google Vizier", 2017.
+#
+# Pure, and a function of what trials have reported: a sweep that goes on decides as before.
+
+LEAST_TRIALS = 5
+"""So many must have come as far before another one is measured by them."""
+LEAST_EPOCHS = 2
+"""No trial is stopped before it has done so many virtual epochs."""
+
+
+Medians = tuple[float | None, ...]
+"""At each virtual epoch, of the others' averages so far; None where there are too few."""
+
+
+def hopeless_after(
+    metrics: Sequence[Mapping[str, Any]], *, objective: str, direction: str, medians: Medians
+) -> int | None:
+    """Return the virtual epoch at which to stop a trial, None where it is to go on.
+
+    That is where its best so far is worse than the median of the others' averages so far.
+    `metrics` has a line for each virtual epoch that the trial has done.
+    """
+    values = values_of(metrics, objective)
+    for done in range(LEAST_EPOCHS, min(len(values), len(medians)) + 1):
+        median = medians[done - 1]
+        if median is not None and _is_hopeless(values[:done], median, direction=direction):
+            return int(metrics[done - 1]["virtual_epoch"])
+    return None
+
+
+def _is_hopeless(values: Sequence[float], median: float, *, direction: str) -> bool:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return True
+    return max(finite) < median if direction == "max" else min(finite) > median
+
+
+def medians_of(others: Sequence[Sequence[float]]) -> Medians:
+    """Return what to measure by, from the objective at each virtual epoch of other trials."""
+    return tuple(
+        _median(_average(other[:done]) for other in others if len(other) >= done)
+        for done in range(1, max(map(len, others), default=0) + 1)
+    )
+
+
+def _median(averages: Iterable[float | None]) -> float | None:
+    known = [average for average in averages if average is not None]
+    return statistics.median(known) if len(known) >= LEAST_TRIALS else None
+
+
+def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:
+    """Return the objective of each line, NaN where it is not finite or not there."""
+    found = (line.get(objective) for line in metrics)
+    return tuple(math.nan if value is None else float(value) for value in found)
+
+
+def _average(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,15 +1,19 @@
-"""Job fingerprint that all hosts share, and the differences between two hosts."""
+"""What all hosts share: the fingerprint of the job, and the secret of its launchers."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
+import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tfdist.cluster.settings import names_a_secret
+from tfdist.errors import UsageError, require
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
 _OWN = re.compile(
@@ -116,3 +120,72 @@ def _shown(value: str | None) -> str:
         return "nothing"
     text = value if value.isprintable() else repr(value)
     return text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "…"
+
+
+TOKEN_VARIABLE = "TFDIST_RENDEZVOUS_TOKEN"
+TOKEN_FLAG = "--rendezvous_token_file"
+
+_MIN_TOKEN_CHARS, _MAX_TOKEN_CHARS = 16, 4096
+_MAKE = "head -c 32 /dev/urandom | base64 > FILE, readable by you alone"
+
+
+def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[str]) -> bytes:
+    """Return the token of a job on `hosts`; empty on this machine alone, where nobody gave one.
+
+    Raises:
+        UsageError: there is none, or it cannot be read; no message has any of its text.
+    """
+    if path is not None:
+        return _checked(_text_of(path), where=TOKEN_FLAG)
+    if TOKEN_VARIABLE in environ:
+        return _checked(environ[TOKEN_VARIABLE], where=TOKEN_VARIABLE)
+    if all(is_loopback(host) for host in hosts):
+        return b""
+    raise UsageError(
+        TOKEN_VARIABLE,
+        received="no token for a job on several hosts",
+        expected=f"the same secret on all hosts, in {TOKEN_VARIABLE} or a file",
+        fix=f"give {TOKEN_FLAG} FILE ({_MAKE})",
+        code="no-token",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, by its name or number alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def _text_of(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_TOKEN_CHARS + 2)
+        return data.decode()
+    except OSError as error:
+        # A path at which nothing is may be the secret itself, given in the place of its file.
+        shown = path if os.path.lexists(path) else "a path at which nothing is, not shown"
+        received = f"{shown} ({error.strerror})"
+    except UnicodeDecodeError:
+        received = f"{path}, which is no text"
+    raise UsageError(
+        TOKEN_FLAG,
+        received=received,
+        expected="a file with the token",
+        fix=f"make it: {_MAKE}",
+        code="unreadable-file",
+    )
+
+
+def _checked(text: str, *, where: str) -> bytes:
+    token = text.strip()
+    require(
+        _MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS,
+        where,
+        received=f"a token of {len(token)} characters",
+        expected=f"{_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} of them",
+        fix=f"make another: {_MAKE}",
+        code="token-length",
+    )
+    return token.encode()

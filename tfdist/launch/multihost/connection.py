@@ -1,4 +1,4 @@
-"""Connection between two hosts: wire protocol and socket, of the launchers, sweeps and the doctor.
+"""Connection between two hosts: wire protocol, socket and messages.
 
 What `Link` does is pure, so that its tests need no socket. First each side shows that it knows the
 token, without sending it:
@@ -21,12 +21,20 @@ address.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hmac
 import json
 import secrets
 import socket
+import types
+import typing
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tfdist.cluster import ClusterSpec, Task
+from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
 
 Message = dict[str, Any]
 
@@ -265,3 +273,154 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, (str(address[0]), int(address[1]))
+
+
+# Messages between the launchers of a job: JSON objects, the larger ones typed dataclasses.
+#
+# A host that comes, and host 0 when it has come::
+#
+#     {"hello": Hello}                           its first message
+#     {"welcome": rank}                          it is in
+#     {"refused": reason, "differs": bool}       it is not; where it differs it need not try again
+#
+# Host 0 to another::
+#
+#     {"attempt": Attempt}                the next attempt; its tasks are not started yet
+#     {"start": task, "log": file name}   start a task
+#     {"signal": task, "number": n}       signal a task's process group
+#     {"stacks": task}                    have a task print its Python stacks
+#     {"kill_alone": task}                end one task while the others go on
+#     {"failed": task, "cause": text}     show what failed first
+#     {"finish": true}                    end what the attempt has left
+#     {"end": exit code, "why": text}     the job is over
+#
+# Another to host 0::
+#
+#     {"ready": ports}                          ready for an attempt
+#     {"event": kind, ..., "lines": [...]}      what has happened to a task, and its last lines
+#     {"states": {task: letter}, "mute": [...]} process states, and tasks that cannot report
+#     {"lines": [...], "task": task}            the stacks that were asked for
+#     {"stop_request": signal}                  a request to stop
+#
+# `encode` and `decode` are for any frozen dataclass, and check every type; the doctor sends its
+# facts by them too. A `Task` goes by its name. Moments go as ages, since the clocks of two hosts
+# differ.
+
+NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
+"""Exceptions of reading a message that makes no sense."""
+
+T = TypeVar("T")
+
+
+def encode(value: Any) -> Any:
+    """Return a dataclass, or what may be in one, as JSON has it."""
+    if isinstance(value, Task):
+        return str(value)
+    if isinstance(value, tuple):
+        return [encode(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+
+
+def decode(kind: type[T], value: object) -> T:
+    """Return the `kind` that `value` encodes, what is missing having its default.
+
+    Raises:
+        ValueError: something is of another type, or has a name that `kind` does not.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"no {kind.__name__}")
+    hints = _hints(kind)
+    if unknown := set(value) - set(hints):
+        raise ValueError(f"{kind.__name__} with {sorted(map(str, unknown))[0]}")
+    try:
+        return kind(**{name: _one(hints[name], item) for name, item in value.items()})
+    except TypeError:
+        raise ValueError(f"{kind.__name__} without some of its parts") from None
+
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
+def _one(hint: Any, value: object) -> object:
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _one(next(kind for kind in inside if kind is not types.NoneType), value)
+    if origin is tuple:
+        return _several(inside, value)
+    if origin is dict and isinstance(value, dict):
+        return {_one(inside[0], key): _one(inside[1], item) for key, item in value.items()}
+    if hint is Task:
+        return task_of(value)
+    if dataclasses.is_dataclass(hint):
+        return decode(typing.cast("type[Any]", hint), value)
+    if hint is float and type(value) is int and abs(value) < 1 << 53:
+        return float(value)
+    if type(value) is not (origin or hint):
+        raise ValueError(f"{type(value).__name__} for {hint}")
+    return value
+
+
+def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{type(value).__name__} for a list")
+    if inside[-1] is Ellipsis:
+        return tuple(_one(inside[0], item) for item in value)
+    if len(value) != len(inside):
+        raise ValueError(f"{len(value)} parts of {len(inside)}")
+    return tuple(_one(kind, item) for kind, item in zip(inside, value, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """First message of a host, about itself."""
+
+    rank: int
+    terms: dict[str, str]
+    """What must be the same on all hosts, the version of tfdist among it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """Plan of the next attempt, for a host other than 0."""
+
+    number: int
+    run_dir: str
+    cluster: ClusterSpec
+    tasks: tuple[Task, ...]
+    """Those of this host."""
+    hosts: dict[str, str]
+    """The host of each task of the job, by the task's name."""
+
+
+TaskEvent = Started | Raised | Beat | Ended
+_KINDS: dict[str, type[TaskEvent]] = {
+    kind.__name__.lower(): kind for kind in (Started, Raised, Beat, Ended)
+}
+
+
+def encode_event(event: TaskEvent, *, now_s: float) -> Message:
+    """Return an event as a message, its moments as ages."""
+    return {"event": type(event).__name__.lower(), **encode(_ages(event, now_s=now_s))}
+
+
+def decode_event(message: Message, *, now_s: float) -> TaskEvent:
+    """Return the event of a message; raise one of `NO_SENSE` if it is none."""
+    kind = _KINDS[message["event"]]
+    parts = {name: value for name, value in message.items() if name in _hints(kind)}
+    return _ages(decode(kind, parts), now_s=now_s)
+
+
+def _ages(event: T, *, now_s: float) -> T:
+    """Return an event with ages for moments, or with moments for ages."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(event):  # type: ignore[arg-type]  # all of them are dataclasses
+        value = getattr(event, field.name)
+        if isinstance(value, TaskPendingWork):
+            changes[field.name] = _ages(value, now_s=now_s)
+        elif field.name.endswith("_s") and value is not None:
+            changes[field.name] = now_s - value
+    return dataclasses.replace(event, **changes)  # type: ignore[type-var]

@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, settings, slurm
-from tfdist.cluster.address import shown
-from tfdist.cluster.hostlist import parse_hosts
+from tfdist.cluster.address import parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import agreement
-from tfdist.launch.multihost import token as tokens
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.options import LaunchOptions
@@ -150,7 +148,7 @@ def decided_group(
         port=options.rendezvous_port or port,
         num_ps=options.num_ps if options.strategy == "ps" else 0,
         has_evaluator=options.evaluator,
-        token=tokens.read_token(environ, path=options.rendezvous_token_file, hosts=hosts),
+        token=agreement.read_token(environ, path=options.rendezvous_token_file, hosts=hosts),
     )
     return options, group
 
@@ -282,7 +280,7 @@ def rank_of(hosts: Sequence[str], *, node_rank: int | None) -> int:
 
 def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what the tasks get of the environment: not the secret of the launchers."""
-    return {name: value for name, value in environ.items() if name != tokens.VARIABLE}
+    return {name: value for name, value in environ.items() if name != agreement.TOKEN_VARIABLE}
 
 
 def own_address(host: str, *, other: str) -> str:

@@ -14,17 +14,23 @@ from pathlib import Path
 
 from tfdist.cluster import ClusterSpec, HeldPort, Task, placement
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
-from tfdist.launch.events import Ended, Event, Started, StopRequest, task_of
+from tfdist.launch.events import (
+    STOP_SIGNALS,
+    Ended,
+    Event,
+    SignalPipe,
+    Started,
+    StopRequest,
+    task_of,
+)
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
-from tfdist.launch.multihost.connection import Message
+from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.hub import Differs, Hub, Lost, MessageReceived
-from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode_event, encode
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8
@@ -259,6 +265,7 @@ class TeamProcesses:
         self._mute: set[Task] = set()
         self._stopping_ranks: set[int] = set()
         local.watch(team.hub.fileno())
+        screen.on_failure = self._show_failure
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a task on its host. Raises OSError if it cannot."""
@@ -310,11 +317,6 @@ class TeamProcesses:
             return self._local.can_speak(task)
         return task not in self._mute
 
-    def show_failure(self, task: Task, cause: str) -> None:
-        """Have every host show what failed first."""
-        for rank in self._team.hub.present:
-            self._team.hub.send(rank, {"failed": str(task), "cause": cause})
-
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return what has happened, after `timeout_s` at the latest."""
         self._turn()
@@ -331,6 +333,11 @@ class TeamProcesses:
             self._team.hub.send(rank, {"finish": True})
         self._local.unwatch(self._team.hub.fileno())
         self._local.finish()
+
+    def _show_failure(self, task: Task, cause: str) -> None:
+        """Have every other host show what failed first, too."""
+        for rank in self._team.hub.present:
+            self._team.hub.send(rank, {"failed": str(task), "cause": cause})
 
     def _send(self, task: Task, message: Message) -> None:
         self._team.hub.send(self._team.host_of[task], message)
@@ -404,27 +411,6 @@ class TeamProcesses:
         is_first = not self._stopping_ranks
         self._stopping_ranks.add(rank)
         return is_first or not is_new
-
-
-class TeamScreen:
-    """The screen of host 0, of which the others show what failed first too."""
-
-    def __init__(self, screen: JobScreen, processes: TeamProcesses) -> None:
-        self._screen = screen
-        self._processes = processes
-
-    def say(self, text: str) -> None:
-        """Show lines of the launcher's own."""
-        self._screen.say(text)
-
-    def show_failure(self, task: Task, cause: str) -> None:
-        """Show what failed first, here and on the other hosts."""
-        self._screen.show_failure(task, cause)
-        self._processes.show_failure(task, cause)
-
-    def last_lines(self, task: Task) -> tuple[str, ...]:
-        """Return the last lines of a task's output."""
-        return self._screen.last_lines(task)
 
 
 def _lines(lines: object) -> tuple[str, ...]:

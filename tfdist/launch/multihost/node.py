@@ -13,7 +13,7 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,16 +21,24 @@ from pathlib import Path
 from tfdist.cluster import HeldPort, Task, hold_ports
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
-from tfdist.launch.events import Beat, Ended, Event, Started, StopRequest, task_of
-from tfdist.launch.multihost.connection import Message
+from tfdist.launch.events import (
+    STOP_SIGNALS,
+    Beat,
+    Ended,
+    Event,
+    SignalPipe,
+    Started,
+    StopRequest,
+    exit_code_for,
+    task_of,
+)
+from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode, encode_event
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.member import Joining, Member
-from tfdist.launch.multihost.messages import NO_SENSE, Attempt, decode, encode_event
+from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import signal_name
 from tfdist.launch.screen import JobScreen
-from tfdist.launch.signals import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.state import RESTART_GRACE_S
 
 LOOK_EVERY_S = 0.5
@@ -140,54 +148,58 @@ class NodeTasks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeSettings:
-    """This host's part of a job, as decided before host 0 is spoken to."""
+class HostPart:
+    """One host's part of a job.
+
+    Attributes:
+      own: the address of this host.
+      terms: what must be the same on all hosts.
+      ports: held for its tasks.
+    """
 
     job: JobDescription
     group: Group
-    joining: Joining
-    task_factory: TaskFactory
+    own: str
+    terms: Mapping[str, str]
+    ports: Sequence[HeldPort]
     screen: JobScreen
     signals: SignalPipe
 
-    @property
-    def grace_s(self) -> float:
-        """Return how long tasks have to end by themselves where host 0 is lost."""
-        options = self.job.options
-        return min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
-
 
 class Node:
-    """This host's part of a job; `run` returns the exit code of the whole.
+    """The part of a host other than 0; `run` returns the exit code of the whole job.
 
-    Args:
-      ports: held for its tasks; those that replace one are released with `stack`.
+    What it starts, and the ports that replace one, end with `stack`.
     """
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        *,
-        ports: Sequence[HeldPort],
-        stack: contextlib.ExitStack,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._screen = settings.screen
-        self._ports = list(ports)
-        self._hold = partial(hold_ports, host=ports[0].host, among=settings.job.ports)
+    def __init__(self, part: HostPart, *, stack: contextlib.ExitStack) -> None:
+        self._job, self._group = part.job, part.group
+        self._screen, self._signals = part.screen, part.signals
+        self._ports = list(part.ports)
+        self._hold = partial(hold_ports, host=part.ports[0].host, among=part.job.ports)
         self._stack = stack
-        self._clock = clock
+        factory = TaskFactory(part.job, screen=part.screen, signals=part.signals)
+        self._task_factory = stack.enter_context(factory)
+        self._joining = Joining(
+            part.group.hosts[0],
+            part.group.port,
+            source=part.own,
+            token=part.group.token,
+            rank=part.group.rank,
+            terms=part.terms,
+            timeout_s=part.job.options.host_timeout_s,
+            clock=time.monotonic,
+        )
         self._stop_signal: int | None = None
         self._here: NodeTasks | None = None
 
     def run(self) -> int:
         """Come to host 0, as often as it is lost and the job may be started again."""
-        options = self._settings.job.options
+        options = self._job.options
         while True:
-            member = self._settings.joining.join(
+            member = self._joining.join(
                 within_s=options.startup_timeout_s,
-                wake_fds=[self._settings.signals.fd],
+                wake_fds=[self._signals.fd],
                 is_over=self._is_stop_requested,
             )
             if member is None:
@@ -199,9 +211,7 @@ class Node:
                 self._end_attempt()
             if code is not None:
                 return code
-            self._screen.say(
-                f"the launcher of {self._settings.group.hosts[0]} is gone: {member.lost}"
-            )
+            self._screen.say(f"the launcher of {self._group.hosts[0]} is gone: {member.lost}")
             self._screen.flush()
             if self._stop_signal is not None:
                 return exit_code_for(self._stop_signal)
@@ -209,7 +219,7 @@ class Node:
                 return EXIT_PEER_MISSING
 
     def _is_stop_requested(self) -> bool:
-        came = [signum for signum in self._settings.signals.read() if signum in STOP_SIGNALS]
+        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
         if came and self._stop_signal is None:
             self._stop_signal = came[0]
         return self._stop_signal is not None
@@ -242,20 +252,20 @@ class Node:
             return self._here.wait()
         self._screen.flush()
         poll = select.poll()
-        for fd in (member.fileno(), self._settings.signals.fd):
+        for fd in (member.fileno(), self._signals.fd):
             poll.register(fd, select.POLLIN)
         poll.poll(LOOK_EVERY_S * 1000)
-        return [StopRequest(signum=s) for s in self._settings.signals.read() if s in STOP_SIGNALS]
+        return [StopRequest(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
 
     def _tell(self, member: Member, event: Event) -> None:
         if isinstance(event, StopRequest):
             self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
-            self._screen.say(f"{_name(event.signum)}: {self._settings.group.hosts[0]} ends the job")
+            self._screen.say(f"{_name(event.signum)}: {self._group.hosts[0]} ends the job")
             member.send({"stop_request": int(event.signum)})
         elif self._here is not None:
             self._here.note(event)
             lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
-            member.send({**encode_event(event, now_s=self._clock()), "lines": lines})
+            member.send({**encode_event(event, now_s=time.monotonic()), "lines": lines})
 
     def _execute(self, member: Member, message: Message) -> None:
         match message:
@@ -277,7 +287,7 @@ class Node:
 
     def _begin(self, member: Member, attempt: Attempt) -> None:
         """Plan this host's tasks of an attempt, as the whole cluster is known now."""
-        job = dataclasses.replace(self._settings.job, run_dir=Path(attempt.run_dir))
+        job = dataclasses.replace(self._job, run_dir=Path(attempt.run_dir))
         number, cluster, tasks = attempt.number, attempt.cluster, attempt.tasks
         self._screen.forget()
         self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
@@ -291,11 +301,9 @@ class Node:
             cause = f"{logs}: {error.strerror}"
         except UsageError as error:
             cause = str(error)
-        fork_log = logs / f"fork-server-{self._settings.group.rank}.log"
-        self._settings.task_factory.check()
-        processes = self._settings.task_factory.processes(
-            specs, chief=cluster.chief_task, fork_log=fork_log
-        )
+        fork_log = logs / f"fork-server-{self._group.rank}.log"
+        self._task_factory.check()
+        processes = self._task_factory.processes(specs, chief=cluster.chief_task, fork_log=fork_log)
         processes.watch(member.fileno())
         self._here = NodeTasks(
             specs, processes, screen=self._screen, cause=cause, fd=member.fileno()
@@ -309,7 +317,10 @@ class Node:
     def _end_attempt(self) -> None:
         here, self._here = self._here, None
         if here is not None:
-            here.end(grace_s=self._settings.grace_s)
+            options = self._job.options
+            here.end(
+                grace_s=min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+            )
 
 
 def _name(signum: int) -> str:

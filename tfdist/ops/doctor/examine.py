@@ -1,8 +1,9 @@
-"""Preflight of all hosts of a job, as run by the first host and by the others."""
+"""Preflight of all hosts of a job, as run by the first host and by the others, and its report."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +11,55 @@ from typing import Any
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.placement import join
-from tfdist.launch.multihost.messages import decode, encode
-from tfdist.ops.doctor import machine, port_listener
-from tfdist.ops.doctor.barrier import BarrierFailed, HostBarrier, join_barrier, run_steps
-from tfdist.ops.doctor.checks import RULES, check
-from tfdist.ops.doctor.facts import Absence, Directory, Exchange, HostFacts, JobFacts, MachineProbe
-from tfdist.ops.doctor.findings import HostFinding
-from tfdist.ops.doctor.machine import work_s
-from tfdist.ops.doctor.port_listener import PortListener
-from tfdist.ops.doctor.preflight_job import PreflightJob
+from tfdist.launch.multihost.connection import decode, encode
+from tfdist.ops.doctor import host_checks, machine, network_checks
+from tfdist.ops.doctor.barrier import (
+    BarrierFailed,
+    HostBarrier,
+    PortListener,
+    greeting,
+    join_barrier,
+    measure,
+    reach,
+    run_steps,
+)
+from tfdist.ops.doctor.facts import (
+    Absence,
+    Directory,
+    Exchange,
+    HostFacts,
+    HostFinding,
+    JobFacts,
+    MachineProbe,
+    PreflightJob,
+    Topic,
+)
+from tfdist.ops.doctor.machine import Storage, work_s
 from tfdist.ops.doctor.servers import ServerProcesses
-from tfdist.ops.doctor.storage import Storage
-from tfdist.ops.rules import Severity
+from tfdist.ops.rules import Rule, Severity, count, printable, worst
+
+# Every rule by its code; a code keeps its meaning for good, and is not given again.
+
+TOPICS: tuple[Topic, ...] = (
+    host_checks.HOSTS,
+    network_checks.NAMES,
+    network_checks.PORTS,
+    network_checks.NETWORK,
+    host_checks.CLOCKS,
+    host_checks.SOFTWARE,
+    host_checks.MACHINES,
+    network_checks.PROXIES,
+    host_checks.DIRECTORY,
+    network_checks.EXCHANGE,
+)
+
+RULES: dict[str, Rule] = {rule.code: rule for topic in TOPICS for rule in topic.rules}
+
+
+def check(facts: JobFacts) -> list[HostFinding]:
+    """Return all that is wrong, topic after topic."""
+    return [finding for topic in TOPICS for finding in topic.check(facts)]
+
 
 Part = dict[str, Any]
 """Some of the fields of `HostFacts`, as JSON has them."""
@@ -175,7 +213,7 @@ class PreflightPeer:
             self._held = [self._stack.enter_context(port) for port in hold_ports(2)]
         self.port_listener = self._stack.enter_context(
             PortListener(
-                port_listener.greeting(job.index, job.fingerprint),
+                greeting(job.index, job.fingerprint),
                 [*job.host.ports, *(port.port for port in self._held[:1])],
                 spare=job.index == 0 and len(job.hosts) > 1,
             )
@@ -228,9 +266,7 @@ class PreflightPeer:
 
     def _reach(self, present: Sequence[int]) -> Part:
         job = self._job
-        found = port_listener.reach(
-            job.hosts, present=present, index=job.index, fingerprint=job.fingerprint
-        )
+        found = reach(job.hosts, present=present, index=job.index, fingerprint=job.fingerprint)
         self._reached = {(r.host, r.port) for r in found if r.answered == r.host}
         return {"reaches": encode(found)}
 
@@ -238,14 +274,12 @@ class PreflightPeer:
         """Measure the way to the next host that is there: each sends and takes, as in a ring."""
         job = self._job
         if self._held:
-            return {
-                "wires": encode((port_listener.measure(_LOOPBACK, self._held[0].port, host=0),))
-            }
+            return {"wires": encode((measure(_LOOPBACK, self._held[0].port, host=0),))}
         after = [index for index in present if index > job.index] or list(present)
         reached = [port for other, port in sorted(self._reached) if other == after[0]]
         if not reached:
             return {}
-        wire = port_listener.measure(job.hosts[after[0]].name, reached[0], host=after[0])
+        wire = measure(job.hosts[after[0]].name, reached[0], host=after[0])
         return {"wires": encode((wire,))}
 
     def _work(self, present: Sequence[int]) -> Part:
@@ -278,3 +312,89 @@ class PreflightPeer:
     def _stop(self, present: Sequence[int]) -> Part:
         """Return why the server of this host has ended, if it has."""
         return {"failure": self._servers.failure() if self._servers else ""}
+
+
+# Report of the doctor: a table for people, JSON for programs.
+
+_OK, _NOT_SEEN = "ok", "-"
+
+
+def exit_code(findings: Sequence[HostFinding]) -> int:
+    """Return 0 for none, 1 for warnings and 2 where there is an error."""
+    return worst(_severity(finding) for finding in findings)
+
+
+def as_text(result: PreflightResult) -> str:
+    """Return a line for each topic or finding, with its fix below, and one that counts them."""
+    width = max(len(topic.name) for topic in TOPICS)
+    lines = []
+    for topic in TOPICS:
+        found = _of(topic, result.findings)
+        if not found:
+            state, seen = _state(topic, result)
+            lines.append(f"{topic.name:{width}}  {state:7}        {seen}".rstrip())
+        for finding in found:
+            state = f"{_severity(finding).value:7}  {finding.code}"
+            where = ", ".join(finding.hosts[:4]) + (", ..." if len(finding.hosts) > 4 else "")
+            lines.append(
+                f"{topic.name:{width}}  {state}  {where}: {finding.received}; "
+                f"expected {finding.expected}"
+            )
+            lines.append(f"{'':{width + 17}}  Fix: {finding.fix}")
+    lines.append(_summary(result))
+    return "\n".join(printable(line) for line in lines)
+
+
+def as_json(result: PreflightResult) -> str:
+    """Return an object with the exit code, the findings, the topics that are well, the facts."""
+    well = [topic for topic in TOPICS if not _of(topic, result.findings)]
+    return json.dumps(
+        {
+            "exit_code": exit_code(result.findings),
+            "took_s": round(result.took_s, 3),
+            "findings": [
+                {
+                    "code": finding.code,
+                    "severity": _severity(finding).value,
+                    "title": RULES[finding.code].title,
+                    "hosts": finding.hosts,
+                    "received": finding.received,
+                    "expected": finding.expected,
+                    "fix": finding.fix,
+                }
+                for finding in result.findings
+            ],
+            "topics": [
+                {"topic": topic.name, "severity": state if state == _OK else None, "seen": seen}
+                for topic in well
+                for state, seen in [_state(topic, result)]
+            ],
+            "facts": encode(result.facts),
+        },
+        indent=1,
+    )
+
+
+def _state(topic: Topic, result: PreflightResult) -> tuple[str, str]:
+    """Return ``ok`` and what was seen, or why nobody looked."""
+    seen = topic.seen(result.facts)
+    if seen:
+        return _OK, seen
+    left_out = result.facts.left_out if topic.name == "exchange" else ""
+    return _NOT_SEEN, f"not looked at{f': {left_out}' if left_out else ''}"
+
+
+def _summary(result: PreflightResult) -> str:
+    severities = [_severity(finding) for finding in result.findings]
+    errors = severities.count(Severity.ERROR)
+    counts = f"{count(errors, 'error')}, {count(len(severities) - errors, 'warning')}"
+    hosts = f"{count(len(result.facts.present), 'host')} of {len(result.facts.hosts)}"
+    return f"{hosts} in {result.took_s:.1f} s: {counts if severities else 'nothing is wrong'}"
+
+
+def _of(topic: Topic, findings: Sequence[HostFinding]) -> list[HostFinding]:
+    return [finding for finding in findings if RULES[finding.code] in topic.rules]
+
+
+def _severity(finding: HostFinding) -> Severity:
+    return RULES[finding.code].severity

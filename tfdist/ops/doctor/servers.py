@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.launch.multihost.messages import decode, encode
+from tfdist.launch.multihost.connection import decode, encode
 from tfdist.ops.doctor.facts import Exchange
 
 SIZE_BYTES = 4 << 20

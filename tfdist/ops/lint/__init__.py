@@ -1,16 +1,150 @@
 """Checks of a job's files before anything is started; without TensorFlow.
 
+Here is which file is of which kind, and the checks of each.
+
 rules         every rule: code, severity, meaning; and what a check found, and where
 environment   TF_CONFIG, and our variables beside it
 programs      command lines of `tfdist.launch` and `tfdist.train`, and config files
 manifests     the Kubernetes manifests of a job
-files         which file is of which kind, and the checks of each
 """
 
 from __future__ import annotations
 
-from tfdist.ops.lint.files import LintSource, lint
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tfdist.ops.lint.environment import (
+    check_environment,
+    check_tf_config,
+)
+from tfdist.ops.lint.programs import check_command, check_config_file
 from tfdist.ops.lint.rules import RULES, Finding, Location
 from tfdist.ops.rules import Rule, Severity
 
-__all__ = ["RULES", "Finding", "LintSource", "Location", "Rule", "Severity", "lint"]
+__all__ = [
+    "KINDS",
+    "RULES",
+    "Finding",
+    "LintSource",
+    "Location",
+    "Rule",
+    "Severity",
+    "kind_of",
+    "lint",
+]
+
+KINDS = ("tf_config", "config", "manifest", "environ")
+"""What ``--kind`` may be."""
+
+_BY_ENDING = {"py": "config", "yaml": "manifest", "yml": "manifest", "env": "environ"}
+_BY_TEXT = (
+    (r"#!.*python|.*^def get_config\b", "config"),
+    (r".*(^|[{,])\s*['\"]?apiVersion['\"]?\s*:", "manifest"),
+    (r"\s*['\"]?\\?[{\[]", "tf_config"),
+    (r"\w+=", "environ"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintSource:
+    """A text to check: `data` as it is on disk; a `kind` of `KINDS`, or what it looks like."""
+
+    name: str
+    data: bytes
+    kind: str | None = None
+
+
+def lint(
+    sources: Sequence[LintSource],
+    *,
+    environ: Mapping[str, str] | None = None,
+    command: Sequence[str] = (),
+    replicas: int | None = None,
+) -> list[Finding]:
+    """Return what is wrong with files, and with an environment and a command if they are given.
+
+    Config files are run, in a process of their own. Manifests are checked together, as one may
+    have the Service that another needs. `replicas` is how many the job will have, where that is
+    known.
+    """
+    found: list[Finding] = []
+    manifests: list[tuple[str, str]] = []
+    if environ is not None:
+        found += check_environment(environ, lambda name: Location(file="environment", path=name))
+    if command:
+        found += check_command(command, Location(file="command line"), replicas=replicas)
+    for source in sources:
+        text = _text(source)
+        kind = source.kind or (kind_of(source.name, text) if isinstance(text, str) else "")
+        if isinstance(text, Finding):
+            found.append(text)
+        elif kind == "manifest":
+            manifests.append((text, source.name))
+        else:
+            found += _check(kind, text, source.name, replicas)
+    if manifests:
+        from tfdist.ops.lint.manifests import check_manifests  # it loads yaml
+
+        found += check_manifests(manifests)
+    return sorted(dict.fromkeys(found), key=lambda f: (f.place.file, f.place.line or 0))
+
+
+def kind_of(name: str, text: str) -> str | None:
+    """Return what a file is by its name, and where that says nothing by its text."""
+    ending = name.rpartition(".")[2].lower() if "." in name else ""
+    if ending in _BY_ENDING:
+        return _BY_ENDING[ending]
+    if ending == "json":
+        return "manifest" if re.search(r'"apiVersion"\s*:', text) else "tf_config"
+    if name != "-" and ending not in ("", "txt"):
+        return None
+    for pattern, kind in _BY_TEXT:
+        if re.match(pattern, text, re.DOTALL | re.MULTILINE):
+            return kind
+    return None
+
+
+def _check(kind: str | None, text: str, name: str, replicas: int | None) -> Iterator[Finding]:
+    if kind == "tf_config":
+        yield from check_tf_config(text.removesuffix("\n"), Location(file=name))
+    elif kind == "environ":
+        values, lines = _read_environ(text)
+        yield from check_environment(
+            values, lambda n: Location(file=name, line=lines.get(n), path=n)
+        )
+    elif kind == "config":
+        yield from check_config_file(text, name, replicas=replicas)
+    else:
+        yield Finding(
+            "LNT002",
+            Location(file=name),
+            "neither a name nor a text that is known",
+            "TF_CONFIG, a config file, a manifest or an environment",
+            f"say what it is: --kind {'|'.join(KINDS)}; scripts are for shellcheck",
+        )
+
+
+def _read_environ(text: str) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the variables of ``NAME=value`` lines, as ``env`` prints them, and their lines."""
+    values: dict[str, str] = {}
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        name, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z_]\w*", name):
+            values[name], lines[name] = value, number
+    return values, lines
+
+
+def _text(source: LintSource) -> str | Finding:
+    received = ""
+    try:
+        text = source.data.decode("utf-8-sig")
+        if "\0" in text:
+            received = f"a zero byte at position {text.index(chr(0))}"
+    except UnicodeDecodeError as error:
+        received = f"byte {source.data[error.start]:#04x} at position {error.start}"
+    if not received:
+        return text
+    place, fix = Location(file=source.name), "save it as UTF-8, or name another file"
+    return Finding("LNT001", place, received, "text in UTF-8", fix)

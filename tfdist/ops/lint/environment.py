@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from tfdist.cluster import environment, placement, read_environment, settings
-from tfdist.cluster.address import check_address, shown_json, split_address
-from tfdist.cluster.hostlist import parse_hosts
-from tfdist.cluster.job import JobOptions
+from tfdist.cluster.address import check_address, parse_hosts, shown_json, split_address
 from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
-from tfdist.cluster.tf_config import VARIABLE, TaskConfig, decode, parse_object
+from tfdist.cluster.tf_config import VARIABLE, JobOptions, TaskConfig, decode, parse_object
 from tfdist.errors import UsageError
 from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 from tfdist.ops.rules import Severity

@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster import settings
-from tfdist.cluster.hostlist import parse_hosts, ranks_of
+from tfdist.cluster.address import parse_hosts, ranks_of
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
 from tfdist.ops.lint.environment import check_size, check_variables, is_ours
@@ -404,7 +404,7 @@ def _names(job: Workload) -> Iterator[Finding]:
     wrong = _mismatch(job, names)
     if wrong and settings.NODE_RANK not in container.lines:  # which tells the pods their places
         code, received, expected = wrong
-        fix = "name the pods as docs/clusters.md has them, as in mnist-[0-3].train"
+        fix = "name the pods as docs/hosts.md has them, as in mnist-[0-3].train"
         yield Finding(code, container.place(settings.HOSTS), received, expected, fix)
 
 

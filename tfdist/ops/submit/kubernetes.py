@@ -1,6 +1,6 @@
 """Kubernetes: the manifests of a job, by kind. Pure.
 
-The pods find each other by the rules of `tfdist.cluster.kubernetes`: TFDIST_HOSTS names them.
+The pods find each other by the rules of `tfdist.cluster.environment`: TFDIST_HOSTS names them.
 
 * ``job``: an indexed Job and a headless Service. A pod that fails is started again by itself, and
   the others, whose peer is missing then, with it.

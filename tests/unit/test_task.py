@@ -1,4 +1,4 @@
-"""A task's signs of life, in processes of its own."""
+"""A task's process: its program, its signs of life, and whether it is at rest."""
 
 from __future__ import annotations
 
@@ -15,10 +15,70 @@ from pathlib import Path
 
 import pytest
 
+from tfdist.launch.task import Rest, note_to, run_program
+
+
+def cause_of(tmp_path, source):
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    said = []
+    with pytest.raises(SystemExit):
+        run_program(str(script), [], is_module=False, failed=lambda code, cause: said.append(cause))
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("raised", "cause"),
+    [
+        ("ValueError('boom')", "ValueError: boom"),
+        ("ValueError('boom\\nmore')", "ValueError: boom"),
+        ("ValueError", "ValueError"),
+        (
+            "RuntimeError('Graph execution error:\\n\\nDetected at node x\\n"
+            "Connection reset by peer\\n\\t [[{{node x}}]] [Op:__inference_1]')",
+            "RuntimeError: Graph execution error: Connection reset by peer",
+        ),
+    ],
+)
+def test_the_line_that_says_what_happened_is_the_cause(tmp_path, raised, cause, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["test"])
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    assert cause_of(tmp_path, f"raise {raised}") == cause
+
+
+def test_a_process_that_the_program_has_forked_does_not_fail_for_its_task():
+    read_fd, write_fd = os.pipe()
+    failed = note_to(write_fd, task="worker-0")
+    child = os.fork()
+    if not child:
+        failed(3, "exit code 3")  # as `sys.exit(3)` there calls it
+        os._exit(0)
+    os.waitpid(child, 0)
+    failed(4, "ValueError: mine")
+    note = json.loads(os.read(read_fd, 4096))
+    assert (note["task"], note["exit_code"], note["cause"]) == ("worker-0", 4, "ValueError: mine")
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_note_is_one_piece_whatever_the_cause():
+    read_fd, write_fd = os.pipe()
+    cause = "\N{FIRE}\udc80" * 1000
+    note_to(write_fd, task="worker-0")(1, cause)
+    data = os.read(read_fd, 1 << 16)
+    assert len(data) <= select.PIPE_BUF
+    assert cause.startswith(json.loads(data)["cause"])
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+# A task's signs of life, in processes of its own.
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
-START = "import os, sys, time; from tfdist.launch import heartbeat; fd = int(sys.argv[1]);"
-FAST = START + "heartbeat.start(fd, task='worker-0', every_s=0.02)\n"
+START = "import os, sys, time; from tfdist.launch import task; fd = int(sys.argv[1]);"
+FAST = START + "task.start_heartbeat(fd, task='worker-0', every_s=0.02)\n"
 
 
 class Pipe:
@@ -159,13 +219,13 @@ def test_a_phase_of_any_name_is_one_note(pipe, run):
 
 
 def test_tasks_of_a_machine_beat_at_the_same_moments(pipe, run):
-    run(START + "heartbeat.start(fd, task='worker-0', every_s=0.5); sys.stdin.read()")
+    run(START + "task.start_heartbeat(fd, task='worker-0', every_s=0.5); sys.stdin.read()")
     # A busy machine may be late for some of them.
     assert any(pipe.beats(1)[0]["at"] % 0.5 < 0.1 for _ in range(20))
 
 
 def test_the_first_beat_comes_after_the_interval_so_that_a_short_task_has_none(pipe, run):
-    process = run(START + "heartbeat.start(fd, task='worker-0', every_s=600.0)")
+    process = run(START + "task.start_heartbeat(fd, task='worker-0', every_s=600.0)")
     assert process.wait(DEADLINE_S) == 0
     os.set_blocking(pipe.read_fd, False)
     with pytest.raises(BlockingIOError):
@@ -246,14 +306,14 @@ def test_the_programs_main_thread_stays_the_main_one(pipe, run):
 
 
 def test_a_closed_pipe_at_the_start_is_no_error(run):
-    process = run(START + "os.close(fd); heartbeat.start(fd, task='worker-0')")
+    process = run(START + "os.close(fd); task.start_heartbeat(fd, task='worker-0')")
     assert process.communicate(timeout=DEADLINE_S)[0] == ""
     assert process.returncode == 0
 
 
 def test_stacks_are_printed_while_no_python_code_can_run(run):
     source = """
-    heartbeat.print_stacks_on_request()
+    task.print_stacks_on_request()
     import ctypes
     def holds_the_lock_of_the_interpreter():
         print("on", flush=True)
@@ -271,7 +331,7 @@ def test_stacks_are_printed_while_no_python_code_can_run(run):
 
 def test_a_programs_own_handler_of_the_signal_wins(run):
     source = """
-    heartbeat.print_stacks_on_request()
+    task.print_stacks_on_request()
     import signal
     signal.signal(signal.SIGQUIT, lambda *_: print("mine", flush=True))
     print("on", flush=True)
@@ -299,3 +359,210 @@ def test_a_beat_costs_less_than_a_thousandth_of_a_core(pipe, run):
     process.stdin.flush()
     used_s = float(process.stdout.readline())
     assert used_s / 100 < 0.001  # of a second, as there is one beat a second
+
+
+# A process is at rest when nothing in it will ever go on, and only then.
+
+HEAD = "import os, subprocess, sys, threading, time\ndef ready(): print('ready', flush=True)\n"
+
+AT_REST = {
+    "a lock taken twice": """
+        lock = threading.Lock()
+        lock.acquire()
+        ready()
+        lock.acquire()
+    """,
+    "two locks in two orders": """
+        one, other, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
+        def take(first, second):
+            with first:
+                both.wait()
+                with second:
+                    pass
+        threading.Thread(target=take, args=(one, other)).start()
+        ready()
+        take(other, one)
+    """,
+    "an import that waits for a thread that imports": """
+        import pathlib, tempfile
+        folder = tempfile.mkdtemp()
+        pathlib.Path(folder, "waits.py").write_text(
+            "import threading\\n"
+            "def again(): import waits\\n"
+            "thread = threading.Thread(target=again)\\n"
+            "thread.start()\\n"
+            "print('ready', flush=True)\\n"
+            "thread.join()\\n"
+        )
+        sys.path.insert(0, folder)
+        import waits
+    """,
+    "a queue that nobody fills": """
+        import queue
+        ready()
+        queue.Queue().get()
+    """,
+    "the end of a program whose thread does not end": """
+        threading.Thread(target=threading.Event().wait).start()
+        ready()
+    """,
+}
+GOES_ON = {
+    "sleep": "ready(); time.sleep(1000)",
+    "input": "ready(); input()",
+    "work": "ready()\nwhile True: pass",
+    "a wait with an end": "ready(); threading.Event().wait(1000)",
+    "another program": "ready(); subprocess.run(['sleep', '1000'])",
+    "another process": """
+        import multiprocessing
+        ready()
+        lock = multiprocessing.get_context("fork").Lock()
+        lock.acquire()
+        lock.acquire()
+    """,
+    "a connection": """
+        import socket
+        here, there = socket.socketpair()
+        ready()
+        here.recv(1)
+    """,
+    "a thread that waits for a connection": """
+        import queue, socket
+        here, there = socket.socketpair()
+        got = queue.Queue()
+        threading.Thread(target=lambda: got.put(here.recv(1)), daemon=True).start()
+        ready()
+        got.get()
+    """,
+    "a thread that looks now and then": """
+        found = threading.Event()
+        def look():
+            while not os.path.exists("/no/such/file"):
+                time.sleep(0.01)
+            found.set()
+        threading.Thread(target=look, daemon=True).start()
+        ready()
+        found.wait()
+    """,
+    "a lock of a file": """
+        import fcntl, tempfile
+        file = tempfile.NamedTemporaryFile()
+        again = open(file.name)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ready()
+        fcntl.flock(again, fcntl.LOCK_EX)
+    """,
+    "a signal": "import signal; ready(); signal.pause()",
+    "an event loop": """
+        import asyncio
+        async def main():
+            ready()
+            await asyncio.Future()
+        asyncio.run(main())
+    """,
+}
+
+
+@pytest.fixture
+def start():
+    """Starts a program and returns its id once it is ready."""
+    running = []
+
+    def start(source):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HEAD + textwrap.dedent(source)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        running.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process.pid
+
+    yield start
+    for process in running:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("source", AT_REST.values(), ids=AT_REST)
+def test_what_can_never_go_on_is_at_rest(start, source):
+    pid = start(source)
+    rest = Rest(f"/proc/{pid}", cpu_s=lambda: 0.0)
+    deadline_s = time.monotonic() + DEADLINE_S
+    now_s = since_s = 0.0
+    while since_s is None or now_s < since_s + 3:  # the same threads asleep, three times more
+        assert time.monotonic() < deadline_s, "it goes on"
+        now_s += 1
+        since_s = rest.since_s(now_s)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("source", GOES_ON.values(), ids=GOES_ON)
+def test_what_may_go_on_is_not(start, source):
+    pid = start(source)
+    rest = Rest(f"/proc/{pid}", cpu_s=lambda: 0.0)
+    for now_s in range(20):
+        assert rest.since_s(float(now_s)) is None
+        time.sleep(0.02)
+
+
+def test_a_process_of_which_nothing_is_known_is_not(tmp_path):
+    assert Rest(str(tmp_path)).since_s(1.0) is None
+
+
+class Threads:
+    """Threads as /proc shows them."""
+
+    SLEEPS = "202 0x7f00 0x189 0x0 0x0 0x0 0xffffffff 0x7ffc 0x7f01"
+    TIMED = "202 0x7f00 0x189 0x0 0x7fff 0x0 0xffffffff 0x7ffc 0x7f01"
+    HEARS = "232 0x6 0x7f00 0x1 0xffffffff 0x0 0x0 0x7ffc 0x7f01"
+    NAPS = "230 0x0 0x0 0x7ffc 0x7ffd 0x0 0x0 0x7ffc 0x7f01"
+    SLEEPS_IN_PYTHON = "230 0x1 0x1 0x7ffc 0x0 0x0 0x0 0x7ffc 0x7f01"
+    READS = "0 0x6 0x7f00 0x1 0x0 0x0 0x0 0x7ffc 0x7f01"
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def set(self, number, call, *, turns=1):
+        thread = self.folder / "task" / str(number)
+        thread.mkdir(parents=True, exist_ok=True)
+        (thread / "syscall").write_text(call + "\n")
+        counts = f"voluntary_ctxt_switches:\t{turns}\nnonvoluntary_ctxt_switches:\t0\n"
+        (thread / "status").write_text(f"Name:\tx\n{counts}")
+
+
+@pytest.fixture
+def threads(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfdist.launch.task._FUTEX", b"202")
+    monkeypatch.setattr("tfdist.launch.task._SLEEP", b"230")
+    monkeypatch.setattr("tfdist.launch.task._EPOLL", (b"232",))
+    return Threads(tmp_path)
+
+
+def test_who_has_run_since_rests_from_now_on(threads, tmp_path):
+    rest = Rest(str(tmp_path), cpu_s=lambda: 0.0)
+    threads.set(1, Threads.SLEEPS)
+    assert [rest.since_s(now_s) for now_s in (1.0, 2.0)] == [1.0, 1.0]
+    threads.set(1, Threads.SLEEPS, turns=2)
+    assert [rest.since_s(now_s) for now_s in (3.0, 4.0)] == [3.0, 3.0]
+    threads.set(2, Threads.SLEEPS)
+    assert rest.since_s(5.0) == 5.0
+
+
+def test_threads_that_hear_peers_may_wake_up_but_hardly_work(threads, tmp_path):
+    worked_s = [0.0]
+    rest = Rest(str(tmp_path), cpu_s=lambda: worked_s[0])
+    threads.set(1, Threads.SLEEPS)
+    calls = (Threads.TIMED, Threads.HEARS, "running", Threads.SLEEPS, Threads.NAPS)
+    for turn, call in enumerate(calls):
+        threads.set(2, call, turns=turn)
+        assert rest.since_s(1.0 + turn, runtime=(2,)) == 1.0
+        assert rest.since_s(1.0 + turn, but=(2,)) == 1.0
+    worked_s[0] = 1.5
+    assert rest.since_s(6.0, runtime=(2,)) == 6.0  # they compute
+    for call in (Threads.READS, Threads.SLEEPS_IN_PYTHON):
+        threads.set(2, call)
+        assert rest.since_s(7.0, runtime=(2,)) is None
+    assert rest.since_s(7.0) is None

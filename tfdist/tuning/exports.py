@@ -1,17 +1,25 @@
-"""Plot of a sweep: scores, effect of each hyperparameter, parallel coordinates."""
+"""What a sweep leaves for others: a plot, TensorBoard's HParams, a tracker's parent run."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
 import itertools
+import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.tuning.journal import SweepState, Trial
+from tfdist.errors import TfdistError
+from tfdist.tuning.journal import COMPLETED, SweepState, Trial
+
+# Plot of a sweep: scores, effect of each hyperparameter, parallel coordinates.
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +28,14 @@ _COLUMNS = 4
 _MOST_EFFECTS = 8
 
 
-def load() -> None:
+def load_plot() -> None:
     """Load what `draw` draws with, which takes a moment the first time."""
     with contextlib.suppress(ImportError):
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
 
 
-def draw(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
+def draw_plot(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
     """Draw the completed trials as a PNG; return its path.
 
     Returns None, and says so in the log, where matplotlib is not installed, no trial is there, or
@@ -104,7 +112,7 @@ def _draw_scores(axes: Any, trials: Sequence[Trial], *, objective: str, is_max: 
     axes.set_ylabel(objective)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=9)
-    _plain(axes)
+    _plain_axes(axes)
 
 
 def _draw_effect(
@@ -126,7 +134,7 @@ def _draw_effect(
         axes.set_xlim(-0.5, len(place.words) - 0.5)
     axes.set_xlabel(_literal(name))
     axes.set_ylabel(objective)
-    _plain(axes)
+    _plain_axes(axes)
 
 
 def _draw_parallel(
@@ -208,6 +216,140 @@ def _literal(text: object) -> str:
     return str(text).replace("$", r"\$")
 
 
-def _plain(axes: Any) -> None:
+def _plain_axes(axes: Any) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+# HParams export for TensorBoard: ``tensorboard --logdir SWEEP_DIR/tensorboard``.
+#
+# A directory for each trial that has ended, with its values, its end, and the objective at each
+# virtual epoch. Written with what TensorBoard ships, so no operation of TensorFlow's is run.
+
+BOARD = "tensorboard"
+
+
+class HParamsBoard:
+    """Writes down the trials that have ended; what is there already is left as it is."""
+
+    def __init__(self, sweep_dir: Path) -> None:
+        self._path = sweep_dir / BOARD
+
+    def load(self) -> None:
+        """Load what `update` writes with, which takes a moment the first time."""
+        import tensorboard.plugins.hparams.api
+        import tensorboard.plugins.scalar.summary_v2
+        import tensorboard.summary.writer.event_file_writer  # noqa: F401
+
+    def update(self, state: SweepState) -> None:
+        """Bring the directory up to date. Raises TfdistError where it cannot be written."""
+        ended = [trial for trial in state.trials.values() if trial.is_over]
+        missing = [trial for trial in ended if not (self._path / trial.id).exists()]
+        if not missing:
+            return
+        objective = str(state.begun.get("objective"))
+        try:
+            if not (self._path / "experiment").exists():
+                self._write("experiment", [(0, _experiment(state, objective))], at=time.time())
+            for trial in missing:
+                summaries = _summaries(trial, objective)
+                self._write(trial.id, summaries, at=trial.ended_at or time.time())
+        except OSError as error:
+            raise TfdistError(f"{self._path}: {error.strerror or error}") from error
+
+    def _write(self, name: str, summaries: Iterable[tuple[int, Any]], *, at: float) -> None:
+        """Write an event file in a directory that appears whole."""
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        unfinished = self._path / f".{name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        writer = EventFileWriter(str(unfinished))
+        for step, summary in summaries:
+            event = event_pb2.Event(wall_time=at, step=step)
+            event.summary.ParseFromString(summary.SerializeToString())  # TensorFlow's, maybe
+            writer.add_event(event)
+        writer.close()
+        os.replace(unfinished, self._path / name)
+
+
+def _experiment(state: SweepState, objective: str) -> Any:
+    from tensorboard.plugins.hparams import api
+
+    space = [entry["config"]["name"] for entry in state.begun.get("space", ())]
+    return api.hparams_config_pb(
+        hparams=[api.HParam(name) for name in dict.fromkeys(space)],
+        metrics=[api.Metric(objective, display_name=objective)],
+    )
+
+
+def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
+    from tensorboard.plugins.hparams import api, api_pb2, summary
+    from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+
+    is_done = trial.status == COMPLETED
+    status = api_pb2.STATUS_SUCCESS if is_done else api_pb2.STATUS_FAILURE
+    return [
+        (
+            0,
+            api.hparams_pb(_plain_values(trial.hyperparameters), trial.id, trial.began_at),
+        ),
+        *(
+            (int(line["virtual_epoch"]), scalar_pb(objective, line[objective]))
+            for line in trial.history
+            if objective in line
+        ),
+        (0, summary.session_end_pb(status, trial.ended_at)),
+    ]
+
+
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as HParams takes them."""
+    kinds = (bool, int, float, str)
+    return {name: v if isinstance(v, kinds) else str(v) for name, v in values.items()}
+
+
+# One run of a tracker above those of a sweep's trials, by variables that MLflow and W&B read.
+
+MLFLOW_FILE = "mlflow-run"
+"""In the sweep's directory: the id of its run in MLflow."""
+
+
+def variables_of_trials(
+    packages: Collection[str], sweep_dir: Path, *, begun: Mapping[str, Any]
+) -> Mapping[str, str]:
+    """Return what makes the runs that trials begin children of one, also in a sweep that goes on.
+
+    Args:
+      packages: the trackers that the trials log to, of which ``mlflow`` and ``wandb`` can.
+      sweep_dir: of the sweep.
+      begun: the first line of its journal.
+    """
+    variables = {}
+    if "wandb" in packages:
+        digest = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()
+        variables["WANDB_RUN_GROUP"] = f"{sweep_dir.name}-{digest[:8]}"
+    if "mlflow" in packages:
+        try:
+            tags = {"mlflow.parentRunId": _begun_in_mlflow(sweep_dir)}
+            variables["MLFLOW_RUN_CONTEXT"] = json.dumps(tags)
+        except Exception as error:
+            from tfdist.training import trackers  # which loads TensorFlow
+
+            trackers.warn("MLflow: the sweep has no run of its own", error)
+    return variables
+
+
+def _begun_in_mlflow(sweep_dir: Path) -> str:
+    """Return the run that the sweep has begun with: the active one, or a new one."""
+    mlflow: Any = importlib.import_module("mlflow")
+    file = sweep_dir / MLFLOW_FILE
+    if file.exists():
+        from tfdist.training import trackers
+
+        run = file.read_text()
+        trackers.resume_in_mlflow(run)
+        return run
+    begun = mlflow.active_run() or mlflow.start_run(run_name=sweep_dir.name)
+    file.write_text(begun.info.run_id)
+    return str(begun.info.run_id)
