@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 RAY_VENV := .venv-ray
-RAY := ray[default,train]==2.60.0
+RAY := ray[default,serve,train]==2.60.0
 PEERS := tf_keras==2.21.0 torch==2.13.0 lightning==2.6.6 '$(RAY)'
 
 WITH := keras-3.14.1 keras-3.15.1
@@ -63,7 +63,7 @@ test-networks: setup  ## jobs of two hosts, in namespaces, over networks that fa
 	tests/networks/install.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/networks $(ARGS)
 
-test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train, which is installed beside .venv
+test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train and a service on Ray Serve, which is installed beside .venv
 	$(CPU_ONLY) $(RAY_VENV)/bin/python -m pytest tests/ray $(ARGS)
 
 # What .venv has, and Ray: tfdist is tested as it is without.

@@ -6,6 +6,8 @@ with ``--model file.py:function``. The version is checked before it is published
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import signal
 import sys
@@ -39,6 +41,7 @@ def _parser() -> Parser:
     parser.add_argument("--precision", default="float32", help="float32, float16, or int8")
     parser.add_argument("--samples", type=Path, metavar="FILE.npy", help="examples for the check")
     parser.add_argument("--follow", action="store_true", help="each new one too, until SIGTERM")
+    parser.add_argument("--until_eof", action="store_true", help="or the end of standard input")
     return parser
 
 
@@ -81,25 +84,50 @@ def _publish(options: Any) -> Path:
 def _follow(options: Any) -> None:
     """Export what the source has, and whatever is new in it, until SIGTERM or Ctrl-C.
 
-    Raises TfdistError where the first export fails; later ones are logged, and the next is tried.
+    What has come until then is exported too. Raises TfdistError where the first export fails;
+    later ones are logged, and the next is tried.
     """
     from tfdist.serving.sources import newest_in
 
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
+    if options.until_eof:
+        threading.Thread(target=_set_at_eof, args=(stop,), daemon=True).start()
+    there = _published(options)
     _publish_each(
-        lambda: newest_in(options.source, best=options.best),
+        lambda: _unless(there, newest_in(options.source, best=options.best)),
         lambda: print(_publish(options), flush=True),
         pause=lambda: stop.wait(_LOOK_EVERY_S),
     )
 
 
+def _set_at_eof(stop: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    stop.set()
+
+
+def _published(options: Any) -> set[str]:
+    """Return the steps of the source that are versions already, such as of a run that resumes."""
+    steps = set()
+    for file in options.directory.glob("*/*/manifest.json"):
+        with contextlib.suppress(OSError, ValueError):
+            manifest = json.loads(file.read_text())
+            if manifest.get("run") == str(options.source.absolute()):
+                steps.add(str(manifest["step"]))
+    return steps
+
+
+def _unless(there: set[str], found: str | None) -> str | None:
+    return None if found in there else found
+
+
 def _publish_each(
     newest: Callable[[], str | None], publish: Callable[[], None], *, pause: Callable[[], bool]
 ) -> None:
-    """Publish whenever there is another newest one, until `pause` returns True."""
+    """Publish whenever there is another newest one, for the last time once `pause` returns True."""
     last: str | None = None
+    has_ended = False
     while True:
         found = newest()
         if found not in (None, last):
@@ -110,8 +138,9 @@ def _publish_each(
                     raise
                 _LOG.error("%s is not published: %s", found, error)
             last = found
-        if pause():
+        if has_ended:
             return
+        has_ended = pause()
 
 
 if __name__ == "__main__":

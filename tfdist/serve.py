@@ -17,11 +17,13 @@ from typing import Any
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import (
     EXIT_OK,
+    UsageError,
     require,
     require_int,
     require_number,
 )
 
+_LOCAL_ALONE = ("token", "tls_cert", "tls_key", "access_log")  # of the flags, not of Ray
 _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
 
 
@@ -36,8 +38,11 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="has VERSION or NAME/VERSION directories")
     add("--name", help="of the model; default the directory's name, or all models in it")
-    add("--replicas", type=int, default=1, help="processes for each model; default 1")
+    add("--versions", default="latest:1", help="latest:COUNT, all, or 3,5; default latest:1")
+    add("--label", action="append", default=[], metavar="NAME=VERSION", help="name of a version")
+    add("--replicas", type=int, default=1, help="processes for each version; default 1")
     add("--spares", type=int, default=1, help="processes that wait to be replicas; default 1")
+    add("--on", choices=["local", "ray"], default="local", help="ray: replicas over its nodes")
     add("--host", default="127.0.0.1", help="address to listen at; default loopback alone")
     add("--rest_port", type=int, default=8501, help="0 for any that is free")
     add("--grpc_port", type=int, default=8500, help="0 for any that is free")
@@ -60,7 +65,10 @@ def _serve(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
-    asyncio.run(_run(options))
+    if options.on == "ray":
+        _run_on_ray(options)
+    else:
+        asyncio.run(_run(options))
     return EXIT_OK
 
 
@@ -116,6 +124,7 @@ def _check_files(options: Any) -> None:
 async def _run(options: Any) -> None:
     from tfdist.serving.dispatch import QueueLimits
     from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
+    from tfdist.serving.versions import parse_policy
 
     limits = QueueLimits(
         requests=options.max_queue,
@@ -123,17 +132,17 @@ async def _run(options: Any) -> None:
         window=2 * options.max_batch,
         hang_s=options.hang_s,
     )
-    sizes = [1 << n for n in range(options.max_batch.bit_length()) if 1 << n < options.max_batch]
     supervisor = ServiceSupervisor(
         ServeOptions(
             directory=options.directory,
             name=options.name,
             replicas=options.replicas,
+            policy=parse_policy(options.versions, options.label),
             spares=options.spares,
             host=options.host,
             rest_port=options.rest_port,
             grpc_port=options.grpc_port,
-            batch_sizes=(*sizes, options.max_batch),
+            batch_sizes=_batch_sizes(options.max_batch),
             pin=not options.no_pin,
             limits=limits,
             timeout_s=options.timeout_s,
@@ -152,6 +161,47 @@ async def _run(options: Any) -> None:
         flush=True,
     )
     await supervisor.run()
+
+
+def _run_on_ray(options: Any) -> None:
+    for flag in _LOCAL_ALONE:
+        require(
+            not getattr(options, flag),
+            f"--{flag}",
+            received="it with --on ray",
+            expected="it without",
+            fix="have Ray's proxies or what is before them do it",
+            code="not-on-ray",
+        )
+    try:
+        from tfdist.serving.on_ray import RayOptions, run
+    except ImportError as error:
+        raise UsageError(
+            "--on ray",
+            received=f"an environment without Ray Serve ({error})",
+            expected="it on each node",
+            fix="pip install 'ray[serve]' 'tfdist[serving]'",
+            code="no-ray",
+        ) from error
+    from tfdist.serving.versions import parse_policy
+
+    ray_options = RayOptions(
+        directory=options.directory.resolve(),
+        name=options.name,
+        policy=parse_policy(options.versions, options.label),
+        replicas=options.replicas,
+        host=options.host,
+        port=options.rest_port,
+        batch_sizes=_batch_sizes(options.max_batch),
+        queued=options.max_queue,
+        timeout_s=options.timeout_s,
+        drain_s=options.drain_s,
+    )
+    run(ray_options)
+
+
+def _batch_sizes(most: int) -> tuple[int, ...]:
+    return (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most)
 
 
 def _resolved(path: Path | None) -> str:

@@ -28,10 +28,12 @@ from typing import Any
 
 import grpc
 import pytest
+from tensorflow_serving.config import model_server_config_pb2
 
 from tfdist.serving.protocol import Target
 
 DEADLINE_S = 120.0
+PREDICT = "/v1/models/m:predict"
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
 RETRY = json.dumps(  # of docs/serve.md
     {
@@ -179,17 +181,17 @@ def load(running: Service, clients: int = 4, send: Any = None) -> Iterator[Count
     assert set(outcomes) == {"ok"}, outcomes
 
 
-def send_again(connection: http.client.HTTPConnection, body: str) -> Any:
+def send_again(connection: http.client.HTTPConnection, body: str, path: str = PREDICT) -> Any:
     """Return the answer to a request, which is sent once more if its connection breaks."""
     try:
-        return send_once(connection, body)
+        return send_once(connection, body, path)
     except (ConnectionError, http.client.HTTPException):  # before the answer, or within it
         connection.close()
-        return send_once(connection, body)
+        return send_once(connection, body, path)
 
 
-def send_once(connection: http.client.HTTPConnection, body: str) -> Any:
-    connection.request("POST", "/v1/models/m:predict", body)
+def send_once(connection: http.client.HTTPConnection, body: str, path: str = PREDICT) -> Any:
+    connection.request("POST", path, body)
     return json.loads(connection.getresponse().read())
 
 
@@ -341,15 +343,14 @@ def test_a_client_that_says_nothing_more_is_let_go(shared: Service, sent: str) -
 
 def test_each_request_has_a_line_in_the_access_log(shared: Service) -> None:
     shared.predict([7, 7, 7])
-    lines = (shared.log.parent / "access").read_text().splitlines()
-    logged = json.loads(lines[-1])
+    size_bytes = len('{"instances": [7, 7, 7]}')
+    wanted = {"via": "rest", "model": "m", "code": "200", "bytes": size_bytes}
+    logged: dict[str, Any] = {}
+    end_s = time.monotonic() + DEADLINE_S
+    while {key: logged.get(key) for key in wanted} != wanted:  # written after the answer is
+        assert time.monotonic() < end_s, logged
+        logged = json.loads((shared.log.parent / "access").read_text().splitlines()[-1])
     assert logged["ms"] > 0
-    assert {key: logged[key] for key in ("via", "model", "code", "bytes")} == {
-        "via": "rest",
-        "model": "m",
-        "code": "200",
-        "bytes": len('{"instances": [7, 7, 7]}'),
-    }
 
 
 def test_metrics(shared: Service) -> None:
@@ -410,6 +411,75 @@ def test_versions_come_go_and_break_under_load(tmp_path: Path) -> None:
         running.wait_for("m: version 1 is served", 2)
         wait_for_more(outcomes)
         assert running.predict([1])[1]["by"][0] == 1
+
+
+def test_versions_and_labels_are_served_side_by_side_under_load(tmp_path: Path) -> None:
+    make_version(tmp_path / "m", 1)
+    make_version(tmp_path / "m", 2)
+    options = {"policy": {"latest": 1, "labels": {"stable": 1}}, "spares": 0}
+
+    def version_of(where: str) -> Any:
+        status, answer = running.predict([1], f"/v1/models/m{where}:predict")
+        return answer["by"][0] if status == 200 else answer["error"]
+
+    with service(tmp_path, replicas=1, **options) as running:
+        running.wait_for(r"version [12] is served", 2)
+        with load(running, send=send_again) as outcomes, load(running, send=send_to_stable):
+            asked = ["", "/versions/2", "/versions/1", "/labels/stable", "/labels/x"]
+            told = [version_of(where) for where in asked]
+            assert told == [2, 2, 1, 1, "Unrecognized servable version label: x"]
+            make_version(tmp_path / "m", 3)
+            running.wait_for("m: version 3 is served")
+            wait_for_more(outcomes)
+            told = [version_of(where) for where in ("", "/versions/2", "/labels/stable")]
+            assert told == [3, "Servable not found for request: Specific(m, 2)", 1]
+            assert call_by_spec(running.grpc, version=1) is grpc.StatusCode.OK
+            assert call_by_spec(running.grpc, version=2) is grpc.StatusCode.NOT_FOUND
+            assert call_by_spec(running.grpc, label="stable") is grpc.StatusCode.OK
+            assert call_by_spec(running.grpc, label="x") is grpc.StatusCode.INVALID_ARGUMENT
+            reload_config(running.grpc, {"stable": 2, "old": 1})
+            wait_until_available(running, {"1", "2", "3"})
+            told = [version_of(f"/labels/{label}") for label in ("stable", "old")]
+            assert told == [2, 1]
+            os.kill(front_of(running.process.pid), signal.SIGKILL)
+            wait_until_healthy(running)
+            assert version_of("/labels/stable") == 2
+
+
+def send_to_stable(connection: http.client.HTTPConnection, body: str) -> Any:
+    return send_again(connection, body, "/v1/models/m/labels/stable:predict")
+
+
+def call_by_spec(address: str, *, version: int = 0, label: str = "") -> grpc.StatusCode:
+    spec = b"\x0a\x01m" + (bytes([0x12, 2, 8, version]) if version else b"")
+    spec += b"\x22" + bytes([len(label)]) + label.encode() if label else b""
+    with grpc.insecure_channel(address) as channel:
+        method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        try:
+            method(b"\x0a" + bytes([len(spec)]) + spec, timeout=DEADLINE_S)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def reload_config(address: str, labels: dict[str, int]) -> None:
+    """Tell the labels of model m as TensorFlow Serving's own client does."""
+    config = model_server_config_pb2.ModelServerConfig()
+    model = config.model_config_list.config.add(name="m", base_path="/models/m")
+    model.version_labels.update(labels)
+    text = config.SerializeToString()
+    with grpc.insecure_channel(address) as channel:
+        method = channel.unary_unary("/tensorflow.serving.ModelService/HandleReloadConfigRequest")
+        assert method(b"\x0a" + bytes([len(text)]) + text, timeout=DEADLINE_S) == b""
+
+
+def wait_until_available(running: Service, versions: set[str]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    found: set[str] = set()
+    while found != versions:
+        states = running.get("/v1/models/m")[1]["model_version_status"]
+        found = {one["version"] for one in states if one["state"] == "AVAILABLE"}
+        assert time.monotonic() < end_s, running.said()
 
 
 def test_a_front_that_is_killed_is_replaced_and_replicas_stay(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import (
     get_model_status_pb2,
@@ -21,6 +23,7 @@ from tensorflow_serving.apis import (
 
 import tfdist
 from tests.multiprocess.test_serve import DEADLINE_S, Service, wait_until_healthy
+from tfdist import bench
 
 X = np.random.default_rng(0).random((3, 4)).astype("float32")
 
@@ -88,6 +91,9 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
         found = tf.make_ndarray(response.outputs["scores"])
         np.testing.assert_allclose(found, second, atol=1e-6)
         assert [one.version for one in states.model_version_status] == [2]
+        url = "http://{}:{}/v1/models/m".format(*running.rest)
+        words = ["serve", url, "--grpc", running.grpc, "--seconds", "0.5", "--warm_up_s", "0"]
+        assert bench.main(words) == 0, "a request made from the signature is answered"
         running.process.terminate()
         assert running.process.wait(DEADLINE_S) == 0
         assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)
@@ -126,6 +132,47 @@ def test_a_run_is_published_as_it_goes(tmp_path: Path) -> None:
             assert follows.wait(DEADLINE_S) == 0
         finally:
             follows.kill()
+
+
+def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path: Path) -> None:
+    scope: dict[str, Any] = {}
+    exec(MAKE, scope)
+    model, target = scope["make"](), np.ones((3, 2), "float32")
+
+    def train(epochs: int) -> list[int]:
+        """Train to so many epochs; return the steps of all versions."""
+        backup = tfdist.BackupAndRestore(
+            tmp_path / "backup", best="loss", publish=tmp_path / "served"
+        )
+        tfdist.fit(model, X, target, epochs=epochs, callbacks=[backup], batch_size=3, verbose=0)
+        manifests = sorted((tmp_path / "served" / "m").glob("[0-9]/manifest.json"))
+        return [json.loads(file.read_text())["step"] for file in manifests]
+
+    assert train(1) == [1]
+    running = start(tmp_path / "served", tmp_path / "log")
+    try:
+        running.wait_for("m: version 1 is served")
+        steps = train(3)
+        assert (steps[0], steps[-1], len(set(steps))) == (1, 3, len(steps))
+        newest = len(steps)
+        running.wait_for(rf"m: version {newest} is served, [\d.]+ s after its checkpoint was whole")
+        wait_until_healthy(running)
+        found = running.predict(X.tolist())[1]["predictions"]
+        np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)
+    finally:
+        end(running)
+
+
+def test_a_model_that_no_other_process_can_make_is_refused_before_training(tmp_path: Path) -> None:
+    class Own(keras.layers.Dense):
+        pass
+
+    model = keras.Sequential([keras.Input((4,)), Own(2)])
+    model.compile("sgd", "mse")
+    backup = tfdist.BackupAndRestore(tmp_path / "backup", publish=tmp_path / "served")
+    with pytest.raises(tfdist.UsageError, match="publish: received a model with Own"):
+        tfdist.fit(model, X, X[:, :2], callbacks=[backup], verbose=0)
+    assert not (tmp_path / "served").exists()
 
 
 def end(running: Service) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
+from tfdist.serving.front import ModelRoute
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError
 
 
@@ -204,3 +205,38 @@ def test_a_request_for_a_version_is_never_answered_by_another() -> None:
     bench.answer(2)
     assert code_of(bench.outcomes.pop(b"a")) is Code.NOT_FOUND
     assert bench.outcomes == {b"b": b"re:b"}
+
+
+def test_what_waits_for_a_version_that_has_no_replica_left_moves_to_another() -> None:
+    old, new = Bench(), Bench(1)
+    old.ask(b"a")
+    old.ask(b"b", version=1)
+    assert (old.dispatcher.waiting, old.dispatcher.has_links) == (2, False)
+    new.connect(2, version=2)
+    new.dispatcher.lost(1)
+    old.dispatcher.move_to(new.dispatcher)
+    assert (old.dispatcher.waiting, new.has(2)) == (0, [b"a"])
+    assert code_of(old.outcomes[b"b"]) is Code.NOT_FOUND
+    new.answer(2)
+    assert old.outcomes[b"a"] == b"re:a"
+
+
+def test_a_version_that_goes_answers_first_what_waits_for_it() -> None:
+    told = {"serving": 1, "served": [1], "labels": {}, "states": [], "draining": []}
+    model, limits, outcomes = ModelRoute(), QueueLimits(window=1), list[Outcome]()
+    model.take({**told, "replicas": [[1, "path", 1]]}, limits)
+    old, replica = model.dispatchers[1], FakeReplica()
+    old.connected(1, replica, version=1)
+    for payload in (b"a", b"b"):
+        old.submit(
+            Ticket(kind=Kind.REST_PREDICT, payload=payload, deadline=60.0, answer=outcomes.append)
+        )
+    gone = {**told, "serving": 2, "served": [2], "replicas": [], "draining": [1]}
+    model.take(gone, limits)
+    for payload in (b"a", b"b"):
+        assert model.route() == set()
+        assert replica.frames[-1].payload == payload
+        old.received(1, Frame(replica.frames[-1].id, Kind.ANSWER, payload))
+    assert (outcomes, model.route()) == ([b"a", b"b"], {1})
+    old.lost(1)
+    assert (model.route(), set(model.dispatchers)) == (set(), {2})

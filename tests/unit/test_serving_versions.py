@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from tfdist.serving.versions import Drain, Model, Replica, StartReplica, find_models, find_versions
+import pytest
+
+from tfdist import serve
+from tfdist.errors import UsageError
+from tfdist.serving.versions import (
+    Drain,
+    Model,
+    Policy,
+    Replica,
+    StartReplica,
+    find_models,
+    find_versions,
+    parse_policy,
+)
 
 
 def started(model: Model, version: int, *, first_id: int) -> Model:
@@ -45,11 +59,11 @@ def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over() -> Non
 def test_a_version_that_does_not_load_is_refused_with_its_reason() -> None:
     model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
     model = model.failed(3, "no variables")
-    assert (model.serving, model.target) == (1, 1)
+    assert (model.serving, max(model.targets)) == (1, 1)
     assert model.actions() == [Drain(3), Drain(4)]
-    states = {state.version: (state.state, state.message) for state in model.states()}
+    states = {state.version: (state.state, state.message) for state in model.states}
     assert states == {1: ("AVAILABLE", ""), 2: ("END", "no variables")}
-    assert model.scanned({1: "a", 2: "a"}).target == 1
+    assert max(model.scanned({1: "a", 2: "a"}).targets) == 1
 
 
 def test_a_refused_version_is_tried_again_when_its_files_are_others() -> None:
@@ -64,16 +78,16 @@ def test_a_refused_version_is_tried_again_when_its_files_are_others() -> None:
 def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused() -> None:
     model = served(1).scanned({1: "a", 2: "a"})
     for id in (3, 4, 5):
-        assert model.target == 2
+        assert max(model.targets) == 2
         model = model.started(Replica(id=id, version=2, index=0))
         model = model.ended(id, "was killed by SIGSEGV")
-    assert model.target == 1
+    assert max(model.targets) == 1
     assert "SIGSEGV" in model.refused[2]
 
 
 def test_removing_the_newest_rolls_back() -> None:
     model = served(2).scanned({1: "a"})
-    assert (model.serving, model.target) == (2, 1)
+    assert (model.serving, max(model.targets)) == (2, 1)
     assert model.actions() == [StartReplica(1, 0, 0.0), StartReplica(1, 1, 0.0)]
     model = started(model, 1, first_id=3).loaded(3).loaded(4)
     assert (model.serving, model.actions()) == (1, [Drain(1), Drain(2)])
@@ -81,7 +95,7 @@ def test_removing_the_newest_rolls_back() -> None:
 
 def test_when_all_versions_are_removed_the_last_one_goes_on() -> None:
     model = served(1).scanned({})
-    assert (model.serving, model.target, model.actions()) == (1, 1, [])
+    assert (model.serving, max(model.targets), model.actions()) == (1, 1, [])
 
 
 def test_a_dead_replica_is_replaced_and_waits_longer_each_time() -> None:
@@ -131,3 +145,84 @@ def test_a_directory_is_a_model_or_holds_models(tmp_path: Path) -> None:
     assert set(find_models(tmp_path, "letters")) == {"letters"}
     assert find_models(tmp_path / "digits") == {"digits": tmp_path / "digits"}
     assert set(find_models(tmp_path / "digits", "d")) == {"d"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "labels", "chosen"),
+    [
+        ("latest:1", [], {5}),
+        ("latest:2", [], {4, 5}),
+        ("all", [], {1, 3, 4, 5}),
+        ("3,4,9", [], {3, 4}),
+        ("latest:1", ["stable=3", "old=1"], {1, 3, 5}),
+        ("4", ["stable=3", "gone=2"], {3, 4}),
+    ],
+)
+def test_a_policy_chooses_versions(versions: str, labels: list[str], chosen: set[int]) -> None:
+    assert parse_policy(versions, labels).choose([1, 3, 4, 5]) == chosen
+
+
+@pytest.mark.parametrize(
+    ("versions", "label", "code"),
+    [
+        ("latest:0", "a=1", "not-a-policy"),
+        ("newest", "a=1", "not-a-policy"),
+        ("3,", "a=1", "not-a-policy"),
+        ("all", "a", "not-a-label"),
+        ("all", "a/b=1", "not-a-label"),
+    ],
+)
+def test_what_is_no_policy(versions: str, label: str, code: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_policy(versions, [label])
+    assert error.value.code == code
+
+
+def test_of_two_versions_the_older_one_stays_until_the_new_one_is_ready() -> None:
+    model = Model(replicas_wanted=1, policy=Policy(latest=2)).scanned({1: "a", 2: "a"})
+    for version in (1, 2):
+        model = started(model, version, first_id=version).loaded(version)
+    assert (model.serving, model.served, model.actions()) == (2, {1, 2}, [])
+    model = started(model.scanned({1: "a", 2: "a", 3: "a"}), 3, first_id=3)
+    assert (model.served, model.actions()) == ({1, 2}, [])
+    model = model.loaded(3)
+    assert (model.serving, model.served, model.actions()) == (3, {2, 3}, [Drain(1)])
+
+
+def test_a_label_that_is_moved_keeps_its_version() -> None:
+    model = served(1, replicas=1).scanned({1: "a", 2: "a"})
+    model = model.governed(Policy(labels={"stable": 1}))
+    model = started(model, 2, first_id=2).loaded(2)
+    assert (model.serving, model.served, model.actions()) == (2, {1, 2}, [])
+    moved = model.governed(Policy(labels={"stable": 2}))
+    assert (moved.served, moved.labels, moved.actions()) == ({2}, {"stable": 2}, [Drain(1)])
+
+
+def test_a_label_names_its_old_version_until_the_new_one_is_served() -> None:
+    model = served(3, replicas=1).scanned({1: "a", 2: "a", 3: "a"})
+    model = model.governed(Policy(labels={"stable": 1}))
+    model = started(model, 1, first_id=2).loaded(2).governed(Policy(labels={"stable": 2}))
+    assert (model.served, model.labels) == ({1, 3}, {"stable": 1})
+    model = started(model, 2, first_id=3).loaded(3)
+    assert (model.served, model.labels, model.actions()) == ({2, 3}, {"stable": 2}, [Drain(2)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--on", "ray"], "Fix: pip install 'ray[serve]' 'tfdist[serving]'"),
+        (["--on", "ray", "--token", __file__], "--token: received it with --on ray"),
+        (["--versions", "two"], "--versions: received 'two'"),
+    ],
+)
+def test_a_service_that_cannot_be_is_one_line(
+    tmp_path: Path,
+    flags: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert serve.main([str(tmp_path), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line

@@ -14,6 +14,7 @@ import keras
 
 from tfdist.app import recipe
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
+from tfdist.checkpoint.publish import Publisher
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE, flat
@@ -213,8 +214,12 @@ def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
 
 
 def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
+    job = current_job()
+    by_chief = job is None or not job.has_evaluator
     return BackupAndRestore(
         directory.checkpoints,
+        best="val_loss" if config.publish and by_chief else None,
+        publish=Publisher(config.publish, run=directory.path) if config.publish else None,
         every="auto" if config.backup_every == "auto" else None,
         every_steps=config.backup_every_steps or None,
         keep=config.keep_checkpoints,

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, state
 from tfdist.checkpoint.best import Best
+from tfdist.checkpoint.publish import Publisher
 from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import (
     UsageError,
@@ -76,6 +77,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         in which it was best is kept too.
       mode: "min" or "max": which is better; "auto" goes by the name.
       exact: refuse what cannot be resumed to the same bits (see the guide on checkpoints).
+      publish: directory of models to be served: a process of the chief exports each best checkpoint
+        (without `best` each new one) to ``publish/NAME/VERSION`` as the run goes.
+      publish_model: ``file.py:function`` that returns the built model, for one with own classes.
 
     It saves at the end of each (virtual) epoch as well.
 
@@ -102,6 +106,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         best: str | None = None,
         mode: str = "auto",
         exact: bool = False,
+        publish: str | os.PathLike[str] | Publisher | None = None,
+        publish_model: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -117,6 +123,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.store = CheckpointStore(directory, keep=keep)
         self.exact = exact
         self.best = best
+        self._publisher = _publisher(publish, publish_model)
         self._every_steps = every_steps
         self._every_s = every_s
         self._best = Best(best, mode)
@@ -216,6 +223,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         error = self._background.join()
         if error is not None:
             _LOG.error("%s", error)
+        if self._publisher:
+            self._publisher.close()
         self.store.close()
         self._prepared = False
 
@@ -247,6 +256,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not is_chief():
             return
         self.prepare()
+        if self._publisher:
+            self._publisher.start(self.model, self.store.directory, best=bool(self.best))
         if self._auto:
             self._saved_at = self._clock()
             job = current_job()
@@ -310,6 +321,17 @@ def _auto_interval(
         fix = "give the mean time between two failures of the job"
         mtbf_s = require_number(where, mtbf_s, above=0, unit="seconds", fix=fix)
     return AutoInterval(mtbf_s=mtbf_s)
+
+
+def _publisher(
+    publish: str | os.PathLike[str] | Publisher | None, make: str | None
+) -> Publisher | None:
+    if publish is None:
+        fix = "add publish='served', or leave publish_model out"
+        where, expected = "BackupAndRestore: publish_model", "it beside publish"
+        require(not make, where, received=make, expected=expected, fix=fix, code="exclusive")
+        return None
+    return publish if isinstance(publish, Publisher) else Publisher(publish, make=make)
 
 
 def _place(job: Job) -> dict[str, Any]:

@@ -141,6 +141,11 @@ FIELDS: tuple[Field, ...] = (
         help="auto: save also at intervals chosen from what a save costs and how often runs fail",
     ),
     Field(name="save_model", default=False, help="save the trained model as model.keras"),
+    Field(
+        name="publish",
+        default="",
+        help="directory of a server's models: the best checkpoints become versions as the run goes",
+    ),
     Field(name="keep_checkpoints", default=2, least=1, help="checkpoints kept"),
     Field(
         name="ledger",
@@ -190,6 +195,7 @@ FREE = frozenset(
         "backup_every",
         "keep_checkpoints",
         "save_model",
+        "publish",
         "ledger",
         "tracker",
         "max_staleness",

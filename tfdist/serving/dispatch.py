@@ -1,4 +1,4 @@
-"""The requests of one model: which replica gets which, and what becomes of them when one ends.
+"""The requests of one version: which replica gets which, and what becomes of them when one ends.
 
 No request is lost with its replica. Those that a dead replica had are sent once more, each alone to
 a replica that has nothing else: so the one that kills replicas is known after the second, and its
@@ -76,11 +76,21 @@ class QueueLimits:
 
 
 class Dispatcher:
-    """The queue of a model and its links."""
+    """The queue of a version and its links.
 
-    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
-        self.counts: Counter[str] = Counter()
-        self.batches: Counter[int] = Counter()  # answers by the size of the batch they came in
+    `counts` and `batches`, which counts answers by the size of their batch, may be shared.
+    """
+
+    def __init__(
+        self,
+        limits: QueueLimits,
+        clock: Callable[[], float],
+        *,
+        counts: Counter[str] | None = None,
+        batches: Counter[int] | None = None,
+    ) -> None:
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.batches: Counter[int] = Counter() if batches is None else batches
         self._limits = limits
         self._clock = clock
         self._ids = itertools.count(1)
@@ -131,6 +141,22 @@ class Dispatcher:
     def has(self, id: int) -> bool:
         """Return whether a replica is connected."""
         return id in self._links
+
+    @property
+    def has_links(self) -> bool:
+        """Whether a replica is connected."""
+        return bool(self._links)
+
+    def move_to(self, other: Dispatcher) -> None:
+        """Have another version answer what waits here; what replicas have stays with them."""
+        moved = sum(len(ticket.payload) for ticket in (*self._waiting, *self._suspects))
+        self._size_bytes -= moved
+        other._size_bytes += moved
+        other._waiting.extend(self._waiting)
+        other._suspects.extend(self._suspects)
+        self._waiting.clear()
+        self._suspects.clear()
+        other.pump()
 
     def received(self, id: int, frame: Frame) -> None:
         """Take an answer of a replica."""

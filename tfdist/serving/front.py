@@ -20,9 +20,10 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import uvicorn
@@ -43,6 +44,7 @@ from tfdist.serving.protocol import (
     Target,
     VersionState,
 )
+from tfdist.serving.versions import policies_of
 
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
@@ -101,15 +103,54 @@ class ModelRoute:
     """A model as the supervisor has told, and its requests.
 
     Attributes:
-      replicas: those that are to get requests, with the path at which they listen.
+      serving: the version for requests that name none.
+      served: all versions that get requests.
+      replicas: those that are to get requests: the path at which they listen, and the version.
       draining: those that are to end once they have no request.
+      dispatchers: of the versions that are served, or whose replicas are draining.
     """
 
-    dispatcher: Dispatcher
     serving: int | None = None
+    served: frozenset[int] = frozenset()
+    labels: dict[str, int] = dataclasses.field(default_factory=dict)
     states: list[VersionState] = dataclasses.field(default_factory=list)
-    replicas: dict[int, str] = dataclasses.field(default_factory=dict)
+    replicas: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     draining: set[int] = dataclasses.field(default_factory=set)
+    dispatchers: dict[int, Dispatcher] = dataclasses.field(default_factory=dict)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    batches: Counter[int] = dataclasses.field(default_factory=Counter)
+
+    def take(self, told: Mapping[str, Any], limits: QueueLimits) -> None:
+        """Take what the supervisor tells of the model."""
+        self.serving, self.served = told["serving"], frozenset(told["served"])
+        self.labels = dict(told["labels"])
+        self.states = [VersionState(**state) for state in told["states"]]
+        self.replicas = {id: (path, version) for id, path, version in told["replicas"]}
+        self.draining = set(told["draining"])
+        for version in self.served - self.dispatchers.keys():
+            self.dispatchers[version] = Dispatcher(
+                limits, time.monotonic, counts=self.counts, batches=self.batches
+            )
+
+    def route(self) -> set[int]:
+        """Give requests to the replicas alone; return the connected others that have none left.
+
+        What waits for a version that is served no more is answered by it, while it has replicas.
+        """
+        idle: set[int] = set()
+        for version, one in list(self.dispatchers.items()):
+            if version in self.served:
+                idle.update(one.route(self.replicas))
+            elif not one.has_links and self.serving is not None:
+                one.move_to(self.dispatchers[self.serving])
+                del self.dispatchers[version]
+            elif not one.waiting:
+                idle.update(one.route(()))
+        return idle
+
+    def is_connected(self, id: int) -> bool:
+        """Return whether a replica is connected."""
+        return any(one.has(id) for one in self.dispatchers.values())
 
 
 class ReplicaConnection(asyncio.Protocol):
@@ -125,8 +166,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Offer the replica to the dispatcher."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
         self._dispatcher.connected(self._id, self, version=self._version)
 
     def send(self, frame: Frame) -> None:
@@ -185,14 +225,7 @@ class Front:
 
     async def _take(self, table: Mapping[str, Any]) -> None:
         for name, told in table["models"].items():
-            if name not in self.models:
-                dispatcher = Dispatcher(self.options.limits, time.monotonic)
-                self.models[name] = ModelRoute(dispatcher=dispatcher)
-            model = self.models[name]
-            model.serving = told["serving"]
-            model.states = [VersionState(**state) for state in told["states"]]
-            model.replicas = dict(told["replicas"])
-            model.draining = set(told["draining"])
+            self.models.setdefault(name, ModelRoute()).take(told, self.options.limits)
         known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
         self._connections = {id: c for id, c in self._connections.items() if id in known}
         for model in self.models.values():
@@ -203,24 +236,24 @@ class Front:
         """Connect to replicas; give requests to them alone; say which others have none left."""
         for id in model.replicas.keys() - self._connections.keys():
             self._connect(model, id)
-        idle = set(model.dispatcher.route(model.replicas))
+        idle = model.route()
         for id in model.draining:
-            if id in idle or not model.dispatcher.has(id):
+            if id in idle or not model.is_connected(id):
                 if connection := self._connections.pop(id, None):
                     connection.close()
                 model.draining = model.draining - {id}
                 self.tell(drained=id)
 
     def _connect(self, model: ModelRoute, id: int) -> None:
-        assert model.serving is not None  # there are no replicas to connect to before
-        connection = ReplicaConnection(id, model.serving, model.dispatcher)
+        path, version = model.replicas[id]
+        connection = ReplicaConnection(id, version, model.dispatchers[version])
         self._connections[id] = connection
         loop = asyncio.get_running_loop()
 
         async def connect() -> None:
             try:
-                await loop.create_unix_connection(lambda: connection, model.replicas[id])
-            except (OSError, KeyError):  # it has ended, or the next tick tries again
+                await loop.create_unix_connection(lambda: connection, path)
+            except OSError:  # it has ended, or the next tick tries again
                 self._connections.pop(id, None)
 
         task = loop.create_task(connect())
@@ -244,19 +277,24 @@ class Front:
         while True:
             await asyncio.sleep(_TICK_S)
             for name, model in self.models.items():
-                model.dispatcher.expire()
-                for id in model.dispatcher.hanging():
-                    _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
-                    self.tell(hung=id)
-                    model.dispatcher.lost(id)
-                    self._connections[id].close()
+                for dispatcher in model.dispatchers.values():
+                    dispatcher.expire()
+                    self._end_hanging(name, dispatcher)
                 self._settle(model)
+
+    def _end_hanging(self, name: str, dispatcher: Dispatcher) -> None:
+        for id in dispatcher.hanging():
+            _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
+            self.tell(hung=id)
+            dispatcher.lost(id)
+            self._connections[id].close()
 
     # Requests
 
     async def ask(self, target: Target, kind: Kind, payload: bytes, timeout_s: float) -> bytes:
         """Return a replica's answer to a request; raise RequestError."""
-        model = self._find(target)
+        target = protocol.unlabelled(target, self.models)
+        version = protocol.version_of(target, self.models)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
         def answer(outcome: Outcome) -> None:
@@ -267,7 +305,7 @@ class Front:
         ticket = Ticket(
             kind=kind, payload=payload, deadline=deadline, answer=answer, version=target.version
         )
-        model.dispatcher.submit(ticket)
+        self.models[target.name].dispatchers[version].submit(ticket)
         try:
             outcome = await future
         finally:
@@ -276,31 +314,8 @@ class Front:
             raise outcome
         return outcome
 
-    def _find(self, target: Target) -> ModelRoute:
-        model = self.models.get(target.name)
-        if model is None:
-            raise target.not_found()
-        if target.label:
-            message = f"Unrecognized servable version label: {target.label}"
-            raise RequestError(Code.INVALID_ARGUMENT, message)
-        if model.serving is None:
-            reasons = [f"version {s.version}: {s.message}" for s in model.states if s.message]
-            message = "; ".join(reasons) or "it is being loaded"
-            raise RequestError(Code.UNAVAILABLE, f"{target.name} is not served yet: {message}")
-        if target.version not in (None, model.serving):
-            raise target.not_found()
-        return model
-
     def _states(self, target: Target) -> list[VersionState]:
-        model = self.models.get(target.name)
-        if model is None:
-            message = f"Could not find any versions of model {target.name}"
-            raise RequestError(Code.NOT_FOUND, message)
-        states = [s for s in model.states if target.version in (None, s.version)]
-        if not states and target.version is not None:
-            message = f"Could not find version {target.version} of model {target.name}"
-            raise RequestError(Code.NOT_FOUND, message)
-        return states
+        return protocol.states_of(protocol.unlabelled(target, self.models), self.models)
 
     def _authorize(self, sent: str) -> None:
         wanted = f"Bearer {self._token}"
@@ -315,8 +330,9 @@ class Front:
         unary = grpc.unary_unary_rpc_method_handler
         make = grpc.method_handlers_generic_handler
         predict = {name: unary(method) for name, method in methods.items()}
-        status = {"GetModelStatus": unary(self._grpc(self._grpc_status))}
-        return [make(_PREDICTION, predict), make(_MODEL, status)]
+        told = {"GetModelStatus": self._grpc_status, "HandleReloadConfigRequest": self._grpc_reload}
+        model = {name: unary(self._grpc(method)) for name, method in told.items()}
+        return [make(_PREDICTION, predict), make(_MODEL, model)]
 
     def _grpc_ask(self, kind: Kind) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def ask(payload: bytes, timeout_s: float) -> tuple[str, bytes]:
@@ -328,6 +344,15 @@ class Front:
     async def _grpc_status(self, payload: bytes, timeout_s: float) -> tuple[str, bytes]:
         target = protocol.parse_model_spec(payload)
         return target.name, protocol.status_message(self._states(target))
+
+    async def _grpc_reload(self, payload: bytes, timeout_s: float) -> tuple[str, bytes]:
+        """Have the supervisor take policies and labels; the versions follow."""
+        policies = policies_of(protocol.parse_reload(payload))
+        for name in policies:
+            if name not in self.models:
+                raise Target(name=name).not_found()
+        self.tell(policies={name: dataclasses.asdict(one) for name, one in policies.items()})
+        return "", b""  # a response without an error
 
     def _grpc(
         self, method: Callable[[bytes, float], Awaitable[tuple[str, bytes]]]
@@ -506,7 +531,7 @@ def _http_server(front: Front) -> _Http:
     config = uvicorn.Config(
         front.app,
         http=_quick_heads(options.silence_s),
-        loop="asyncio",
+        loop="none",
         interface="asgi3",
         lifespan="off",
         ws="none",
@@ -583,7 +608,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    return asyncio.run(run(options))
+    loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(run(options))
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ class _Models:
     def collect(self) -> Iterator[Any]:
         """Yield a metric after the other, each with all models."""
         gauges: dict[str, tuple[str, Callable[[ModelRoute], int]]] = {
-            "waiting": ("Requests that wait for a replica", lambda m: m.dispatcher.waiting),
-            "outstanding": ("Requests that replicas have", lambda m: m.dispatcher.outstanding),
-            "replicas": ("Replicas that take requests", lambda m: m.dispatcher.replicas),
-            "version": ("The version that is served", lambda m: m.serving or 0),
+            "waiting": ("Requests that wait for a replica", lambda m: _sum(m, "waiting")),
+            "outstanding": ("Requests that replicas have", lambda m: _sum(m, "outstanding")),
+            "replicas": ("Replicas that take requests", lambda m: _sum(m, "replicas")),
+            "version": ("The newest version that is served", lambda m: m.serving or 0),
         }
         for key, (about, value) in gauges.items():
             gauge = GaugeMetricFamily(f"tfdist_serving_{key}", about, labels=["model"])
@@ -79,12 +79,12 @@ class _Models:
         for key, about in _COUNTS.items():
             counter = CounterMetricFamily(f"tfdist_serving_{key}", about, labels=["model"])
             for name, model in self._models.items():
-                counter.add_metric([name], model.dispatcher.counts[key])
+                counter.add_metric([name], model.counts[key])
             yield counter
         about = "Requests that were answered together, as each of them saw it"
         batches = HistogramMetricFamily("tfdist_serving_batch_requests", about, labels=["model"])
         for name, model in self._models.items():
-            sizes = model.dispatcher.batches
+            sizes = model.batches
             cumulated = [
                 (f"{most}", sum(n for size, n in sizes.items() if size <= most))
                 for most in (*_BATCHES, float("inf"))
@@ -92,3 +92,8 @@ class _Models:
             labelled = [(le.replace("inf", "+Inf"), count) for le, count in cumulated]
             batches.add_metric([name], labelled, sum(size * n for size, n in sizes.items()))
         yield batches
+
+
+def _sum(model: ModelRoute, what: str) -> int:
+    """Return a figure of all versions of a model together."""
+    return sum(getattr(dispatcher, what) for dispatcher in model.dispatchers.values())

@@ -13,8 +13,8 @@ import enum
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -217,6 +217,7 @@ def _messages() -> dict[str, Any]:
         version_label=(4, field.TYPE_STRING),
     )
     message("Request", model_spec=(1, "ModelSpec"))
+    message("Reload", config=(1, field.TYPE_BYTES))
     message("Status", error_code=(1, field.TYPE_INT32), error_message=(2, field.TYPE_STRING))
     message(
         "Version", version=(1, field.TYPE_INT64), state=(2, field.TYPE_INT32), status=(3, "Status")
@@ -244,6 +245,17 @@ def parse_model_spec(payload: bytes) -> Target:
     return Target(name=spec.name, version=version, label=spec.version_label)
 
 
+def parse_reload(payload: bytes) -> Any:
+    """Return the ``ModelServerConfig`` in a ``ReloadConfigRequest``; raise RequestError."""
+    from tensorflow_serving.config import model_server_config_pb2  # loads no TensorFlow
+
+    try:
+        text = _MESSAGES["Reload"].FromString(payload).config
+        return model_server_config_pb2.ModelServerConfig.FromString(text)
+    except DecodeError as error:
+        raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {error}") from None
+
+
 STATES = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNLOADING": 40, "END": 50}
 """Numbers of the states of a version, as in ``get_model_status.proto``."""
 
@@ -260,6 +272,61 @@ class VersionState:
     def code(self) -> Code:
         """OK, or UNKNOWN where a message says what is wrong."""
         return Code.UNKNOWN if self.message else Code.OK
+
+
+class ModelVersions(Protocol):
+    """What is known of a model's versions: which names mean which, and how they are.
+
+    `serving` is the version for requests that name none, `served` are all that get requests.
+    """
+
+    @property
+    def serving(self) -> int | None: ...
+    @property
+    def served(self) -> frozenset[int]: ...
+    @property
+    def labels(self) -> Mapping[str, int]: ...
+    @property
+    def states(self) -> Sequence[VersionState]: ...
+
+
+def unlabelled(target: Target, models: Mapping[str, ModelVersions]) -> Target:
+    """Return the target with the version of its label; raise RequestError for an unknown one."""
+    if not target.label or target.name not in models:
+        return target
+    version = models[target.name].labels.get(target.label)
+    if version is None:
+        message = f"Unrecognized servable version label: {target.label}"
+        raise RequestError(Code.INVALID_ARGUMENT, message)
+    return Target(name=target.name, version=version)
+
+
+def version_of(target: Target, models: Mapping[str, ModelVersions]) -> int:
+    """Return the version that is to answer; raise RequestError where it is not served."""
+    model = models.get(target.name)
+    if model is None:
+        raise target.not_found()
+    if model.serving is None:
+        reasons = [f"version {s.version}: {s.message}" for s in model.states if s.message]
+        message = "; ".join(reasons) or "it is being loaded"
+        raise RequestError(Code.UNAVAILABLE, f"{target.name} is not served yet: {message}")
+    version = model.serving if target.version is None else target.version
+    if version not in model.served:
+        raise target.not_found()
+    return version
+
+
+def states_of(target: Target, models: Mapping[str, ModelVersions]) -> list[VersionState]:
+    """Return the states of a model's versions, or of the one that is asked for."""
+    model = models.get(target.name)
+    if model is None:
+        message = f"Could not find any versions of model {target.name}"
+        raise RequestError(Code.NOT_FOUND, message)
+    states = [s for s in model.states if target.version in (None, s.version)]
+    if not states and target.version is not None:
+        message = f"Could not find version {target.version} of model {target.name}"
+        raise RequestError(Code.NOT_FOUND, message)
+    return states
 
 
 def status_json(states: Iterable[VersionState]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def read_model(
         a directory that `tfdist.BackupAndRestore` wrote.
       step: of the checkpoint; by default the newest one.
       best: take the checkpoint that was marked best.
-      make: ``file.py:function``, which returns the model of the checkpoints in an own program.
+      make: ``file.py:function``, which returns the model of the checkpoints in an own program, or
+        the ``model.json`` that `BackupAndRestore(publish=...)` writes.
 
     Raises:
       UsageError: there is no such file or checkpoint, or it is another model's.
@@ -81,7 +82,9 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def _made_by(make: str) -> keras.Model:
-    """Call the function that ``file.py:function`` names."""
+    """Call the function that ``file.py:function`` names, or make what a JSON file describes."""
+    if make.endswith(".json") and Path(make).is_file():
+        return keras.models.model_from_json(Path(make).read_text())
     path, _, name = make.rpartition(":")
     spec = importlib.util.spec_from_file_location("model_of_export", path)
     if not path or spec is None or spec.loader is None or not Path(path).is_file():

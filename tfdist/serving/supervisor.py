@@ -24,13 +24,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError, UsageError, require
-from tfdist.files import one_line_errors
+from tfdist.errors import TfdistError, UsageError
 from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import FrontOptions
 from tfdist.serving.replica import ReplicaOptions, ReplicaOrder
-from tfdist.serving.versions import Drain, Model, Replica, StartReplica, find_models, find_versions
+from tfdist.serving.versions import (
+    Drain,
+    Model,
+    Policy,
+    Replica,
+    StartReplica,
+    find_versions,
+    require_models,
+)
 
 _LOG = logging.getLogger("tfdist.serve")
 _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
@@ -46,7 +53,8 @@ class ServeOptions:
     Attributes:
       directory: of versions, or of models that have versions.
       name: of the model, where the directory has versions; else the one model to serve.
-      replicas: processes for each model.
+      replicas: processes for each version that is served.
+      policy: which versions those are.
       rest_port, grpc_port: 0 for any that is free.
       spares: processes that have loaded TensorFlow and wait for the version they are to serve.
       pin: give each replica cores of its own.
@@ -56,6 +64,7 @@ class ServeOptions:
     directory: Path
     name: str | None = None
     replicas: int = 1
+    policy: Policy = dataclasses.field(default_factory=Policy)
     spares: int = 1
     host: str = "127.0.0.1"
     rest_port: int = 8501
@@ -108,8 +117,9 @@ class ServiceSupervisor:
         """Bind the sockets; `modules` are what front and replica run, for tests."""
         self._options = options
         self._modules = modules
-        self._paths = _models(options)
-        self._models = {n: Model(replicas_wanted=options.replicas) for n in self._paths}
+        self._paths = require_models(options.directory, options.name)
+        model = Model(replicas_wanted=options.replicas, policy=options.policy)
+        self._models = dict.fromkeys(self._paths, model)
         self._rest = _listen(options.host, options.rest_port)
         self._grpc = _reserve(options.host, options.grpc_port)
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
@@ -123,7 +133,7 @@ class ServiceSupervisor:
         self._told = b""
         self._stop = asyncio.Event()
         self._door = Door(self._grpc)
-        self._announced: dict[str, int | None] = {}
+        self._announced: dict[str, frozenset[int]] = {}
 
     @property
     def rest_address(self) -> str:
@@ -219,6 +229,9 @@ class ServiceSupervisor:
     def _hear(self, message: Mapping[str, Any]) -> None:
         if "listening" in message:
             self._door.is_front_there.set()
+        for name, told in message.get("policies", {}).items():
+            _LOG.info("%s: versions %s", name, told)
+            self._set(name, self._models[name].governed(Policy(**told)))
         if (id := message.get("drained")) in self._replicas:
             self._replicas[id].process.kill()  # it has no request left
         if (id := message.get("hung")) in self._replicas:
@@ -236,11 +249,13 @@ class ServiceSupervisor:
 
     def _table(self, name: str) -> dict[str, Any]:
         model = self._models[name]
-        ready = [r for r in model.replicas if r.ready and r.version == model.serving]
+        ready = [r for r in model.replicas if r.ready and r.version in model.served]
         return {
             "serving": model.serving,
-            "states": [dataclasses.asdict(state) for state in model.states()],
-            "replicas": [[r.id, self._replicas[r.id].path] for r in ready],
+            "served": sorted(model.served),
+            "labels": dict(model.labels),
+            "states": [dataclasses.asdict(state) for state in model.states],
+            "replicas": [[r.id, self._replicas[r.id].path, r.version] for r in ready],
             "draining": [id for id, of in self._draining.items() if of == name],
         }
 
@@ -269,13 +284,14 @@ class ServiceSupervisor:
                 self._draining[action.id] = name
             else:
                 self._start_later(name, action)
-        if self._announced.get(name) != model.serving:
-            age = self._age(name, model.serving) if name in self._announced else ""
-            self._announced[name] = model.serving
-            _LOG.info("%s: version %s is served%s", name, model.serving, age)
+        before = self._announced.get(name, frozenset())
+        for version in sorted(model.served - before):
+            age = self._age(name, version) if before else ""
+            _LOG.info("%s: version %s is served%s", name, version, age)
+        self._announced[name] = model.served
         self._tell_front()
 
-    def _age(self, name: str, version: int | None) -> str:
+    def _age(self, name: str, version: int) -> str:
         """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((self._paths[name] / f"{version}" / "manifest.json").read_text())
@@ -419,21 +435,6 @@ class ServiceSupervisor:
         self._rest.close()
         self._grpc.close()
         shutil.rmtree(self._private, ignore_errors=True)
-
-
-def _models(options: ServeOptions) -> dict[str, Path]:
-    """Return the models to serve; raise UsageError where there is none."""
-    with one_line_errors(f"serve: cannot read {options.directory}"):
-        models = find_models(options.directory, options.name)
-    require(
-        models,
-        "DIR",
-        received=f"{options.directory}, in which there is no version to serve",
-        expected="DIR/NAME/VERSION or DIR/VERSION with a saved_model.pb",
-        fix="write one with tfdist.export_model or python -m tfdist.export",
-        code="no-version",
-    )
-    return models
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""The versions of a model: which one is served, which is loaded beside it, which are refused.
+"""The versions of a model: which are served, which are loaded beside them, which are refused.
 
 Pure: `Model` is what is known, its methods return it changed, and `actions` says what to do next.
 Told the same twice it does nothing more, so that a lost message is made good by the next look.
@@ -9,14 +9,88 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from tfdist.errors import UsageError, require
+from tfdist.files import one_line_errors
 from tfdist.serving.protocol import INT64_MAX, VersionState
 
 MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Which versions of a model are to be served, as TensorFlow Serving's `model_version_policy`.
+
+    Attributes:
+      latest: how many of the newest; None for all.
+      specific: these alone, and none by `latest`.
+      labels: names of versions, which are served beside the others.
+    """
+
+    latest: int | None = 1
+    specific: tuple[int, ...] = ()
+    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def choose(self, there: Iterable[int]) -> frozenset[int]:
+        """Return those of the versions that are to be served."""
+        newest_first = sorted(there, reverse=True)
+        named = {*self.specific, *self.labels.values()}
+        count = 0 if self.specific else self.latest
+        return frozenset(newest_first[:count]) | named.intersection(newest_first)
+
+
+def parse_policy(versions: str, labels: Iterable[str] = ()) -> Policy:
+    """Return the policy in ``latest:2``, ``all`` or ``3,5`` and in labels such as ``stable=3``.
+
+    Raises UsageError.
+    """
+    match = re.fullmatch(r"latest:([1-9]\d{0,8})|(all)|(\d{1,18}(?:,\d{1,18})*)", versions)
+    if match is None:
+        raise UsageError(
+            "--versions",
+            received=repr(versions),
+            expected="latest:COUNT, all, or numbers such as 3,5",
+            fix="pass latest:1, the default, for the newest",
+            code="not-a-policy",
+        )
+    count, all_of_them, numbers = match.groups()
+    return Policy(
+        latest=int(count) if count else None if all_of_them else 0,
+        specific=tuple(map(int, numbers.split(","))) if numbers else (),
+        labels=dict(map(_parse_label, labels)),
+    )
+
+
+def policies_of(config: Any) -> dict[str, Policy]:
+    """Return the policies of the models in TensorFlow Serving's ``ModelServerConfig``."""
+    return {one.name: _policy_of(one) for one in config.model_config_list.config}
+
+
+def _policy_of(model: Any) -> Policy:
+    wanted, labels = model.model_version_policy, dict(model.version_labels)
+    if wanted.HasField("specific"):
+        return Policy(specific=tuple(wanted.specific.versions), labels=labels)
+    count = None if wanted.HasField("all") else max(wanted.latest.num_versions, 1)
+    return Policy(latest=count, labels=labels)
+
+
+def _parse_label(text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"([^/:=]+)=(\d{1,18})", text)
+    if match is None:
+        raise UsageError(
+            "--label",
+            received=repr(text),
+            expected="NAME=VERSION, such as stable=3",
+            fix="name the label and the number of a version",
+            code="not-a-label",
+        )
+    return match[1], int(match[2])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,25 +124,38 @@ class Model:
     """What is known of a model.
 
     Attributes:
-      replicas_wanted: of the version that is served.
+      replicas_wanted: of each version that is served.
+      policy: which versions those are to be.
       found: the versions on the disk, each with what tells one from another of the same number.
       refused: versions that do not load, with the reason.
-      serving: the version that gets the requests.
+      served: the versions that get requests.
+      labels: the policy's; one that was moved names its old version until the new one is served.
       replicas: the living ones that are not draining.
       deaths: ends in a row of replicas by version and index.
     """
 
     replicas_wanted: int
+    policy: Policy = dataclasses.field(default_factory=Policy)
     found: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    serving: int | None = None
+    served: frozenset[int] = frozenset()
+    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     replicas: tuple[Replica, ...] = ()
     deaths: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     @property
-    def target(self) -> int | None:
-        """The newest version that is there and not refused, else the one that is served."""
-        return max((v for v in self.found if v not in self.refused), default=self.serving)
+    def serving(self) -> int | None:
+        """The version that gets the requests which name none: the newest."""
+        return max(self.served, default=None)
+
+    @property
+    def targets(self) -> frozenset[int]:
+        """What the policy chooses of what is there and not refused, else what is served."""
+        return self.policy.choose(v for v in self.found if v not in self.refused) or self.served
+
+    def governed(self, policy: Policy) -> Model:
+        """Take another policy."""
+        return dataclasses.replace(self, policy=policy)._settled()
 
     def scanned(self, found: Mapping[int, str]) -> Model:
         """Take what is on the disk now; a version whose files are others is tried again."""
@@ -95,7 +182,7 @@ class Model:
     def failed(self, id: int, reason: str) -> Model:
         """Take that a replica could not load its version: it is refused unless it is served."""
         one = self._replica(id)
-        if one is None or one.version == self.serving:
+        if one is None or one.version in self.served:
             return self
         return self._refusing(one.version, reason)
 
@@ -109,7 +196,7 @@ class Model:
         left = tuple(other for other in self.replicas if other.id != id)
         model = dataclasses.replace(self, replicas=left, deaths=deaths)
         count = sum(n for (version, _), n in deaths.items() if version == one.version)
-        if not one.ready and one.version != self.serving and count >= MAX_DEATHS:
+        if not one.ready and one.version not in self.served and count >= MAX_DEATHS:
             return model._refusing(one.version, f"its replica {how} while it was loaded, {count}x")
         return model
 
@@ -120,7 +207,7 @@ class Model:
 
     def actions(self) -> list[StartReplica | Drain]:
         """Return what is to be done now."""
-        kept = {version for version in (self.target, self.serving) if version is not None}
+        kept = self.targets | self.served
         drains = [Drain(one.id) for one in self.replicas if one.version not in kept]
         starts = [
             StartReplica(version, index, self._wait_s(version, index))
@@ -130,17 +217,16 @@ class Model:
         ]
         return [*drains, *starts]
 
+    @property
     def states(self) -> list[VersionState]:
-        """Return how each version is; of those on the disk the older ones are not loaded."""
+        """How each version is, but for those on the disk that are not chosen."""
         states = [
             VersionState(version=version, state="END", message=why)
             for version, why in self.refused.items()
         ]
-        if self.serving is not None:
-            states.append(VersionState(version=self.serving, state="AVAILABLE"))
-        if self.target is not None and self.target != self.serving:
-            states.append(VersionState(version=self.target, state="LOADING"))
-        return states
+        states += [VersionState(version=version, state="AVAILABLE") for version in self.served]
+        loading = self.targets - self.served
+        return states + [VersionState(version=version, state="LOADING") for version in loading]
 
     def _replica(self, id: int) -> Replica | None:
         return next((one for one in self.replicas if one.id == id), None)
@@ -149,11 +235,16 @@ class Model:
         return dataclasses.replace(self, refused={**self.refused, version: reason})
 
     def _settled(self) -> Model:
-        """Serve the target once all of its replicas are ready."""
-        ready = sum(one.ready for one in self.replicas if one.version == self.target)
-        if self.target == self.serving or ready < self.replicas_wanted:
-            return self
-        return dataclasses.replace(self, serving=self.target)
+        """Serve a target once all of its replicas are ready, and the others until all are."""
+        ready = Counter(one.version for one in self.replicas if one.ready)
+        now = self.served | {v for v in self.targets if ready[v] >= self.replicas_wanted}
+        served = self.targets if self.targets <= now else now
+        old = {name: version for name, version in self.labels.items() if version in served}
+        labels = {
+            name: version if version in served else old.get(name, version)
+            for name, version in self.policy.labels.items()
+        }
+        return dataclasses.replace(self, served=served, labels=labels)
 
     def _wait_s(self, version: int, index: int) -> float:
         deaths = self.deaths.get((version, index), 0)
@@ -193,3 +284,18 @@ def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
     below = sorted(path for path in directory.iterdir() if path.is_dir())
     models = {path.name: path for path in below if not path.name.startswith(".")}
     return {n: path for n, path in models.items() if name in (None, n) and find_versions(path)}
+
+
+def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
+    """Return the models to serve; raise UsageError where there is none."""
+    with one_line_errors(f"serve: cannot read {directory}"):
+        models = find_models(directory, name)
+    require(
+        models,
+        "DIR",
+        received=f"{directory}, in which there is no version to serve",
+        expected="DIR/NAME/VERSION or DIR/VERSION with a saved_model.pb",
+        fix="write one with tfdist.export_model or python -m tfdist.export",
+        code="no-version",
+    )
+    return models

@@ -1,0 +1,115 @@
+"""Publishing a run's checkpoints as versions while it goes on: `tfdist.export --follow` beside it.
+
+The process is the chief's child. It reads what `BackupAndRestore` has written, so the training does
+not wait for it, whatever its strategy is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import keras
+
+from tfdist.errors import UsageError, require
+from tfdist.files import one_line_errors
+
+_LOG = logging.getLogger(__name__)
+_MODEL = "model.json"
+_END_S = 120.0  # for the last export
+
+
+class Publisher:
+    """The process that publishes; in the chief.
+
+    Args:
+      directory: of the models that a server serves; a version is ``directory/NAME/VERSION``.
+      make: ``file.py:function``, which makes the model; by default it is written down as it is.
+      run: the run directory of a ``tfdist.train``, which says what the model is.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        make: str | None = None,
+        run: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._directory = Path(directory)
+        self._make = make
+        self._run = run
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, model: keras.Model, checkpoints: Path, *, best: bool) -> None:
+        """Start the process, unless it runs; it follows the best checkpoint, or the newest.
+
+        Raises UsageError where another process could not make the model again.
+        """
+        if self._process is not None:
+            return
+        words = [str(self._run or checkpoints), str(self._directory), "--follow", "--until_eof"]
+        if best:
+            words.append("--best")
+        if self._run is None:
+            words += ["--model", self._make or str(_written(model, checkpoints))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tfdist.export", *words],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            env=_environ(os.environ),
+        )
+
+    def close(self) -> None:
+        """Have the last checkpoint published too, and wait for it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            code = process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code:
+            _LOG.error("publish: ended with exit code %d; see its lines above", code)
+
+
+def _written(model: keras.Model, directory: Path) -> Path:
+    """Write down what the model is made of, for another process; return the file."""
+    foreign = {type(layer) for layer in [model, *model._flatten_layers()]}
+    foreign = {cls for cls in foreign if cls.__module__.partition(".")[0] != "keras"}
+    require(
+        not foreign,
+        "publish",
+        received=f"a model with {', '.join(sorted(cls.__name__ for cls in foreign))}",
+        expected="classes of Keras alone, which another process knows too",
+        fix="pass publish_model='file.py:function', which returns the model as it is built here",
+        code="not-a-model",
+    )
+    try:
+        config = keras.saving.serialize_keras_object(model)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UsageError(
+            "publish",
+            received=f"model {model.name!r} ({str(error).splitlines()[0][:200]})",
+            expected="one that Keras can write down",
+            fix="pass publish_model='file.py:function'",
+            code="not-a-model",
+        ) from error
+    config.pop("compile_config", None)
+    path = directory / _MODEL
+    with one_line_errors(f"publish: cannot write {path}"):
+        path.write_text(json.dumps(config))
+    return path
+
+
+def _environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that is no task of the job and uses no GPU."""
+    kept = {k: v for k, v in environ.items() if k != "TF_CONFIG" and not k.startswith("TFDIST_")}
+    return kept | {"CUDA_VISIBLE_DEVICES": "-1"}

@@ -1,0 +1,199 @@
+"""``tfdist.serve DIR --on ray``: the exported models as a deployment of Ray Serve.
+
+Each replica has all models of the directory, which its node must be able to read, and takes new
+versions over by itself. REST alone, of the addresses and texts of the front. Needs ``ray[serve]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tfdist.errors import TfdistError
+from tfdist.serving import protocol
+from tfdist.serving.protocol import HTTP_STATUS, Kind, RequestError
+from tfdist.serving.versions import (
+    Drain,
+    Model,
+    Policy,
+    Replica,
+    find_models,
+    find_versions,
+    require_models,
+)
+
+if TYPE_CHECKING:
+    from tfdist.serving.model import ServedModel
+
+_LOG = logging.getLogger("tfdist.serve")
+_APPLICATION = "tfdist"
+_SCAN_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RayOptions:
+    """What a deployment is asked for.
+
+    Attributes:
+      directory: of versions, or of models that have versions, at the same path on each node.
+      name: of the model, where the directory has versions; else the one model to serve.
+      replicas: over all nodes.
+      host, port: at which the proxy of each node listens.
+      queued: requests that wait in each proxy; more are answered with 503.
+    """
+
+    directory: Path
+    name: str | None
+    policy: Policy
+    replicas: int
+    host: str
+    port: int
+    batch_sizes: tuple[int, ...]
+    queued: int
+    timeout_s: float
+    drain_s: float
+
+
+class LoadedModel:
+    """The versions of a model in this process."""
+
+    def __init__(self, name: str, directory: Path, options: RayOptions) -> None:
+        self.sessions: dict[int, ServedModel] = {}
+        self._name = name
+        self._directory = directory
+        self._sizes = options.batch_sizes
+        self.versions = Model(replicas_wanted=1, policy=options.policy)
+
+    def look(self) -> None:
+        """Load the versions that are to be served; forget those that the look before let go."""
+        for version in self.sessions.keys() - {one.version for one in self.versions.replicas}:
+            del self.sessions[version]
+        self.versions = self.versions.scanned(find_versions(self._directory))
+        for action in self.versions.actions():
+            if isinstance(action, Drain):
+                self.versions = self.versions.draining(action.id)
+            else:
+                self.versions = self.versions.started(
+                    Replica(id=action.version, version=action.version, index=0)
+                )
+                self._load(action.version)
+
+    def _load(self, version: int) -> None:
+        from tfdist.serving.model import ServedModel
+
+        directory = self._directory / str(version)
+        try:
+            session = ServedModel(directory, self._name, batch_sizes=self._sizes)
+            session.warm_up(directory)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+            _LOG.error("%s: version %d is refused: %s", self._name, version, reason)
+            self.versions = self.versions.failed(version, reason)
+            return
+        self.sessions[version] = session
+        self.versions = self.versions.loaded(version)
+        _LOG.info("%s: version %d is served", self._name, version)
+
+
+class RayReplica:
+    """A process with all models."""
+
+    def __init__(self, options: RayOptions) -> None:
+        if not options.directory.is_dir():
+            node = ray.util.get_node_ip_address()
+            raise TfdistError(f"{options.directory} is not on node {node}; each node must have it")
+        paths = find_models(options.directory, options.name)
+        self._models = {name: LoadedModel(name, path, options) for name, path in paths.items()}
+        self._answers.set_max_batch_size(max(options.batch_sizes))
+        for model in self._models.values():
+            model.look()
+        threading.Thread(target=self._keep_looking, daemon=True).start()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer an HTTP request."""
+        try:
+            status, body = 200, await self._answer(request)
+        except RequestError as error:
+            status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
+        return Response(body, status, media_type="application/json")
+
+    async def _answer(self, request: Request) -> bytes:
+        known = {name: model.versions for name, model in self._models.items()}
+        target, kind = protocol.parse_path(request.method, request.scope["path"])
+        target = protocol.unlabelled(target, known)
+        if kind is None:
+            states = protocol.states_of(target, known)
+            return json.dumps(protocol.status_json(states), indent=1).encode()
+        version = protocol.version_of(target, known)
+        model = self._models[target.name].sessions[version]
+        answer = await self._answers((model, kind, await request.body()))
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
+
+    @serve.batch(batch_wait_timeout_s=0.0)
+    async def _answers(
+        self, asked: list[tuple[ServedModel, Kind, bytes]]
+    ) -> list[bytes | RequestError]:
+        """Answer what has come while the batch before was computed."""
+        return await asyncio.to_thread(_computed, asked)
+
+    def _keep_looking(self) -> None:
+        """Look for versions; one that cannot be loaded is refused."""
+        pause = threading.Event()
+        while not pause.wait(_SCAN_S):
+            for name, model in self._models.items():
+                try:
+                    model.look()
+                except OSError as error:
+                    _LOG.warning("%s: cannot look for versions: %s", name, error.strerror)
+
+
+def _computed(asked: list[tuple[ServedModel, Kind, bytes]]) -> list[bytes | RequestError]:
+    answers: list[bytes | RequestError] = [b""] * len(asked)
+    for model in {id(one): one for one, _, _ in asked}.values():
+        places = [at for at, (one, _, _) in enumerate(asked) if one is model]
+        for at, answer in zip(places, model.answer([asked[at][1:] for at in places]), strict=True):
+            answers[at] = answer
+    return answers
+
+
+def run(options: RayOptions) -> None:
+    """Deploy on the cluster of RAY_ADDRESS, or a new one; delete it at SIGTERM or Ctrl-C.
+
+    Raises UsageError where there is no model, TfdistError where Ray cannot deploy them.
+    """
+    require_models(options.directory, options.name)
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    http = {"host": options.host, "port": options.port, "request_timeout_s": options.timeout_s}
+    serve.start(proxy_location="EveryNode", http_options=http)
+    deploy = serve.deployment(
+        num_replicas=options.replicas,
+        max_ongoing_requests=2 * max(options.batch_sizes),
+        max_queued_requests=options.queued,
+        graceful_shutdown_timeout_s=options.drain_s,
+        ray_actor_options={"num_cpus": 1},
+    )
+    try:
+        serve.run(deploy(RayReplica).bind(options), name=_APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or ["no reason"])[-1]
+        raise TfdistError(f"serve: Ray has not deployed {options.directory}: {reason}") from error
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())  # only now: Ray sets its own
+    address = f"http://{options.host}:{options.port}/v1/models"
+    print(f"serving {options.directory} on ray: REST {address}", flush=True)
+    stop.wait()
+    serve.delete(_APPLICATION)
