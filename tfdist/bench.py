@@ -22,7 +22,7 @@ from tfdist.errors import EXIT_OK, require, require_int
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
 from tfdist.find.split_size import main as split_sizes
-from tfdist.outputs.plot import empty_panels
+from tfdist.outputs.display import empty_panels
 from tfdist.serving.bench import main as load
 
 _USE = 0.9

@@ -27,8 +27,8 @@ from tfdist.launch.live import (
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.state import JobRules, JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
-from tfdist.report.live import view
 from tfdist.report.run import read_run
+from tfdist.top import view
 
 WORKER = Task("worker", 0)
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfdist.audit.files import MODES, Header, LedgerWriter, Record, next_attempt
-from tfdist.audit.merge import SALT
+from tfdist.audit.files import MODES, SALT, Header, LedgerWriter, Record, next_attempt
 from tfdist.data.draws import mix_tensor, stream
 from tfdist.errors import UsageError, require_one_of
 from tfdist.strategy import Job

@@ -39,7 +39,7 @@ FIELDS: tuple[Field, ...] = (
         name="model",
         default="cnn",
         choices=("dense", "cnn", "resnet20"),
-        help="the network; see tfdist/app/models.py",
+        help="the network; see tfdist/app/recipe.py",
     ),
     Field(name="dropout", default=0.25, least=0, below=1, help="share of units left out"),
     Field(

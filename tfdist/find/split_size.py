@@ -22,7 +22,7 @@ from typing import Any
 
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, TfdistError, UsageError, require_int, require_one_of
-from tfdist.outputs.plot import empty_panels
+from tfdist.outputs.display import empty_panels
 
 SIZES = (1, 3, 5, 8, 10, 12, 20, 40, 60)
 _AUTO = "auto"

@@ -28,8 +28,8 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
-from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part as FeedPart
+from tfdist.training.feed import require_same_batches
 from tfdist.training.program import StepProgram
 
 _LOG = logging.getLogger(__name__)

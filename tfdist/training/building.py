@@ -140,10 +140,9 @@ def build(
     if _is_placed(job):
         job.strategy.require_placed(model)
     if new and job.kind == "ps":
-        from tfdist.ps import strategy as ps_strategy
+        from tfdist.ps.strategy import log_placement
 
-        weights = ps_strategy.bytes_on_servers(model.weights, num_ps=_num_ps(job))
-        ps_strategy.say(bytes_on_servers(model, job), weights=weights)
+        log_placement(model, job.strategy)
 
 
 def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[None]:
@@ -156,19 +155,6 @@ def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[No
 
         return making_empty_slots(optimizer)
     return nullcontext()
-
-
-def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:
-    """Return the bytes of everything that belongs to the model by the ps that holds it."""
-    slots = model.optimizer.variables if model.optimizer is not None else []
-    variables = {id(v): v for v in (*model.variables, *slots, *model.metrics_variables)}
-    from tfdist.ps import strategy as ps_strategy
-
-    return ps_strategy.bytes_on_servers(variables.values(), num_ps=_num_ps(job))
-
-
-def _num_ps(job: Job) -> int:
-    return int(job.strategy.extended._num_ps)
 
 
 def build_to_predict(

@@ -1,9 +1,11 @@
-"""State of the step that a thread is tracing, for the replacements."""
+"""Replacements of names of Keras, and the state of the step that a thread is tracing for them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -129,3 +131,52 @@ def ops_behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[
             seen.add(operation.name)
             waiting += [tensor.op for tensor in operation.inputs]
             yield operation
+
+
+# Replacement of a name of Keras or TensorFlow while a tfdist step is traced.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """Workaround: what it replaces, by what, and why.
+
+    Attributes:
+      owner: the class or module that has the name.
+      name: of a method, property or function.
+      make: gets the original and returns what stands in for it, which must do what the original
+        does wherever no step is traced.
+      issue: the public issue, or the line of the released source where there is none.
+      ended_by: the release that needs it no longer, such as ``keras 3.16``; None as long as no
+        release does without.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    issue: str
+    ended_by: str | None = None
+
+    @property
+    def target(self) -> str:
+        """Return what is replaced, such as ``SeedGenerator.next``."""
+        return f"{self.owner.__name__}.{self.name}"
+
+    def put_in_place(self) -> None:
+        """Replace the name; to be called once a process."""
+        original = getattr(self.owner, self.name)
+        replacement = self.make(original)
+        if not isinstance(replacement, property):
+            replacement = functools.wraps(original)(replacement)
+        setattr(self.owner, self.name, replacement)
+
+
+def on_servers() -> Any:
+    """Return `tfdist.ps.keras_compat`, by which a step on parameter servers differs, else None.
+
+    A ps job alone imports `tfdist.ps`, and does so before it traces its first step.
+    """
+    if "tfdist.ps" not in sys.modules:
+        return None
+    from tfdist.ps import keras_compat
+
+    return keras_compat
