@@ -11,8 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.audit.files import read_directory
-from tfdist.audit.merge import merged
+from tfdist.audit.files import merged, read_directory
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline.cuts import LayerGraph
