@@ -176,8 +176,9 @@ def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
             {"tensorflow", "keras", "numpy"},
         ),
         ("tfdist.launch.job", {"importlib.metadata"}),  # of jobs on several hosts
+        ("tfdist.launch.options, tfdist.launch.screen", {"tfdist.launch.plan", "subprocess"}),
     ],
-    ids=["find", "ledger", "serve", "launch"],
+    ids=["find", "ledger", "serve", "launch", "help"],
 )
 def test_a_program_begins_without(modules: str, unwanted: set[str]) -> None:
     program = (
