@@ -65,8 +65,10 @@ def litserve(directory: str, port: int) -> None:
 
 def ray(directory: str, port: int, grpc_port: int) -> None:
     """A node of one core without a dashboard; a replica with `serve.batch`, HTTP and gRPC proxy."""
-    # What it offers for throughput, apart from going round the proxies.
+    # What it offers for throughput, apart from going round the proxies; a proxy that loads the
+    # stubs, and TensorFlow with them, takes longer than the 5 s that it is given.
     os.environ |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"
     import orjson
     import ray as ray_
     from ray import serve
